@@ -1,0 +1,237 @@
+"""The words of the system, as frozen records: what is asked, what was tried, what was said, what is trained on.
+
+They are read in this order: a `Task` is asked; each wanted try at it is a `Rollout`; each execution of a rollout is an
+`Attempt`; each call to the model inside an attempt is a `Turn`; turns joined by prefix become `Sample` rows, the only
+thing a trainer sees. `Message` and `ToolCall` are how people and agents speak; token ids are what the model saw.
+
+Token ids are int32 arrays, log-probs float32 arrays, never Python lists: a million-token rollout is a few megabytes,
+and equality is exact. Arrays handed to a record are copied once if they must be and frozen, so that a record is a fact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = [
+    "Attempt",
+    "Completion",
+    "Message",
+    "Outcome",
+    "Part",
+    "Rollout",
+    "Sample",
+    "SamplingParams",
+    "Task",
+    "ToolCall",
+    "Turn",
+]
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+
+def _frozen(values: ArrayLike, dtype: type[np.generic], name: str) -> NDArray[Any]:
+    """One read-only, one-dimensional array of the record's dtype; other shapes and lossy casts are refused."""
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional; an array of shape {array.shape} was given.")
+    if array.size and not np.can_cast(array.dtype, dtype, casting="same_kind"):
+        raise ValueError(
+            f"{name} must be {np.dtype(dtype).name}; {array.dtype.name} cannot be cast to it without loss."
+        )
+    cast = array.astype(dtype, copy=False)
+    if array.dtype.kind in "iu" and array.size and not np.array_equal(cast, array):
+        raise ValueError(f"{name} has values that do not fit into {np.dtype(dtype).name}.")
+    if cast.flags.writeable:
+        cast = cast.copy()
+        cast.setflags(write=False)
+    return cast
+
+
+class Outcome(StrEnum):
+    """How an attempt ended. Only `INFRA_ERROR` says nothing about the policy, so it never enters a baseline."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    TIMED_OUT = "timed_out"
+    UNRESPONSIVE = "unresponsive"
+    CANCELLED = "cancelled"
+    INFRA_ERROR = "infra_error"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function the model asked for. Example: `ToolCall("call_1", "search", '{"q": "etude"}')`."""
+
+    id: str
+    name: str
+    arguments: str
+    """The JSON text exactly as the model wrote it, which may be malformed: parsing it is the reader's business."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a message that is not all text. Example: `Part("image", url="file:///a.png")`."""
+
+    kind: str
+    """`text`, `image`, `audio`, or a server's own word."""
+    text: str = ""
+    url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One entry of a conversation. Example: `Message("user", "What is 2 + 2?")`."""
+
+    role: str
+    """`system`, `user`, `assistant` or `tool`."""
+    content: str | tuple[Part, ...]
+    reasoning: str = ""
+    """What the model thought aloud before answering, where the template keeps it apart from the content."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    """For a `tool` message: the call it answers."""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. The defaults sample from the model's own distribution, which is what training needs."""
+
+    max_tokens: int = 1024
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    """None derives one from the run seed, the task, the try and the prompt."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to report beside the sampled one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine returns for one prompt. Every token carries its log-prob and the version that sampled it."""
+
+    ids: NDArray[np.int32]  # [T]
+    logp: NDArray[np.float32]  # [T] under the sampling distribution: the behaviour log-probs
+    version: NDArray[np.int32]  # [T]
+    finish: str
+    """`stop`, `length` or `abort`."""
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", _frozen(self.ids, np.int32, "Completion.ids"))
+        object.__setattr__(self, "logp", _frozen(self.logp, np.float32, "Completion.logp"))
+        object.__setattr__(self, "version", _frozen(self.version, np.int32, "Completion.version"))
+        _same_length("Completion", ids=self.ids, logp=self.logp, version=self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One call to the model inside an attempt, as the endpoint saw it: exact ids in, exact ids out."""
+
+    prompt: NDArray[np.int32]  # [P]
+    completion: Completion
+    index: int
+    """Its place in the attempt, from 0."""
+    model: str = "policy"
+    tags: tuple[str, ...] = ()
+    reward: float | None = None
+    """A reward given for this turn alone; the rollout's own is on the rollout."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", _frozen(self.prompt, np.int32, "Turn.prompt"))
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One row of a dataset. Example: `Task(7, {"prompt": "2+2?", "ground_truth": "4"})`."""
+
+    ordinal: int
+    """Its place in the run's order, which is never reused and never skipped."""
+    fields: Mapping[str, Json]
+    source: str = ""
+    """The data source it came from: evaluation reports by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One execution of a rollout: its turns and how it ended."""
+
+    index: int
+    turns: tuple[Turn, ...]
+    outcome: Outcome
+    error: str = ""
+    """For anything but success: what happened, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One wanted try at a task, scored. Rollouts with the same group are compared with each other."""
+
+    id: int
+    task: int
+    """The ordinal of its task."""
+    group: int
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The named parts the reward is made of, where the reward function gave them."""
+    outcome: Outcome = Outcome.SUCCEEDED
+    truncated: bool = False
+    """Whether it was cut off at a length limit; a truncated rollout is not a finished one."""
+    role: int = 0
+    """Which player of a game it was, for baselines per role."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One token sequence ready for training. The four columns speak of the same token at the same index.
+
+    `action` marks the tokens the policy chose; the others (prompt, tool output) are context and train nothing.
+    Where `action` is false, `logp` may be anything and `version` and `turn` are ignored.
+    """
+
+    ids: NDArray[np.int32]  # [T]
+    action: NDArray[np.bool_]  # [T]
+    logp: NDArray[np.float32]  # [T]
+    version: NDArray[np.int32]  # [T]
+    turn: NDArray[np.int32]  # [T]
+    rollout: int
+    """The id of the rollout it is a row of."""
+    model: str = "policy"
+
+    def __post_init__(self) -> None:
+        for name, dtype in _SAMPLE_COLUMNS.items():
+            object.__setattr__(self, name, _frozen(getattr(self, name), dtype, f"Sample.{name}"))
+        columns = {name: getattr(self, name) for name in _SAMPLE_COLUMNS}
+        _same_length(f"The sample of rollout {self.rollout}", **columns)
+
+
+_SAMPLE_COLUMNS: dict[str, type[np.generic]] = {
+    "ids": np.int32,
+    "action": np.bool_,
+    "logp": np.float32,
+    "version": np.int32,
+    "turn": np.int32,
+}
+
+
+def _same_length(what: str, **columns: NDArray[Any]) -> None:
+    """The mask law begins here: columns that speak of the same tokens have the same length."""
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ValueError(f"{what} has columns of different lengths ({found}); each must have one entry per token.")
