@@ -1,0 +1,328 @@
+"""The batch: rollouts as flat columns, without padding, and the pack: what one forward pass sees of it.
+
+Four nested things, each flat over the next::
+
+    group    g0                       g1            compared with each other
+    rollout  u0           u1          u2            one try; owns a reward
+    row      r0     r1    r2          r3            one token sequence; tokens offsets[r] to offsets[r + 1]
+    token    . . A  . . A . . A A A   . . A . A     A: the policy chose it
+
+Rows of a rollout stand together and in time order, so a rollout's action tokens read left to right are what the policy
+did, however its turns were merged into rows. That one rule makes every statistic a segment reduction over flat columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.batch import checks
+from etude.batch.columns import Column, Kind, join, move, pick, ranges
+from etude.errors import BatchError, MissingColumnError, RewardError
+from etude.records import Rollout, Sample
+
+__all__ = ["COLUMNS", "Batch"]
+
+
+_TOKEN, _TOKEN_K, _UNIT = ({"kind": kind} for kind in (Kind.TOKEN, Kind.TOKEN_K, Kind.UNIT))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Batch:
+    """Rows of tokens with everything known about them. Columns that are `None` have not been computed.
+
+    Index t of a column speaks of token t: its log-prob given what precedes it, the value of the state before it.
+    Token columns are meaningful where `action` is true; elsewhere they may hold anything, NaN included.
+    """
+
+    offsets: Tensor
+    """[R + 1] int64: row r is tokens offsets[r] to offsets[r + 1]; rows may be empty."""
+    unit: Tensor
+    """[R] int64, never decreasing: the rollout of each row. A rollout may have no row."""
+    group: Tensor
+    """[U] int64: the group of each rollout, numbered from 0. Its length is the number of rollouts."""
+    model: str = "policy"
+    """The model these tokens train."""
+    part_names: tuple[str, ...] = ()
+    """The names of the columns of `reward_parts`."""
+
+    ids: Tensor = field(metadata=_TOKEN)
+    """int32: the tokens."""
+    action: Tensor = field(metadata=_TOKEN)
+    """bool: chosen by the policy."""
+    observation: Tensor | None = field(default=None, metadata=_TOKEN)
+    """bool: tool output, the tokens that ECHO learns to predict."""
+    turn: Tensor | None = field(default=None, metadata=_TOKEN)
+    """int32, never decreasing over a rollout's actions: the turn each action token belongs to."""
+    version: Tensor | None = field(default=None, metadata=_TOKEN)
+    """int32: the policy version that sampled the token."""
+    behavior_logp: Tensor | None = field(default=None, metadata=_TOKEN)
+    """log μ: the sampler's log-prob of the token. Immutable."""
+    old_logp: Tensor | None = field(default=None, metadata=_TOKEN)
+    """log π_old: the trainer's log-prob at the start of the step."""
+    ref_logp: Tensor | None = field(default=None, metadata=_TOKEN)
+    """The reference policy's log-prob."""
+    teacher_logp: Tensor | None = field(default=None, metadata=_TOKEN)
+    """The distillation teacher's log-prob."""
+    entropy: Tensor | None = field(default=None, metadata=_TOKEN)
+    """The entropy of π_old at the token."""
+    sum_pi_squared: Tensor | None = field(default=None, metadata=_TOKEN)
+    """Σ_v π_old(v)² at the token, for the optimal token baseline."""
+    value: Tensor | None = field(default=None, metadata=_TOKEN)
+    """The critic's estimate at the start of the step, read before the token."""
+    token_reward: Tensor | None = field(default=None, metadata=_TOKEN)
+    """A reward paid when the token was chosen: a turn's reward stands at that turn's last action token."""
+    advantage: Tensor | None = field(default=None, metadata=_TOKEN)
+    """A: filled by an advantage estimator."""
+    returns: Tensor | None = field(default=None, metadata=_TOKEN)
+    """The critic's target: filled by GAE."""
+    weight: Tensor | None = field(default=None, metadata=_TOKEN)
+    """Detached importance weight of the mismatch correction; multiplies the policy loss."""
+    keep: Tensor | None = field(default=None, metadata=_TOKEN)
+    """bool: false where a correction rejected the token from the policy loss."""
+    chosen: Tensor | None = field(default=None, metadata=_TOKEN)
+    """bool: tokens picked over the whole rollout batch (covariance selection)."""
+
+    teacher_topk_ids: Tensor | None = field(default=None, metadata=_TOKEN_K)
+    """int64 [T, k]: the teacher's likeliest tokens."""
+    teacher_topk_logp: Tensor | None = field(default=None, metadata=_TOKEN_K)
+    """[T, k]: the teacher's log-probs of them."""
+
+    reward: Tensor | None = field(default=None, metadata=_UNIT)
+    """[U] float64: what the rollout earned, token rewards not included."""
+    metric: Tensor | None = field(default=None, metadata=_UNIT)
+    """[U] float64: the task metric that DAPO filters on, before penalties."""
+    reward_parts: Tensor | None = field(default=None, metadata=_UNIT)
+    """[U, parts] float64: the named parts of the reward."""
+    greedy_reward: Tensor | None = field(default=None, metadata=_UNIT)
+    """[U] float64: the reward of the greedy answer to the same task, for ReMax."""
+    truncated: Tensor | None = field(default=None, metadata=_UNIT)
+    """[U] bool: cut off at a length limit."""
+    role: Tensor | None = field(default=None, metadata=_UNIT)
+    """[U] int64: which player of a game."""
+    rollout_id: Tensor | None = field(default=None, metadata=_UNIT)
+    """[U] int64: the run-wide name of the rollout; random choices are keyed by it, errors cite it."""
+
+    extra: Mapping[str, Column] = field(default_factory=dict)
+    """Columns of a plug-in's own."""
+
+    def __post_init__(self) -> None:
+        checks.layout(self)
+        for name, column in self.columns():
+            checks.shape(self, name, column)
+        checks.values(self)
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def rows(self) -> int:
+        return len(self.unit)
+
+    @property
+    def rollouts(self) -> int:
+        return len(self.group)
+
+    @property
+    def device(self) -> torch.device:
+        return self.ids.device
+
+    @cached_property
+    def groups(self) -> int:
+        return int(self.group.max()) + 1 if self.rollouts else 0
+
+    @cached_property
+    def unit_rows(self) -> Tensor:
+        """[U + 1]: rollout u is rows unit_rows[u] to unit_rows[u + 1]."""
+        every = torch.arange(self.rollouts + 1, device=self.unit.device)
+        return torch.searchsorted(self.unit.contiguous(), every)
+
+    @cached_property
+    def unit_tokens(self) -> Tensor:
+        """[U + 1]: rollout u is tokens unit_tokens[u] to unit_tokens[u + 1]."""
+        return self.offsets[self.unit_rows]
+
+    def columns(self) -> Iterator[tuple[str, Column]]:
+        """Every column that is there, the plug-ins' own last."""
+        for name, kind in COLUMNS.items():
+            values = self.__dict__[name]
+            if values is not None:
+                yield name, Column(kind, values)
+        yield from self.extra.items()
+
+    def need(self, name: str, by: str = "") -> Tensor:
+        """The column, or an error that names it and whoever declared that it is needed."""
+        values = self.__dict__[name] if name in COLUMNS else self.extra[name].tensor if name in self.extra else None
+        if values is None:
+            there = ", ".join(name for name, _ in self.columns())
+            whose = f"{by} needs" if by else "An algorithm needs"
+            raise MissingColumnError(
+                f"{whose} the column `{name}`, which this batch does not have (it has {there}). "
+                f"Add it with `batch.replace({name}=…)`, or choose an algorithm that does not need it."
+            )
+        assert isinstance(values, Tensor)
+        return values
+
+    # -- making others of it ------------------------------------------------------------------------------------
+
+    def replace(self, **changes: Any) -> Batch:
+        """The same rows with some columns changed or added; only those are checked again."""
+        unknown = changes.keys() - {f.name for f in fields(self)}
+        if unknown:
+            raise BatchError(f"`{sorted(unknown)[0]}` is not a column of a batch. Put a plug-in's own into `extra`.")
+        if changes.keys() & {"offsets", "unit", "group", "ids", "action", "reward"}:
+            return Batch(**{f.name: changes.get(f.name, self.__dict__[f.name]) for f in fields(self)})
+        other = self._derived(changes)
+        for name, column in other.columns():
+            if name in changes or "extra" in changes:
+                checks.shape(other, name, column)
+        return other
+
+    def _derived(self, changes: Mapping[str, Any]) -> Batch:
+        other = object.__new__(Batch)
+        other.__dict__.update({f.name: changes.get(f.name, self.__dict__[f.name]) for f in fields(self)})
+        return other
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        moved: dict[str, Any] = {name: self.__dict__[name].to(device) for name in ("offsets", "unit", "group")}
+        for name, column in self.columns():
+            if name in COLUMNS:
+                moved[name] = column.tensor.to(device)
+        moved["extra"] = {name: move(column, lambda x: x.to(device)) for name, column in self.extra.items()}
+        return self._derived(moved)
+
+    def select(self, rollouts: Tensor | Sequence[int]) -> Batch:
+        """These rollouts, in this order, with all their rows; their groups are numbered anew from 0."""
+        units = torch.as_tensor(rollouts, dtype=torch.int64, device=self.device)
+        if units.numel() and (int(units.min()) < 0 or int(units.max()) >= self.rollouts):
+            raise BatchError(f"Rollouts {units.tolist()} were asked for; this batch has 0 to {self.rollouts - 1}.")
+        rows_of = self.unit_rows[units + 1] - self.unit_rows[units]
+        rows = ranges(self.unit_rows[units], rows_of)
+        lengths = self.offsets[rows + 1] - self.offsets[rows]
+        tokens = ranges(self.offsets[rows], lengths)
+        changes: dict[str, Any] = {
+            "offsets": torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            "unit": torch.repeat_interleave(torch.arange(len(units), device=self.device), rows_of),
+            "group": torch.unique(self.group[units], return_inverse=True)[1],
+        }
+        where = {Kind.SEQUENCE: rows, Kind.UNIT: units, Kind.BLOB: rows}
+        picked = {name: pick(column, where.get(column.kind, tokens)) for name, column in self.columns()}
+        changes |= {name: column.values for name, column in picked.items() if name in COLUMNS}
+        changes["extra"] = {name: column for name, column in picked.items() if name not in COLUMNS}
+        return self._derived(changes)
+
+    def split(self, parts: int, by: str = "rollout") -> list[Batch]:
+        """At most `parts` batches of whole rollouts (or whole groups), in order, with about as many tokens each.
+
+        Never through a rollout: a quantity over a rollout is then the same in a micro-batch as in the whole.
+        """
+        if parts < 1 or by not in ("rollout", "group"):
+            raise BatchError(f"A batch is split into 1 or more parts by `rollout` or `group`; not {parts} by `{by}`.")
+        order = torch.arange(self.rollouts, device=self.device)
+        weight = (self.unit_tokens[1:] - self.unit_tokens[:-1]).to(torch.float64) + 1e-3
+        whole = order
+        if by == "group":
+            order = torch.argsort(self.group, stable=True)
+            whole = self.group[order]
+            weight = torch.zeros(self.groups, dtype=torch.float64, device=self.device).index_add_(0, self.group, weight)
+        middle = weight.cumsum(0) - weight / 2
+        part = (middle * parts / weight.sum()).long().clamp(max=parts - 1)[whole]
+        return [self.select(order[part == p]) for p in range(parts) if bool((part == p).any())]
+
+    @classmethod
+    def concat(cls, batches: Sequence[Batch]) -> Batch:
+        """One batch of all of them, in order. Groups stay apart: equal numbers in two batches are two groups."""
+        if not batches:
+            raise BatchError("An empty list of batches cannot be joined: at least one is needed.")
+        first = batches[0]
+        names = [name for name, _ in first.columns()]
+        for i, other in enumerate(batches):
+            if (other.model, other.part_names) != (first.model, first.part_names):
+                raise BatchError(
+                    f"Batch {i} is of model `{other.model}` and reward parts {other.part_names}, batch 0 of "
+                    f"`{first.model}` and {first.part_names}: only like batches can be joined."
+                )
+            odd = set(names) ^ {name for name, _ in other.columns()}
+            if odd:
+                raise BatchError(
+                    f"Batches 0 and {i} cannot be joined: only one of them has the column `{sorted(odd)[0]}`."
+                )
+        shift = [0, *np.cumsum([b.tokens for b in batches]).tolist()]
+        units = [0, *np.cumsum([b.rollouts for b in batches]).tolist()]
+        groups = [0, *np.cumsum([b.groups for b in batches]).tolist()]
+        columns = [dict(b.columns()) for b in batches]
+        joined = {name: join([c[name] for c in columns]) for name in names}
+        return first._derived(
+            {
+                "offsets": torch.cat(
+                    [first.offsets[:1], *(b.offsets[1:] + s for b, s in zip(batches, shift, strict=False))]
+                ),
+                "unit": torch.cat([b.unit + s for b, s in zip(batches, units, strict=False)]),
+                "group": torch.cat([b.group + s for b, s in zip(batches, groups, strict=False)]),
+                **{name: column.values for name, column in joined.items() if name in COLUMNS},
+                "extra": {name: column for name, column in joined.items() if name not in COLUMNS},
+            }
+        )
+
+    @classmethod
+    def from_records(cls, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> Batch:
+        """Rows in time order within each rollout; every rollout stays in its group, those without a row included."""
+        if not rollouts:
+            raise BatchError("A batch needs at least one rollout; none was given.")
+        place = {rollout.id: u for u, rollout in enumerate(rollouts)}
+        for r, sample in enumerate(samples):
+            if sample.rollout not in place:
+                raise BatchError(f"Row {r} belongs to rollout {sample.rollout}, which is not among the rollouts given.")
+        models = sorted({sample.model for sample in samples}) or ["policy"]
+        if len(models) > 1:
+            raise BatchError(
+                f"A batch trains one model; these rows are of {' and '.join(models)}. Make one batch each."
+            )
+        ordered = sorted(samples, key=lambda sample: place[sample.rollout])
+        parts = tuple(sorted({name for rollout in rollouts for name in rollout.parts}))
+        for rollout in rollouts:
+            if parts and rollout.parts.keys() != set(parts):
+                raise RewardError(
+                    f"Rollout {rollout.id} has reward parts {sorted(rollout.parts)}; others have "
+                    f"{list(parts)}. Every rollout of a batch needs the same parts: give 0 where one has none."
+                )
+        lengths = [len(sample.ids) for sample in ordered]
+        labels = np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1]
+
+        def flat(name: str, dtype: type[np.generic]) -> Tensor:
+            columns = [getattr(sample, name) for sample in ordered]
+            return torch.from_numpy(np.concatenate([np.empty(0, dtype), *columns]))
+
+        return cls(
+            offsets=torch.tensor([0, *np.cumsum(lengths).tolist()]),
+            unit=torch.tensor([place[sample.rollout] for sample in ordered], dtype=torch.int64),
+            group=torch.from_numpy(labels.astype(np.int64)),
+            model=models[0],
+            part_names=parts,
+            ids=flat("ids", np.int32),
+            action=flat("action", np.bool_),
+            turn=flat("turn", np.int32),
+            version=flat("version", np.int32),
+            behavior_logp=flat("logp", np.float32),
+            reward=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64),
+            reward_parts=torch.tensor([[r.parts[name] for name in parts] for r in rollouts], dtype=torch.float64)
+            if parts
+            else None,
+            truncated=torch.tensor([rollout.truncated for rollout in rollouts]),
+            role=torch.tensor([rollout.role for rollout in rollouts]),
+            rollout_id=torch.tensor([rollout.id for rollout in rollouts]),
+        )
+
+
+COLUMNS: dict[str, Kind] = {f.name: f.metadata["kind"] for f in fields(Batch) if "kind" in f.metadata}
+"""The columns that Etude itself knows, by name."""

@@ -1,0 +1,75 @@
+"""Columns: one kind of number for each token, row or rollout, and how columns are picked from and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+__all__ = ["Column", "Kind", "join", "move", "pick", "ranges"]
+
+
+class Kind(Enum):
+    """What a column has one entry for."""
+
+    TOKEN = "token"  # [T]
+    TOKEN_K = "token×k"  # [T, k]
+    RAGGED = "token-ragged"  # any number for each token: values [N], offsets [T + 1]
+    SEQUENCE = "sequence"  # [R] or [R, …]
+    UNIT = "unit"  # [U] or [U, …]: one for each rollout
+    BLOB = "blob"  # R byte strings, opaque here
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """A typed column: its kind, its values, and for the ragged kind where each token's values begin."""
+
+    kind: Kind
+    values: Tensor | tuple[bytes, ...]
+    offsets: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """The values of any kind but `BLOB`."""
+        assert isinstance(self.values, Tensor), "a blob column holds byte strings, not a tensor"
+        return self.values
+
+
+def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """The integers from each start on, as many as its length, end to end: starts [3, 0], lengths [2, 1] → [3, 4, 0]."""
+    before = lengths.cumsum(0) - lengths
+    total = int(lengths.sum())
+    return torch.arange(total, device=starts.device) + torch.repeat_interleave(starts - before, lengths)
+
+
+def move(column: Column, how: Callable[[Tensor], Tensor]) -> Column:
+    values = column.values if isinstance(column.values, tuple) else how(column.values)
+    return Column(column.kind, values, None if column.offsets is None else how(column.offsets))
+
+
+def pick(column: Column, index: Tensor) -> Column:
+    if isinstance(column.values, tuple):
+        return Column(column.kind, tuple(column.values[i] for i in index.tolist()))
+    if column.offsets is None:
+        return Column(column.kind, column.values[index])
+    lengths = column.offsets[index + 1] - column.offsets[index]
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return Column(column.kind, column.values[ranges(column.offsets[index], lengths)], offsets)
+
+
+def join(columns: Sequence[Column]) -> Column:
+    first = columns[0]
+    if isinstance(first.values, tuple):
+        return Column(first.kind, tuple(blob for c in columns for blob in c.values))
+    values = torch.cat([c.tensor for c in columns])
+    if first.offsets is None:
+        return Column(first.kind, values)
+    offsets, end = [first.offsets[:1]], 0
+    for c in columns:
+        assert c.offsets is not None
+        offsets.append(c.offsets[1:] + end)
+        end += len(c.tensor)
+    return Column(first.kind, values, torch.cat(offsets))

@@ -1,0 +1,129 @@
+"""Random batches of every awkward shape: several rows a rollout, many turns, NaN in the context, idle rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from etude.batch import Batch, Column, Kind
+
+NAN = float("nan")
+
+
+def random_batch(
+    seed: int,
+    group_sizes: Sequence[int] = (3, 1, 4),
+    *,
+    longest: int = 9,
+    idle: bool = True,
+    drift: float = 0.3,
+    dtype: torch.dtype = torch.float64,
+) -> Batch:
+    """A batch with every column filled at its action tokens and NaN elsewhere, off-policy by about `drift`.
+
+    Rollouts have one to three turns, each turn is context then actions, and the turns stand in one row or in several.
+    With `idle`, about one rollout in eight chose no token.
+    """
+    rng = np.random.default_rng(seed)
+    group = np.repeat(np.arange(len(group_sizes)), group_sizes)
+    rows: list[tuple[int, list[tuple[bool, int]]]] = []  # (rollout, its tokens as (action, turn))
+    for u in range(len(group)):
+        row: list[tuple[bool, int]] = []
+        for turn in range(int(rng.integers(1, 4))):
+            acts = 0 if idle and rng.random() < 0.12 else int(rng.integers(1, longest))
+            row += [(False, -1)] * int(rng.integers(1, 4)) + [(True, turn)] * acts
+            if rng.random() < 0.4:
+                rows.append((u, row))
+                row = []
+        rows.append((u, row))
+    tokens = [token for _, row in rows for token in row]
+    action = torch.tensor([act for act, _ in tokens], dtype=torch.bool)
+    shape = (len(tokens),)
+
+    def told(values: np.ndarray) -> Tensor:
+        """A column that is known at the action tokens only."""
+        return torch.where(action, torch.from_numpy(values).to(dtype), NAN)
+
+    behavior = -rng.gamma(1.5, 0.7, shape)
+    old = np.minimum(behavior + drift * rng.normal(size=shape), -1e-3)
+    wander = rng.random(len(tokens)) < 0.3
+    return Batch(
+        offsets=torch.tensor([0, *np.cumsum([len(row) for _, row in rows]).tolist()]),
+        unit=torch.tensor([u for u, _ in rows]),
+        group=torch.from_numpy(group),
+        ids=torch.from_numpy(rng.integers(0, 50, shape).astype(np.int32)),
+        action=action,
+        observation=~action & torch.from_numpy(wander),
+        turn=torch.tensor([turn for _, turn in tokens], dtype=torch.int32),
+        version=torch.where(action, torch.from_numpy(rng.integers(3, 6, shape)), -1).int(),
+        behavior_logp=told(behavior),
+        old_logp=told(old),
+        ref_logp=told(np.minimum(behavior + drift * rng.normal(size=shape), -1e-3)),
+        teacher_logp=told(np.minimum(behavior + drift * rng.normal(size=shape), -1e-3)),
+        entropy=told(rng.gamma(2, 0.5, shape)),
+        sum_pi_squared=told(rng.uniform(0.1, 0.9, shape)),
+        value=told(rng.normal(size=shape)),
+        token_reward=torch.where(action, torch.from_numpy(rng.normal(size=shape) * (rng.random(shape) < 0.2)), NAN),
+        advantage=told(rng.normal(size=shape)),
+        returns=told(rng.normal(size=shape)),
+        reward=torch.from_numpy(
+            rng.integers(0, 5, len(group)) / 4.0 + rng.normal(size=len(group)) * (rng.random() < 0.5)
+        ),
+        metric=torch.from_numpy(rng.integers(0, 2, len(group)).astype(np.float64)),
+        reward_parts=torch.from_numpy(rng.normal(size=(len(group), 2))),
+        part_names=("correct", "format"),
+        greedy_reward=torch.from_numpy(rng.normal(size=len(group))),
+        truncated=torch.from_numpy(rng.random(len(group)) < 0.2),
+        role=torch.from_numpy(rng.integers(0, 2, len(group))),
+        rollout_id=torch.from_numpy(rng.permutation(1000)[: len(group)]),
+    )
+
+
+def with_extras(batch: Batch, seed: int = 0) -> Batch:
+    """The batch with a plug-in's column of every kind."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 4, batch.tokens)
+    offsets = torch.tensor([0, *np.cumsum(lengths).tolist()])
+    return batch.replace(
+        teacher_topk_ids=torch.from_numpy(rng.integers(0, 50, (batch.tokens, 3))),
+        teacher_topk_logp=torch.from_numpy(-rng.gamma(2, 1, (batch.tokens, 3))),
+        extra={
+            "half": Column(Kind.TOKEN, torch.from_numpy(rng.normal(size=batch.tokens)).bfloat16()),
+            "allowed": Column(Kind.RAGGED, torch.from_numpy(rng.integers(0, 50, int(offsets[-1]))), offsets),
+            "branch": Column(Kind.SEQUENCE, torch.from_numpy(rng.integers(0, 3, batch.rows))),
+            "picture": Column(Kind.BLOB, tuple(rng.bytes(int(rng.integers(0, 5))) for _ in range(batch.rows))),
+        },
+    )
+
+
+batches = st.builds(
+    random_batch,
+    st.integers(0, 2**20),
+    st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
+    longest=st.sampled_from([2, 4, 9]),
+)
+"""A hypothesis strategy of batches; shrinks towards few rollouts."""
+
+
+def same(a: Batch, b: Batch) -> bool:
+    """Whether two batches hold the same rows and columns, bit for bit."""
+    left, right = dict(a.columns()), dict(b.columns())
+    if left.keys() != right.keys() or (a.model, a.part_names) != (b.model, b.part_names):
+        return False
+    layouts = zip((a.offsets, a.unit, a.group), (b.offsets, b.unit, b.group), strict=True)
+    return all(torch.equal(x, y) for x, y in layouts) and all(_equal(left[name], right[name]) for name in left)
+
+
+def _equal(a: Column, b: Column) -> bool:
+    if a.kind is not b.kind or (a.offsets is None) != (b.offsets is None):
+        return False
+    if a.offsets is not None and b.offsets is not None and not torch.equal(a.offsets, b.offsets):
+        return False
+    if isinstance(a.values, tuple) or isinstance(b.values, tuple):
+        return a.values == b.values
+    alike = a.values.dtype == b.values.dtype and a.values.shape == b.values.shape
+    return alike and bool(((a.values == b.values) | ((a.values != a.values) & (b.values != b.values))).all())
