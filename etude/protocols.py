@@ -1,0 +1,255 @@
+"""What the rooms ask of each other: one small protocol for each seam, met by structure and not by inheritance.
+
+Each says who calls it and what it may rely on. Waiting is the caller's to bound: every coroutine here may be cancelled
+at any await, and leaves nothing half done that a later call could trip over.
+
+A worker's method also says how a call to all of its ranks is divided and put together again (`spread`), so that a
+worker need not know what carries the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.records import Completion, Message, Rollout, Sample, SamplingParams, Task, Turn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from etude.batch import Batch
+
+__all__ = [
+    "Complete",
+    "Crew",
+    "Env",
+    "Gather",
+    "Generate",
+    "Observation",
+    "Renderer",
+    "Reward",
+    "RolloutEngine",
+    "Scorer",
+    "Source",
+    "Split",
+    "Spread",
+    "Store",
+    "TrainEngine",
+    "WeightCarrier",
+    "spread",
+    "spread_of",
+]
+
+Ids = NDArray[np.int32]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+# -- talking to a model -----------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Generate(Protocol):
+    """Token ids in, token ids out. Any number of calls may be under way at once."""
+
+    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+        """Sample one continuation. Every token of it carries its log-prob and the version that sampled it."""
+        ...
+
+
+@runtime_checkable
+class Complete(Protocol):
+    """Messages in, a message out: what an environment or an agent talks to."""
+
+    async def complete(self, messages: Sequence[Message], sampling: SamplingParams) -> tuple[Message, Turn]:
+        """Answer a conversation, and say which tokens were read and written for it."""
+        ...
+
+
+class Renderer(Protocol):
+    """A chat template and its inverse."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Ids:
+        """The ids of a conversation, up to where the assistant is to speak."""
+        ...
+
+    def parse(self, completion: Ids) -> Message:
+        """What the model said. A malformed tool call stays text."""
+        ...
+
+
+# -- judging ----------------------------------------------------------------------------------------------------------
+
+
+class Reward(Protocol):
+    """A reward function: text in, a number or named parts out. It may be a coroutine function."""
+
+    def __call__(
+        self, task: Task, answer: str
+    ) -> float | Mapping[str, float] | Awaitable[float | Mapping[str, float]]: ...
+
+
+class Scorer(Protocol):
+    """A model that judges token sequences: a reward model behind an engine."""
+
+    async def score(self, sequences: Sequence[Ids]) -> NDArray[np.float64]:
+        """One number a sequence, in their order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment answers: what the model is shown next, what the last answer earned, whether it is over."""
+
+    messages: tuple[Message, ...]
+    reward: float | None = None
+    done: bool = False
+
+
+class Env(Protocol):
+    """A conversation partner in plain Python. Either method may be a coroutine function. One object, one rollout."""
+
+    def reset(self, task: Task) -> Observation | Awaitable[Observation]: ...
+
+    def step(self, answer: Message) -> Observation | Awaitable[Observation]: ...
+
+
+# -- the machines -----------------------------------------------------------------------------------------------------
+
+
+class TrainEngine(Protocol):
+    """Owner of weights, optimizer and their version. It never sees a loss by name, only what it is to minimise."""
+
+    @property
+    def version(self) -> int: ...
+
+    def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
+        """The batch with these columns computed by the model as it stands."""
+        ...
+
+    def update(self, batch: Batch) -> Mapping[str, float]:
+        """One optimizer step over an update batch; `version` goes up by one."""
+        ...
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights by their published names, as views and not as copies."""
+        ...
+
+
+class RolloutEngine(Generate, Protocol):
+    """Owner of a copy of the weights, stamped with a version. A `WeightCarrier` is its only writer."""
+
+    @property
+    def version(self) -> int: ...
+
+    async def pause(self) -> None:
+        """Stop between two tokens. Requests under way stay, and go on after `resume`."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self) -> None:
+        """Give the memory back. Nothing may be under way."""
+        ...
+
+    async def wake(self) -> None: ...
+
+
+class WeightCarrier(Protocol):
+    """Brings weights from where they are trained to where they are sampled."""
+
+    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Mapping[str, float]:
+        """Returns once every engine computes with exactly these; what it cost (bytes, seconds) comes back as metrics.
+
+        A failure in the middle leaves an engine on its old weights, or out of service; never on a mixture.
+        """
+        ...
+
+
+class Crew(Protocol):
+    """The worker processes of one pool, spoken to as one. Nobody outside knows how many there are."""
+
+    def call(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """Call a worker's method on all ranks, divided and joined as the method's `spread` says."""
+        ...
+
+    def close(self) -> None: ...
+
+
+# -- the journal ------------------------------------------------------------------------------------------------------
+
+
+class Store(Protocol):
+    """The append-only journal. What is acknowledged is on disk; status is derived from events, never set."""
+
+    def append(self, events: Sequence[Mapping[str, Any]]) -> int:
+        """Write these events, all or none, and return the position after them."""
+        ...
+
+    def read(self, position: int) -> AsyncIterator[Mapping[str, Any]]:
+        """Every event from a position on, in the order they were written."""
+        ...
+
+
+class Source(Protocol):
+    """Where groups of scored rollouts come from: an engine and a dataset, or agents."""
+
+    def next(self, step: int) -> tuple[Sequence[Sample], Sequence[Rollout]]:
+        """The groups that this step trains on, whole, within the staleness bound. The wait is bounded."""
+        ...
+
+
+# -- how a call is divided over ranks ---------------------------------------------------------------------------------
+
+
+class Split(StrEnum):
+    """How the arguments of a call reach the ranks."""
+
+    SAME = "same"  # every rank gets all of them
+    ROLLOUTS = "rollouts"  # batches are cut over data-parallel ranks by whole rollouts; the rest is the same
+    GROUPS = "groups"  # the same by whole groups, for statistics within them
+
+
+class Gather(StrEnum):
+    """How the ranks' results become one."""
+
+    FIRST = "first"  # all ranks return the same: the first one's
+    CONCAT = "concat"  # batches, end to end in the order they were cut
+    METRICS = "metrics"  # merged by each metric's own reduction
+    ALL = "all"  # a list with one entry for each rank
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How one method of a worker is called on all ranks."""
+
+    split: Split
+    gather: Gather
+
+
+_SPREADS: dict[str, Spread] = {}
+
+
+def spread(split: Split = Split.SAME, gather: Gather = Gather.FIRST) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declare how a worker's method is divided and gathered. The method itself is unchanged, and called as it is."""
+
+    def declare(method: Callable[P, R]) -> Callable[P, R]:
+        _SPREADS[_name(method)] = Spread(split, gather)
+        return method
+
+    return declare
+
+
+def spread_of(method: Callable[..., Any]) -> Spread:
+    """What a method declared; calling an undeclared one on a crew is a mistake in the program."""
+    assert _name(method) in _SPREADS, f"{_name(method)} does not say how it is spread over ranks: decorate it"
+    return _SPREADS[_name(method)]
+
+
+def _name(method: Callable[..., Any]) -> str:
+    return f"{method.__module__}:{method.__qualname__}"

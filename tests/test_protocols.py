@@ -1,0 +1,34 @@
+"""A worker's method says how it is spread over ranks, and stays the method it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from etude.protocols import Gather, Split, Spread, spread, spread_of
+
+
+class Worker:
+    @spread(Split.GROUPS, Gather.METRICS)
+    def update(self, x: int) -> int:
+        return x + 1
+
+    @spread()
+    def version(self) -> int:
+        return 3
+
+    def helper(self) -> None:
+        """Not for a crew."""
+
+
+def test_a_declared_method_is_still_itself() -> None:
+    assert Worker().update(1) == 2 and Worker.update.__name__ == "update"
+
+
+def test_what_was_declared_is_found_by_the_method() -> None:
+    assert spread_of(Worker.update) == Spread(Split.GROUPS, Gather.METRICS)
+    assert spread_of(Worker().version) == Spread(Split.SAME, Gather.FIRST)
+
+
+def test_an_undeclared_method_is_a_mistake_in_the_program() -> None:
+    with pytest.raises(AssertionError, match=r"Worker\.helper does not say how it is spread"):
+        spread_of(Worker.helper)
