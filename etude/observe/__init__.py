@@ -1,0 +1,96 @@
+"""Watching a run: metrics typed by their reduction, the sinks they go to, timers, the console and the log.
+
+run = RunInfo(name="demo", directory=Path("runs/demo"), steps=100)
+with open_run_log(config.observe, run, headline=["reward", "loss"]) as log:
+    with log.step(1) as at:
+        at.add(Metrics({"reward": Mean.of(0.4, weight=64)}))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from etude.errors import MissingPackageError
+from etude.observe.config import ConsoleStyle, MlflowConfig, Observe, WandbConfig
+from etude.observe.console import Bar, ConsoleSink, format_number, format_seconds, make_console, progress
+from etude.observe.jsonl import JsonlSink
+from etude.observe.log import LogLevel, configure, get_log, warn_once
+from etude.observe.logger import RunLog, Step
+from etude.observe.metrics import Last, Max, Mean, Metric, Metrics, Min, Sum, WireMetrics
+from etude.observe.sinks import Background, Guarded, RunInfo, Sink
+from etude.observe.timer import Timer
+
+__all__ = [
+    "Background",
+    "Bar",
+    "ConsoleSink",
+    "ConsoleStyle",
+    "Guarded",
+    "JsonlSink",
+    "Last",
+    "LogLevel",
+    "Max",
+    "Mean",
+    "Metric",
+    "Metrics",
+    "Min",
+    "MlflowConfig",
+    "Observe",
+    "RunInfo",
+    "RunLog",
+    "Sink",
+    "Step",
+    "Sum",
+    "Timer",
+    "WandbConfig",
+    "WireMetrics",
+    "choose_sinks",
+    "configure",
+    "format_number",
+    "format_seconds",
+    "get_log",
+    "make_console",
+    "open_run_log",
+    "progress",
+    "warn_once",
+]
+
+
+def open_run_log(config: Observe, run: RunInfo, headline: Sequence[str] = (), console: Console | None = None) -> RunLog:
+    """The log of a run, with the sinks that the configuration asks for, open."""
+    return RunLog(choose_sinks(config, headline, console), run, config.every)
+
+
+def choose_sinks(config: Observe, headline: Sequence[str] = (), console: Console | None = None) -> list[Sink]:
+    """The sinks that the configuration asks for, not yet opened. `console` replaces the one on standard output."""
+    sinks: list[Sink] = [JsonlSink()]
+    if config.console != "off":
+        sinks.append(ConsoleSink(make_console(config.console) if console is None else console, headline))
+    if config.tensorboard:
+        try:
+            from etude.observe.tensorboard import TensorboardSink
+        except ImportError as error:
+            raise _missing("observe.tensorboard=true", "tensorboardX", error) from error
+        sinks.append(TensorboardSink())
+    if config.wandb.mode != "disabled":
+        try:
+            from etude.observe.wandb import WandbSink
+        except ImportError as error:
+            raise _missing(f"observe.wandb.mode={config.wandb.mode}", "wandb", error) from error
+        sinks.append(Background(WandbSink(config.wandb)))
+    if config.mlflow.enabled:
+        try:
+            from etude.observe.mlflow import MlflowSink
+        except ImportError as error:
+            raise _missing("observe.mlflow.enabled=true", "mlflow", error) from error
+        sinks.append(Background(MlflowSink(config.mlflow)))
+    return sinks
+
+
+def _missing(asked: str, package: str, error: ImportError) -> MissingPackageError:
+    return MissingPackageError(
+        f"{asked} needs the package {package}, which cannot be imported here ({error}). "
+        "Install it with: pip install 'etude[trackers]'"
+    )

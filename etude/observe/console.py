@@ -1,0 +1,224 @@
+"""What a person sees while something runs.
+
+On a terminal: one line per step above a live progress bar. Elsewhere (a file, a pipe, a build's log): plain lines.
+Either way the display is a guest: a reader that goes away, a standard output that is closed or knows only ASCII,
+never disturbs the run. rich decides what the terminal can do, and heeds NO_COLOR, COLUMNS and TERM.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from etude.observe.config import ConsoleStyle
+from etude.observe.sinks import RunInfo
+
+__all__ = ["Bar", "ConsoleSink", "format_number", "format_seconds", "make_console", "progress"]
+
+_DAY = 24 * 3600.0
+
+
+def make_console(style: ConsoleStyle = "auto", file: TextIO | None = None) -> Console:
+    """The console for a style, on standard output unless another file is given."""
+    return _Display(
+        file=file,
+        quiet=style == "off",
+        force_terminal=True if style == "rich" else None,
+        force_interactive={"auto": None, "rich": True, "plain": False, "off": False}[style],
+        no_color=True if style == "plain" else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def format_number(value: float) -> str:
+    """About four digits, as a rule in seven characters or fewer: `0.4310`, `-12.34`, `31250`, `1.2e-5`, `nan`."""
+    size = abs(value)
+    if not size < float("inf"):
+        return str(value)
+    if size >= 100_000 or 0 < size < 0.001:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    decimals = sum(size < bound for bound in (1000, 100, 10, 1))
+    return f"{value:.{decimals}f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.012 s`, `2.1 s`, `4 min 05 s`, `3 h 12 min`."""
+    if seconds < 0.1:
+        return f"{seconds:.3f} s"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds // 60)
+    if minutes < 60:
+        return f"{minutes} min {int(seconds % 60):02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class ConsoleSink:
+    """One line per step: the metrics of the headline, in its order, where the step has them."""
+
+    name = "console"
+
+    def __init__(self, console: Console, headline: Sequence[str] = ()) -> None:
+        self._console = console
+        self._headline = headline
+        self._bar: _LiveBar | None = None
+
+    def open(self, run: RunInfo) -> None:
+        """Say where the run is kept; on a terminal, show the bar if the end is known."""
+        self._steps = run.steps
+        _say(self._console, Text(f"{run.name}: metrics are written to {run.directory}"))
+        if self._console.is_interactive and run.steps is not None:
+            self._bar = _LiveBar(self._console, run.name, run.steps, transient=True)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Print the line of one step."""
+        width = self._console.width if self._console.is_interactive else None
+        _say(self._console, _step_line(step, self._steps, values, self._headline, width))
+        if self._bar is not None:
+            self._bar.reach(step)
+
+    def close(self) -> None:
+        """Take the bar away; the lines stay."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class Bar(Protocol):
+    """What `progress` hands out."""
+
+    def advance(self, amount: float = 1.0) -> None:
+        """Say that this much more of the total is done."""
+        ...
+
+
+@contextmanager
+def progress(
+    description: str,
+    total: float | None = None,
+    console: Console | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Bar]:
+    """Show that something long is under way: a live bar on a terminal, elsewhere a line every few seconds.
+
+    Without a `total` the bar only says that work goes on. Elsewhere than on a terminal, work of under two seconds
+    leaves no line at all.
+    """
+    console = make_console() if console is None else console
+    if console.is_interactive:
+        live = _LiveBar(console, description, total, transient=False)
+        try:
+            yield live
+        finally:
+            live.stop()
+    else:
+        lines = _LineBar(console, description, total, clock)
+        yield lines
+        lines.finish()
+
+
+class _LiveBar:
+    """A bar that redraws itself on a terminal, with the time that is left."""
+
+    def __init__(self, console: Console, description: str, total: float | None, transient: bool) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            transient=transient,
+            refresh_per_second=4,
+            # Steps may take minutes: with rich's half a minute of memory there would never be an estimate.
+            speed_estimate_period=_DAY,
+        )
+        self._task = self._progress.add_task(_encodable(console, description), total=total)
+        self._begun = False
+        self._progress.start()
+
+    def advance(self, amount: float = 1.0) -> None:
+        self._progress.advance(self._task, amount)
+
+    def reach(self, completed: float) -> None:
+        """Move to a place. The first one may lie far ahead, in a resumed run, and says nothing about the speed."""
+        if self._begun:
+            self._progress.update(self._task, completed=completed)
+        else:
+            self._progress.reset(self._task, completed=int(completed))
+            self._begun = True
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+class _LineBar:
+    """Says how far things are, in a line of its own, at most every five seconds."""
+
+    def __init__(self, console: Console, description: str, total: float | None, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._description = description
+        self._total = total
+        self._clock = clock
+        self._began = self._spoke = clock()
+        self._done = 0.0
+
+    def advance(self, amount: float = 1.0) -> None:
+        self._done += amount
+        now = self._clock()
+        if now - self._spoke >= 5.0:
+            self._spoke = now
+            far = f"{self._done:,.0f}" if self._total is None else f"{self._done / self._total:.0%}"
+            _say(self._console, Text(f"{self._description}: {far} after {format_seconds(now - self._began)}"))
+
+    def finish(self) -> None:
+        took = self._clock() - self._began
+        if took >= 2.0:
+            _say(self._console, Text(f"{self._description}: done in {format_seconds(took)}"))
+
+
+class _Display(Console):
+    """rich's console, except that a reader that left (`etude train | head`) ends the display and not the program."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), self.file.fileno())
+
+
+def _step_line(
+    step: int, steps: int | None, values: Mapping[str, float], headline: Sequence[str], width: int | None
+) -> Text:
+    """`step  12/100  reward  0.4310  loss -0.0123  2.1 s`, without the last metrics where the width ends."""
+    end = "" if steps is None else f"/{steps}"
+    line = Text.assemble(("step ", "dim"), f"{step:>{max(0, len(end) - 1)}}", (end, "dim"))
+    took = f"  {format_seconds(values['time/step'])}" if "time/step" in values else ""
+    for name in headline:
+        if name not in values:
+            continue
+        cell = Text.assemble("  ", (name, "dim"), f" {format_number(values[name]):>7}")
+        if width is not None and len(line) + len(cell) + len(took) > width:
+            break
+        line.append_text(cell)
+    return line.append(took, "dim")
+
+
+def _say(console: Console, line: Text) -> None:
+    """Print one line as it is, neither wrapped nor cut."""
+    line.plain = _encodable(console, line.plain)
+    console.print(line, soft_wrap=True)
+
+
+def _encodable(console: Console, text: str) -> str:
+    """The text with what the console's file cannot carry replaced by question marks."""
+    return text.encode(console.encoding, "replace").decode(console.encoding)

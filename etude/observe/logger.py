@@ -1,0 +1,103 @@
+"""The record of a run: what each step measured, reduced once and handed to every sink.
+
+    with RunLog(sinks, run) as log:
+        for step in range(1, steps + 1):
+            with log.step(step) as at:
+                with at.timer("update"):
+                    at.add(update(batch))
+
+A step that raises leaves no trace among the numbers: half a step is not a step. The exception passes on.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from etude.observe.log import get_log
+from etude.observe.metrics import Metric, Metrics
+from etude.observe.sinks import Guarded, RunInfo, Sink
+from etude.observe.timer import Timer
+
+__all__ = ["RunLog", "Step"]
+
+
+class Step:
+    """One step being measured."""
+
+    def __init__(self, number: int, timer: Timer) -> None:
+        self.number = number
+        self.timer = timer
+        self.metrics = Metrics()
+
+    def add(self, metrics: Mapping[str, Metric]) -> None:
+        """Merge these metrics into the step's."""
+        self.metrics.merge(metrics)
+
+
+class RunLog:
+    """Opens the sinks, feeds them step by step, and closes them; none of them can stop the run.
+
+    With `every` above 1 the metrics of consecutive steps are merged and written together at each step that `every`
+    divides, at the last step of the run, and for what is left when the log is closed: fewer lines, nothing lost.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        run: RunInfo,
+        every: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._sinks = [Guarded(sink) for sink in sinks]
+        self._run = run
+        self._every = every
+        self._clock = clock
+        self._pending = Metrics()
+        self._finished = 0
+        self._warned: set[str] = set()
+        for sink in self._sinks:
+            sink.open(run)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[Step]:
+        """Measure one step; its time is measured for it."""
+        step = Step(number, Timer(self._clock))
+        yield step
+        step.add(step.timer.metrics())
+        self._pending.merge(step.metrics)
+        self._finished = number
+        if number % self._every == 0 or number == self._run.steps:
+            self._write()
+
+    def close(self) -> None:
+        """Write what is pending and close every sink; a second call does nothing."""
+        if len(self._pending) > 0:
+            self._write()
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self) -> None:
+        values = self._pending.reduce()
+        self._pending = Metrics()
+        for name, value in values.items():
+            if not math.isfinite(value) and name not in self._warned:
+                self._warned.add(name)
+                get_log("observe").warning(
+                    "The metric %r is %s at step %d. This is said once.", name, value, self._finished
+                )
+        for sink in self._sinks:
+            sink.log(self._finished, values)

@@ -1,0 +1,72 @@
+"""MLflow: a tracking server, a database, or by default the folder `mlruns` of the run directory.
+
+MLflow's small client (`mlflow-skinny`) is enough for a folder or a server; a database needs SQLAlchemy and alembic
+as well. MLflow still writes folders but wants to be told that this is meant; naming one is taken as that word.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from mlflow.entities import Metric, Param
+from mlflow.environment_variables import MLFLOW_ALLOW_FILE_STORE
+from mlflow.tracking import MlflowClient
+
+from etude.observe.config import MlflowConfig
+from etude.observe.sinks import RunInfo
+
+__all__ = ["MlflowSink"]
+
+_PARAMS_PER_CALL = 100
+_METRICS_PER_CALL = 1000
+_PARAM_LENGTH = 6000
+
+
+class MlflowSink:
+    """One MLflow run; the configuration becomes its parameters."""
+
+    name = "mlflow"
+
+    def __init__(self, config: MlflowConfig, now: Callable[[], float] = time.time) -> None:
+        self._config = config
+        self._now = now
+
+    def open(self, run: RunInfo) -> None:
+        """Create the MLflow run, and its experiment where that is new."""
+        uri = self._config.uri or (run.directory / "mlruns").absolute().as_uri()
+        if uri.startswith("file:"):
+            MLFLOW_ALLOW_FILE_STORE.set(True)
+        self._client = MlflowClient(tracking_uri=uri)
+        experiment = self._client.get_experiment_by_name(self._config.experiment)
+        identity = experiment.experiment_id if experiment else self._client.create_experiment(self._config.experiment)
+        self._run_id = self._client.create_run(identity, run_name=run.name).info.run_id
+        params = [Param(_allowed(key), str(value)[:_PARAM_LENGTH]) for key, value in _leaves(run.config)]
+        for start in range(0, len(params), _PARAMS_PER_CALL):
+            self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_PER_CALL])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the step's metrics in as few calls as MLflow allows."""
+        stamp = int(self._now() * 1000)
+        metrics = [Metric(_allowed(name), value, stamp, step) for name, value in values.items()]
+        for start in range(0, len(metrics), _METRICS_PER_CALL):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
+
+    def close(self) -> None:
+        """Mark the MLflow run as finished."""
+        self._client.set_terminated(self._run_id)
+
+
+def _allowed(name: str) -> str:
+    """The name with what MLflow does not allow in one replaced."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+def _leaves(tree: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
+    """Every leaf of a nested configuration with its dotted path."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value

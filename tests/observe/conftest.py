@@ -1,0 +1,23 @@
+"""Every test of this room leaves Python's logging as it found it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from etude.observe.log import configure
+
+
+@pytest.fixture(autouse=True)
+def configured_log() -> Iterator[None]:
+    """Log to standard error, as a command does, for the length of one test."""
+    root = logging.getLogger("etude")
+    before = (list(root.handlers), root.level, root.propagate)
+    root.handlers = []
+    configure("info")
+    yield
+    for handler in root.handlers:
+        handler.close()
+    root.handlers, root.level, root.propagate = before

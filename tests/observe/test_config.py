@@ -1,0 +1,39 @@
+"""What may be configured about watching a run."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from etude.observe.config import MlflowConfig, Observe, WandbConfig
+
+
+def leaves(model: type[BaseModel]) -> int:
+    kinds = [field.annotation for field in model.model_fields.values()]
+    return sum(leaves(kind) if isinstance(kind, type) and issubclass(kind, BaseModel) else 1 for kind in kinds)
+
+
+def test_the_options_stay_few() -> None:
+    assert leaves(Observe) <= 14
+
+
+@pytest.mark.parametrize("model", [Observe, WandbConfig, MlflowConfig])
+def test_every_option_says_what_it_means(model: type[BaseModel]) -> None:
+    assert all(field.description for field in model.model_fields.values())
+
+
+def test_an_observe_is_frozen_and_knows_its_keys() -> None:
+    observe = Observe()
+    with pytest.raises(ValidationError, match="frozen"):
+        observe.every = 2
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        Observe.model_validate({"tensorbord": True})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"every": 0}, {"console": "loud"}, {"level": "trace"}, {"wandb": {"mode": "on"}}, {"wandb": {"project": ""}}],
+)
+def test_impossible_values_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Observe.model_validate(wrong)

@@ -1,0 +1,82 @@
+"""The log: its one format, its masks, and its distance from everybody else's logging."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from etude.observe.log import configure, get_log, warn_once
+
+
+def test_a_line_says_when_who_and_how_serious(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info", role="trainer", rank=3)
+    get_log("store").info("opened %d shards", 4)
+    get_log("store").error("lost one")
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d trainer\[3\] INFO  opened 4 shards", lines[0])
+    assert re.fullmatch(r"\d\d:\d\d:\d\d trainer\[3\] ERROR lost one", lines[1])
+
+
+@pytest.mark.parametrize(("level", "shown"), [("debug", 4), ("info", 3), ("warning", 2), ("error", 1)])
+def test_the_level_is_the_least_serious_that_shows(level: str, shown: int, capsys: pytest.CaptureFixture[str]) -> None:
+    configure(level)  # type: ignore[arg-type]
+    log = get_log("x")
+    for say in (log.debug, log.info, log.warning, log.error):
+        say("hello")
+    assert capsys.readouterr().err.count("hello") == shown
+
+
+def test_secrets_are_masked_in_arguments_and_tracebacks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "logs" / "main.log"
+    configure("info", file=file, mask=lambda text: text.replace("sk-123", "***"))
+    get_log("agents").info("the key is %s", "sk-123")
+    try:
+        raise ValueError("refused sk-123")
+    except ValueError:
+        get_log("agents").exception("the call failed")
+    shown, written = capsys.readouterr().err, file.read_text(encoding="utf-8")
+    assert shown == written
+    assert "sk-123" not in shown
+    assert "the key is ***" in shown
+    assert "ValueError: refused ***" in shown
+
+
+def test_configuring_again_replaces_and_touches_nobody_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    root, other = logging.getLogger(), logging.getLogger("somebody.else")
+    before = (list(root.handlers), root.level, list(other.handlers), other.level)
+    configure("info", file=tmp_path / "a.log")
+    configure("info", role="worker", file=tmp_path / "b.log")
+    get_log("x").info("once")
+    other.warning("not ours")
+    assert (list(root.handlers), root.level, list(other.handlers), other.level) == before
+    assert capsys.readouterr().err.count("once") == 1
+    assert (tmp_path / "a.log").read_text() == ""
+    assert "not ours" not in (tmp_path / "b.log").read_text()
+
+
+def test_a_warning_is_given_once_per_key_and_log(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info")
+    for _ in range(3):
+        warn_once(get_log("a"), "key", "100% of it")
+        warn_once(get_log("a"), "other", "second")
+        warn_once(get_log("b"), "key", "third")
+    lines = [line.split("WARNING ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["100% of it", "second", "third"]
+    configure("info")
+    warn_once(get_log("a"), "key", "anew")
+    assert "anew" in capsys.readouterr().err
+
+
+def test_lines_follow_standard_error_and_survive_its_absence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure("info")
+    monkeypatch.setattr(sys, "stderr", None)
+    get_log("x").info("nobody hears")
+    monkeypatch.undo()
+    get_log("x").info("heard")
+    assert "heard" in capsys.readouterr().err

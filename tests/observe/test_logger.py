@@ -1,0 +1,129 @@
+"""RunLog: steps in, one line of numbers per step out, whatever the sinks do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from etude.observe.logger import RunLog
+from etude.observe.metrics import Last, Mean, Metrics, Sum
+from etude.observe.sinks import RunInfo
+from tests.observe.clock import Clock
+
+
+class Table:
+    """Keeps the rows it is given."""
+
+    name = "table"
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+        self.closed = 0
+
+    def open(self, run: RunInfo) -> None:
+        self.run = run
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        assert step not in self.rows
+        self.rows[step] = dict(values)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Broken(Table):
+    """Fails at every step."""
+
+    name = "broken"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        raise ConnectionError(f"no route for step {step} with {sorted(values)}")
+
+
+def run(steps: int | None = None) -> RunInfo:
+    return RunInfo(name="demo", directory=Path("unused"), steps=steps)
+
+
+def test_a_step_is_reduced_once_and_reaches_every_sink() -> None:
+    clock, tables = Clock(), [Table(), Table()]
+    with RunLog(tables, run(), clock=clock) as log, log.step(3) as at:
+        with at.timer("update"):
+            clock.wait(1.5)
+        at.add(Metrics({"loss": Mean.over(2.0, 4)}))
+        at.add({"loss": Mean.over(1.0, 1), "tokens": Sum.of(10)})
+        clock.wait(0.5)
+    row = {"loss": 0.6, "tokens": 10.0, "time/step": 2.0, "time/update": 1.5, "share/update": 0.75}
+    assert tables[0].rows == tables[1].rows == {3: row}
+    assert tables[0].run.name == "demo"
+
+
+def test_a_step_that_raises_is_not_logged_and_the_exception_passes() -> None:
+    table = Table()
+    with pytest.raises(RuntimeError, match="out of memory"), RunLog([table], run()) as log:
+        with log.step(1) as at:
+            at.add({"loss": Mean.of(1.0)})
+        with log.step(2) as at:
+            at.add({"loss": Mean.of(99.0)})
+            raise RuntimeError("out of memory")
+    assert list(table.rows) == [1]
+    assert table.closed == 1
+
+
+def test_every_merges_steps_and_loses_none() -> None:
+    table = Table()
+    with RunLog([table], run(), every=3, clock=Clock()) as log:
+        for step in range(1, 9):
+            with log.step(step) as at:
+                at.add({"loss": Mean.of(step), "tokens": Sum.of(step), "lr": Last.of(step)})
+    rows = {step: (row["loss"], row["tokens"], row["lr"]) for step, row in table.rows.items()}
+    assert rows == {3: (2.0, 6.0, 3.0), 6: (5.0, 15.0, 6.0), 8: (7.5, 15.0, 8.0)}
+
+
+def test_the_last_step_is_written_without_waiting_for_the_close() -> None:
+    table = Table()
+    log = RunLog([table], run(steps=2), every=10)
+    for step in (1, 2):
+        with log.step(step) as at:
+            at.add({"tokens": Sum.of(1)})
+    assert table.rows[2]["tokens"] == 2.0
+    log.close()
+    assert list(table.rows) == [2]
+
+
+def test_closing_twice_closes_once() -> None:
+    table = Table()
+    log = RunLog([table], run())
+    log.close()
+    log.close()
+    assert table.closed == 1
+    assert table.rows == {}
+
+
+def test_a_broken_sink_takes_nothing_from_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    broken, table = Broken(), Table()
+    with RunLog([broken, table], run()) as log:
+        for step in (1, 2, 3):
+            with log.step(step):
+                pass
+    assert list(table.rows) == [1, 2, 3]
+    warned = capsys.readouterr().err
+    assert warned.count("WARNING") == 1
+    assert "The broken sink failed while logging step 1" in warned
+    assert "ConnectionError: no route for step 1 with ['time/step']" in warned
+
+
+def test_a_number_that_is_none_is_logged_and_warned_about_once(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table()
+    with RunLog([table], run()) as log:
+        for step in (1, 2):
+            with log.step(step) as at:
+                at.add({"loss": Mean.of(math.nan), "kl": Mean.of(-math.inf)})
+    assert math.isnan(table.rows[2]["loss"])
+    assert table.rows[2]["kl"] == -math.inf
+    warned = capsys.readouterr().err
+    assert warned.count("WARNING") == 2
+    assert "The metric 'loss' is nan at step 1" in warned
+    assert "The metric 'kl' is -inf at step 1" in warned

@@ -1,0 +1,143 @@
+"""A sink that fails, or never answers, does not stop a run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from etude.observe.sinks import Background, Guarded, RunInfo
+
+RUN = RunInfo(name="demo", directory=Path("unused"))
+
+
+class Recorder:
+    """Keeps what it is given, and fails where it is told to."""
+
+    name = "recorder"
+
+    def __init__(self, fails_in: str = "") -> None:
+        self.fails_in = fails_in
+        self.calls: list[str] = []
+        self.threads: set[str] = set()
+
+    def _do(self, what: str) -> None:
+        self.calls.append(what)
+        self.threads.add(threading.current_thread().name)
+        if what == self.fails_in:
+            raise OSError(f"no space left for {what}")
+
+    def open(self, run: RunInfo) -> None:
+        self._do(f"open {run.name}")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._do(f"log {step} {dict(values)}")
+
+    def close(self) -> None:
+        self._do("close")
+
+
+def drive(sink: Guarded) -> None:
+    sink.open(RUN)
+    sink.log(1, {"a": 1.0})
+    sink.log(2, {"a": 2.0})
+    sink.close()
+
+
+ALL = ["open demo", "log 1 {'a': 1.0}", "log 2 {'a': 2.0}", "close"]
+
+
+@pytest.mark.parametrize("fails_in", ALL)
+def test_a_failing_sink_warns_once_and_is_left_out(fails_in: str, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder(fails_in)
+    drive(Guarded(recorder))
+    failed = ALL.index(fails_in)
+    assert recorder.calls == [*ALL[: failed + 1], "close"]
+    warned = capsys.readouterr().err
+    assert warned.count("WARNING") == 1
+    doing = ["opening", "logging step 1", "logging step 2", "closing"][failed]
+    assert f"The recorder sink failed while {doing} and is switched off" in warned
+    assert f"OSError: no space left for {fails_in}" in warned
+
+
+def test_a_sound_sink_gets_everything_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder()
+    drive(Guarded(recorder))
+    assert recorder.calls == ALL
+    assert capsys.readouterr().err == ""
+
+
+def test_a_background_sink_gets_the_same_calls_on_its_own_thread() -> None:
+    recorder = Recorder()
+    drive(Guarded(Background(recorder)))
+    assert recorder.calls == ALL
+    assert recorder.threads == {"etude-recorder"}
+
+
+def test_values_are_copied_when_they_are_queued() -> None:
+    recorder, values = Recorder(), {"a": 1.0}
+    sink = Background(recorder)
+    sink.open(RUN)
+    sink.log(1, values)
+    values["a"] = 9.0
+    sink.close()
+    assert recorder.calls[1] == "log 1 {'a': 1.0}"
+
+
+@pytest.mark.parametrize("fails_in", ALL)
+def test_a_failure_in_the_background_is_reported_once(fails_in: str, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder(fails_in)
+    drive(Guarded(Background(recorder)))
+    warned = capsys.readouterr().err
+    assert warned.count("WARNING") == 1
+    assert f"OSError: no space left for {fails_in}" in warned
+    assert recorder.calls == ALL[: ALL.index(fails_in) + 1]
+
+
+class Silent(Recorder):
+    """Never comes back from `log` until the test lets it go."""
+
+    def __init__(self, release: threading.Event) -> None:
+        super().__init__()
+        self.release = release
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        super().log(step, values)
+        self.release.wait()
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_sink_that_never_answers_costs_a_bounded_wait_at_the_end(
+    release: threading.Event, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    drive(Guarded(Background(Silent(release), patience=0.2)))
+    assert 0.2 <= time.monotonic() - began < 10
+    warned = capsys.readouterr().err
+    assert warned.count("WARNING") == 1
+    assert "did not finish within 0.2 s" in warned
+
+
+def test_a_sink_that_never_answers_is_given_up_when_the_queue_is_full(
+    release: threading.Event, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = Guarded(Background(Silent(release), patience=60.0, capacity=3))
+    began = time.monotonic()
+    sink.open(RUN)
+    for step in range(1, 50):
+        sink.log(step, {})
+    sink.close()
+    assert time.monotonic() - began < 10
+    assert not sink.alive
+    warned = capsys.readouterr().err
+    assert warned.count("WARNING") == 1
+    assert "3 calls are waiting for it" in warned

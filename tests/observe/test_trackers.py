@@ -1,0 +1,176 @@
+"""The real trackers, writing real files, read back as their own tools read them."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from etude.observe import Observe, RunInfo, Sink, choose_sinks
+from etude.observe.config import MlflowConfig, WandbConfig
+from etude.observe.sinks import Background, Guarded
+from tests.components import require
+from tests.observe.terminal import in_terminal
+
+STEPS: dict[int, dict[str, float]] = {1: {"reward": 0.25, "time/step": 2.0}, 2: {"reward": 0.5, "kl": math.nan}}
+
+
+def record(directory: Path, config: Observe) -> None:
+    """A two-step run through the one sink that `config` adds to the always present ones."""
+    sink: Sink = choose_sinks(config)[-1]
+    sink.open(RunInfo(name="demo", directory=directory, steps=2, config={"loss": {"clip": 0.2}, "seed": 7}))
+    for step, values in STEPS.items():
+        sink.log(step, values)
+    sink.close()
+
+
+def test_tensorboard_events_hold_every_number(tmp_path: Path) -> None:
+    require("tensorboard")
+    from tensorboardX.proto.event_pb2 import Event
+
+    record(tmp_path, Observe(console="off", tensorboard=True))
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    scalars: dict[tuple[int, str], float] = {}
+    texts: list[bytes] = []
+    for payload in framed(file.read_bytes()):
+        event = Event.FromString(payload)
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                scalars[event.step, value.tag] = value.simple_value
+            texts.extend(value.tensor.string_val)
+    assert math.isnan(scalars.pop((2, "kl")))
+    assert scalars == {(1, "reward"): 0.25, (1, "time/step"): 2.0, (2, "reward"): 0.5}
+    assert any(b'"clip": 0.2' in text for text in texts)
+
+
+def framed(data: bytes) -> Iterator[bytes]:
+    """The payloads of a TFRecord file: length, its checksum, payload, its checksum."""
+    at = 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        yield data[at + 12 : at + 12 + length]
+        at += length + 16
+
+
+def test_an_offline_wandb_run_keeps_its_history(tmp_path: Path) -> None:
+    require("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    record(tmp_path, Observe(console="off", wandb=WandbConfig(mode="offline", project="p")))
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    history: list[dict[str, float]] = []
+    config: dict[str, object] = {}
+    names: set[str] = set()
+    for payload in leveldb_log(file.read_bytes()):
+        entry = Record.FromString(payload)
+        if entry.HasField("history"):
+            row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in entry.history.item}
+            history.append(
+                {name: value for name, value in row.items() if name in {"reward", "time/step", "kl", "_step"}}
+            )
+        if entry.HasField("run"):
+            names.add(f"{entry.run.project}/{entry.run.display_name}")
+            config |= {item.key: json.loads(item.value_json) for item in entry.run.config.update}
+    assert names == {"p/demo"}
+    assert (config["seed"], config["loss"]) == (7, {"clip": 0.2})
+    assert history[0] == {"_step": 1, "reward": 0.25, "time/step": 2.0}
+    assert math.isnan(float(history[1].pop("kl")))
+    assert history[1] == {"_step": 2, "reward": 0.5}
+
+
+def leveldb_log(data: bytes) -> Iterator[bytes]:
+    """The payloads of a W&B file: after 7 bytes, LevelDB's log of 32 KiB blocks with records cut to fit."""
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+ASK = """
+import sys
+from pathlib import Path
+from etude.observe import Observe, RunInfo, RunLog, choose_sinks, configure
+configure("info")
+config = Observe.model_validate({"console": "off", "wandb": {"mode": "online"}})
+with RunLog(choose_sinks(config), RunInfo(name="demo", directory=Path(sys.argv[1]))) as log, log.step(1):
+    pass
+print("finished")
+"""
+
+
+def test_online_wandb_without_a_key_asks_nothing_and_stops_nothing(tmp_path: Path) -> None:
+    require("wandb")
+    status, text = in_terminal(
+        ASK, tmp_path, {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "COLUMNS": "400"}
+    )
+    assert status == 0, text
+    assert "finished" in text
+    assert text.count("WARNING") == 1
+    assert "Set WANDB_API_KEY or run `wandb login` first, or choose observe.wandb.mode=offline" in text
+
+
+def test_mlflow_gives_back_metrics_and_parameters(tmp_path: Path) -> None:
+    require("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    record(tmp_path, Observe(console="off", mlflow=MlflowConfig(enabled=True, experiment="études")))
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("études")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "demo"
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"loss.clip": "0.2", "seed": "7"}
+    rewards = client.get_metric_history(run.info.run_id, "reward")
+    assert {(metric.step, metric.value) for metric in rewards} == {(1, 0.25), (2, 0.5)}
+    (kl,) = client.get_metric_history(run.info.run_id, "kl")
+    assert math.isnan(kl.value)
+
+
+def test_mlflow_runs_share_an_experiment_and_odd_names_are_made_fit(tmp_path: Path) -> None:
+    require("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    uri = (tmp_path / "shared").as_uri()
+    config = Observe(console="off", mlflow=MlflowConfig(enabled=True, uri=uri))
+    for name in ("one", "two"):
+        sink = choose_sinks(config)[-1]
+        sink.open(RunInfo(name=name, directory=tmp_path / name, config={f"k{i}": i for i in range(150)}))
+        sink.log(1, {"pass@8": 0.5, **{f"m{i}": float(i) for i in range(1100)}})
+        sink.close()
+    client = MlflowClient(tracking_uri=uri)
+    runs = client.search_runs([client.get_experiment_by_name("etude").experiment_id])
+    assert {run.info.run_name for run in runs} == {"one", "two"}
+    for run in runs:
+        assert run.data.metrics["pass_8"] == 0.5
+        assert (len(run.data.metrics), len(run.data.params)) == (1101, 150)
+
+
+def test_an_mlflow_uri_that_leads_nowhere_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    require("mlflow")
+    config = Observe(console="off", mlflow=MlflowConfig(enabled=True, uri="nowhere://else"))
+    sink = Guarded(choose_sinks(config)[-1])
+    sink.open(RunInfo(name="demo", directory=tmp_path))
+    sink.close()
+    assert not sink.alive
+    assert capsys.readouterr().err.count("The mlflow sink failed") == 1
+
+
+def test_trackers_that_may_wait_for_a_network_work_in_the_background() -> None:
+    require("wandb")
+    require("mlflow")
+    config = Observe(console="off", wandb=WandbConfig(mode="offline"), mlflow=MlflowConfig(enabled=True))
+    kinds = {sink.name: type(sink) for sink in choose_sinks(config)}
+    assert kinds["wandb"] is kinds["mlflow"] is Background
+    assert kinds["jsonl"] is not Background
