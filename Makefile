@@ -1,0 +1,65 @@
+# One command each, on a fresh machine with nothing but Python, make and a compiler: every target makes its own
+# environment in .venv, and finds it ready the second time.
+#
+# Torch needs no special case: `torch==…` in constraints.txt is met by a CPU and by a CUDA build alike, and pip takes the
+# one it is offered. With pip as it comes, a Linux machine gets the CUDA build, which also runs where there is no GPU;
+# where pip's own settings offer a CPU build, that one is taken.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+CORE   := $(VENV)/.core-installed
+DEV    := $(VENV)/.dev-installed
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# How many processes share the tests.
+WORKERS ?= auto
+PYTEST  := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --durations 10
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test soak lint bench docs clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(CORE) ## train a small policy by every algorithm, with live curves (two minutes the first time, then seconds)
+	$(BIN)/etude demo algorithms
+
+test: $(DEV) ## run the tests, and hold the coverage of the rooms that must be exact
+	$(PYTEST) -m "not soak and not gpu" --cov --cov-report=json:coverage.json
+	$(BIN)/python -m tests.coverage_floor coverage.json
+
+soak: $(DEV) ## run the tests with ten times the random examples, and the long ones too
+	$(PYTEST) -m "(soak or not soak) and not gpu" --hypothesis-profile soak --timeout 1800
+
+lint: $(DEV) ## ruff (lint and format) and mypy --strict; no finding is allowed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(CORE) ## time every estimator and loss against one copy of its inputs
+	$(BIN)/python bench/algorithms.py
+
+docs: $(DEV) ## write the generated pages, then check every link and command the documents name
+	$(BIN)/python -m tests.conformance.document
+	$(BIN)/python -m pytest tests/house/test_links.py tests/house/test_readme.py
+
+clean: ## remove the environment and everything that can be made again
+	rm -rf $(VENV) build dist coverage.json .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find etude tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip, not python, is the target: a venv whose pip could not be made is made again.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "Etude needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(CORE): pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "Installing Etude into $(VENV) (torch is large: a minute or more the first time) ..."
+	$(PIP) --editable .
+	@touch $@
+
+$(DEV): $(CORE)
+	@echo "Installing the tools for testing into $(VENV) ..."
+	$(PIP) --editable '.[dev,trackers]'
+	@touch $@
