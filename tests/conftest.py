@@ -1,0 +1,31 @@
+"""What every test shares: one thread a process, a headless plot backend, and the two hypothesis profiles."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import is_hypothesis_test, settings
+
+# Set before torch is imported, and inherited by the processes that tests start: results then do not depend on how many
+# cores the machine has, and test processes side by side do not fight over them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+# `default` draws the same examples every time, so that a failure is the change's and not the day's; `soak` draws new
+# ones, and more of them. Chosen with --hypothesis-profile.
+SOAK_FACTOR = 10
+settings.register_profile("default", max_examples=25, derandomize=True, deadline=None, database=None)
+settings.register_profile("soak", derandomize=False, deadline=None, print_blob=True)
+settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under `soak`, give every property test ten times its examples, also where it names a number of its own."""
+    if settings.get_current_profile_name() != "soak":
+        return
+    tests = {item.obj for item in items if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj)}
+    for test in tests:
+        # Hypothesis has no public way to change the settings of a test that is already decorated.
+        own = test._hypothesis_internal_use_settings
+        test._hypothesis_internal_use_settings = settings(own, max_examples=SOAK_FACTOR * own.max_examples)

@@ -1,0 +1,243 @@
+"""The house rules: each takes the modules of a package and returns a sentence for every place that breaks it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+
+from tests.house import table
+from tests.house.source import FunctionNode, Module, dotted_name, functions
+
+Modules = Mapping[str, Module]
+Definition = FunctionNode | ast.ClassDef
+
+
+def listed(module: Module, files: Iterable[str]) -> bool:
+    """Whether a list of paths and whole rooms holds this file."""
+    return module.path in files or module.room in files
+
+
+def room_imports(modules: Modules) -> Iterator[str]:
+    """A room imports only the rooms that the table gives it."""
+    for module in modules.values():
+        if module.room not in table.ROOMS:
+            yield f"{module.path}: the room {module.room!r} is not in the table of rooms."
+            continue
+        for found in module.imports:
+            room = modules[found.target].room if found.target in modules else module.room
+            if room != module.room:
+                files = table.ROOM_ONLY_IN.get((module.room, room), (module.room,))
+                if room not in table.ROOMS[module.room].rooms or not listed(module, files):
+                    yield f"{module.path}:{found.line} imports {found.target}, which the room {module.room!r} may not."
+
+
+def library_imports(modules: Modules) -> Iterator[str]:
+    """A ruled library is imported only in its own files; a room with a list of libraries imports no other."""
+    for module in modules.values():
+        only = table.ONLY_LIBRARIES.get(module.room)
+        for found in module.imports:
+            library = found.target.split(".")[0]
+            if library in table.LIBRARIES and not listed(module, table.LIBRARIES[library]):
+                allowed = ", ".join(table.LIBRARIES[library]) or "nowhere"
+                yield f"{module.path}:{found.line} imports {library}, whose place is: {allowed}."
+            elif only is not None and library not in {*only, *sys.stdlib_module_names, module.name.split(".")[0]}:
+                allowed = " and ".join(("the standard library", *only))
+                yield f"{module.path}:{found.line} imports {library}; {module.room!r} keeps to {allowed}."
+
+
+def loads(modules: Modules) -> Iterator[str]:
+    """A file that must not load a library does not reach it through other files of the package either."""
+    for module in modules.values():
+        banned = _banned(module, table.NEVER_LOADED)
+        if banned:
+            yield from _reaches(modules, module, banned)
+
+
+def cycles(modules: Modules) -> Iterator[str]:
+    """No file imports itself, however far the way round."""
+    done: set[str] = set()
+    for name in modules:
+        yield from _cycles_from(modules, name, [], done)
+
+
+def late_imports(modules: Modules) -> Iterator[str]:
+    """Imports stand at the top of a file, except in the named doors and in a room's `__init__.py`."""
+    for module in modules.values():
+        chooser = re.fullmatch(r"\w+/__init__\.py", module.path)
+        if not chooser and not listed(module, table.LATE_IMPORTS_IN):
+            for found in module.imports:
+                if found.late:
+                    yield f"{module.path}:{found.line} imports {found.target} inside a function; move it to the top."
+
+
+def budgets(modules: Modules) -> Iterator[str]:
+    """Files and functions stay within the length that one can read in a sitting."""
+    for module in modules.values():
+        lines = len(module.text.splitlines())
+        limit = table.MAX_LINES_OF.get(module.path, table.MAX_FILE_LINES)
+        if lines > limit:
+            yield f"{module.path} has {lines} lines; {limit} are allowed."
+        for function in functions(module.tree):
+            length = (function.end_lineno or function.lineno) - function.lineno + 1
+            if length > table.MAX_FUNCTION_LINES:
+                where = f"{module.path}:{function.lineno} {function.name}"
+                yield f"{where} has {length} lines; {table.MAX_FUNCTION_LINES} are allowed."
+
+
+def environment(modules: Modules) -> Iterator[str]:
+    """The environment is read in one file."""
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    for module in modules.values():
+        if listed(module, table.ENVIRONMENT_IN):
+            continue
+        for node in ast.walk(module.tree):
+            used: list[str] = []
+            if isinstance(node, ast.Attribute) and dotted_name(node.value) == "os":
+                used = [node.attr]
+            elif isinstance(node, ast.ImportFrom) and node.module == "os":
+                used = [alias.name for alias in node.names]
+            for name in names.intersection(used):
+                yield f"{module.path} uses os.{name}; the environment is read in config/env.py alone."
+
+
+def prints(modules: Modules) -> Iterator[str]:
+    """Only the command line and the console speak to the terminal."""
+    for module in modules.values():
+        if not listed(module, table.PRINT_IN):
+            for node in ast.walk(module.tree):
+                if isinstance(node, ast.Call) and dotted_name(node.func) == "print":
+                    yield f"{module.path}:{node.lineno} calls print; use the log, or return what is to be shown."
+
+
+def registries(modules: Modules) -> Iterator[str]:
+    """Nothing registers itself: a registry is a literal dict, so no decorator or module-level call adds to one."""
+    for module in modules.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, Definition):
+                for decorator in node.decorator_list:
+                    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+                    if re.match(r"_?register", dotted_name(called).split(".")[-1]):
+                        yield f"{module.path}:{node.lineno} {node.name} registers itself by a decorator."
+        for statement in module.tree.body:
+            if isinstance(statement, ast.Assign) and any(isinstance(to, ast.Subscript) for to in statement.targets):
+                yield f"{module.path}:{statement.lineno} adds an entry to a table after it was written."
+
+
+def docstrings(modules: Modules) -> Iterator[str]:
+    """Every file, public class, public function and public method says what it is; an override need not repeat it."""
+    classes = _classes(modules)
+    for module in modules.values():
+        if not ast.get_docstring(module.tree):
+            yield f"{module.path} has no docstring."
+        for name, node in _public(module.tree.body, ""):
+            owner = name.rpartition(".")[0].rpartition(".")[2]
+            if not ast.get_docstring(node) and not (owner and _inherits(classes, owner, node.name)):
+                yield f"{module.path}:{node.lineno} {name} has no docstring."
+
+
+def ranks(modules: Modules) -> Iterator[str]:
+    """The controller speaks to a crew, never to a rank."""
+    for module in modules.values():
+        if listed(module, table.NO_RANKS_IN):
+            for node in ast.walk(module.tree):
+                name = _identifier(node)
+                if {"rank", "ranks"} & set(name.lower().split("_")):
+                    yield f"{module.path}:{getattr(node, 'lineno', 0)} names a rank ({name})."
+
+
+def named(modules: Modules) -> Iterator[str]:
+    """What a file must not name, it neither imports nor calls."""
+    for module in modules.values():
+        banned = _banned(module, table.NEVER_NAMED)
+        for found in module.imports:
+            if found.target.split(".")[0] in banned:
+                yield f"{module.path}:{found.line} imports {found.target}."
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call) and dotted_name(node.func) in banned:
+                yield f"{module.path}:{node.lineno} calls {dotted_name(node.func)}."
+
+
+RULES = (
+    *(room_imports, library_imports, loads, cycles, late_imports, budgets),
+    *(environment, prints, registries, docstrings, ranks, named),
+)
+
+
+def _banned(module: Module, bans: Mapping[str, tuple[str, ...]]) -> set[str]:
+    return {name for file, names in bans.items() if listed(module, (file,)) for name in names}
+
+
+def _cycles_from(modules: Modules, name: str, way: list[str], done: set[str]) -> Iterator[str]:
+    """Depth first below `name`; `way` is how it was reached, `done` is what has been walked to the end."""
+    if name in way:
+        yield "An import cycle: " + " → ".join([*way[way.index(name) :], name]) + "."
+    elif name not in done:
+        for found in modules[name].imports:
+            if not found.late and found.target in modules:
+                yield from _cycles_from(modules, found.target, [*way, name], done)
+        done.add(name)
+
+
+def _reaches(modules: Modules, start: Module, banned: set[str]) -> Iterator[str]:
+    """Walk the imports that loading `start` sets off, its packages' `__init__.py` included."""
+    ways: dict[str, tuple[str, ...]]
+    ways = {name: (modules[name].path,) for name in _with_parents(start.name) if name in modules}
+    queue = list(ways)
+    for name in queue:
+        for found in modules[name].imports:
+            library = found.target.split(".")[0]
+            if found.late:
+                continue
+            if library in banned:
+                yield f"{start.path} loads {library}: " + " → ".join((*ways[name], library)) + "."
+            for target in _with_parents(found.target):
+                if target in modules and target not in ways:
+                    ways[target] = (*ways[name], modules[target].path)
+                    queue.append(target)
+
+
+def _with_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+def _public(body: Iterable[ast.stmt], owner: str) -> Iterator[tuple[str, Definition]]:
+    """Public definitions, those within public classes too, each with its name from the top of the file."""
+    for node in body:
+        if isinstance(node, Definition) and not node.name.startswith("_"):
+            if not any(dotted_name(decorator).endswith("overload") for decorator in node.decorator_list):
+                yield owner + node.name, node
+            if isinstance(node, ast.ClassDef):
+                yield from _public(node.body, f"{owner}{node.name}.")
+
+
+def _classes(modules: Modules) -> dict[str, tuple[set[str], set[str]]]:
+    """Every class of the package by its bare name: the bare names of its bases, and the methods it documents."""
+    found = {}
+    for module in modules.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                plain = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+                bases = {dotted_name(base).split(".")[-1] for base in plain}
+                methods = [each for each in node.body if isinstance(each, FunctionNode)]
+                found[node.name] = (bases, {method.name for method in methods if ast.get_docstring(method)})
+    return found
+
+
+def _inherits(classes: Mapping[str, tuple[set[str], set[str]]], owner: str, method: str) -> bool:
+    """Whether a class above `owner` documents this method."""
+    for base in classes[owner][0] & classes.keys() - {owner}:
+        if method in classes[base][1] or _inherits(classes, base, method):
+            return True
+    return False
+
+
+def _identifier(node: ast.AST) -> str:
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+            return name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+    return ""

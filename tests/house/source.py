@@ -1,0 +1,105 @@
+"""Read a package's source as the house rules see it: files, what they import at run time, and where."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import that happens at run time."""
+
+    target: str
+    """The dotted module: `etude.config.env`, `torch.nn`."""
+    line: int
+    late: bool
+    """True inside a function: it happens when the function runs, not when the file is loaded."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file."""
+
+    path: str
+    """Relative to the package's folder: `config/env.py`."""
+    name: str
+    """Dotted: `etude.config.env`; a folder's `__init__.py` has the folder's name."""
+    text: str
+    tree: ast.Module
+    imports: tuple[Import, ...]
+
+    @property
+    def room(self) -> str:
+        """The first part of the path: `config` for `config/env.py`, `records` for `records.py`."""
+        return self.path.split("/")[0].removesuffix(".py")
+
+
+def read_package(folder: Path) -> dict[str, Module]:
+    """Every module of the package in `folder`, by dotted name."""
+    files = {_dotted(folder, path): path for path in sorted(folder.rglob("*.py"))}
+    known = frozenset(files)
+    modules = {}
+    for name, path in files.items():
+        text = path.read_text()
+        tree = ast.parse(text, filename=str(path))
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        imports = tuple(_imports(tree, package, known))
+        modules[name] = Module(path.relative_to(folder).as_posix(), name, text, tree, imports)
+    return modules
+
+
+def functions(tree: ast.AST) -> Iterator[FunctionNode]:
+    """Every function and method, nested ones too."""
+    return (node for node in ast.walk(tree) if isinstance(node, FunctionNode))
+
+
+def dotted_name(node: ast.AST) -> str:
+    """`a.b.c` for such an expression, and the empty string for any other."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        owner = dotted_name(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+def _dotted(folder: Path, path: Path) -> str:
+    parts = (folder.name, *path.relative_to(folder).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(tree: ast.AST, package: str, known: frozenset[str], late: bool = False) -> Iterator[Import]:
+    """The run-time imports below `tree`; what stands under `if TYPE_CHECKING:` is for the type checker alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and dotted_name(node.test).split(".")[-1] == "TYPE_CHECKING":
+            for other in node.orelse:
+                yield from _imports(ast.Module([other], []), package, known, late)
+            continue
+        if isinstance(node, ast.stmt | ast.expr):
+            for target in _targets(node, package, known):
+                yield Import(target, node.lineno, late)
+        yield from _imports(node, package, known, late or isinstance(node, FunctionNode | ast.Lambda))
+
+
+def _targets(node: ast.AST, package: str, known: frozenset[str]) -> list[str]:
+    """The modules that this node imports: an import statement, or `import_module("…")` with the name spelled out."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parents = package.split(".")
+            anchor = ".".join(parents[: len(parents) - node.level + 1])
+            base = f"{anchor}.{base}".rstrip(".")
+        members = [f"{base}.{alias.name}" for alias in node.names]
+        return sorted({member if member in known else base for member in members})
+    if isinstance(node, ast.Call) and dotted_name(node.func).split(".")[-1] in ("import_module", "__import__"):
+        first = node.args[0] if node.args else None
+        if isinstance(first, ast.Constant) and isinstance(first.value, str):
+            return [first.value]
+    return []

@@ -1,0 +1,144 @@
+"""The plan of the house: who may import whom, and what may stand where. Every house rule that is data is here.
+
+Paths are relative to `etude/`. A room is the first part of a path: `config` for `config/env.py`, `records` for
+`records.py`, and `__init__` for the package's own `__init__.py`. A list of files may also hold whole rooms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 60
+MAX_LINES_OF = {"recipes/loop.py": 150}
+
+
+@dataclass(frozen=True)
+class Room:
+    """One room: its floor, and the other rooms it may import."""
+
+    floor: int
+    rooms: frozenset[str]
+
+
+def _room(floor: int, *rooms: frozenset[str] | str) -> Room:
+    return Room(floor, frozenset().union(*({part} if isinstance(part, str) else part for part in rooms)))
+
+
+WORDS = frozenset({"records", "errors", "batch", "protocols", "config", "observe"})
+INSTRUMENTS = frozenset({"algorithms", "models", "chat", "data", "rewards", "store", "checkpoint", "dispatch"})
+MACHINES = frozenset({"train", "rollout", "sync", "agents"})
+SCORES = frozenset({"recipes", "envs"})
+DOORS = frozenset({"trainer", "easy", "demo", "tools", "dashboard"})
+NO_BATCH = WORDS - {"batch"}
+
+ROOMS: dict[str, Room] = {
+    # floor 0: words
+    "errors": _room(0),
+    "records": _room(0),
+    "batch": _room(0, "records", "errors"),
+    "protocols": _room(0, "records"),
+    "config": _room(0, "records", "errors"),
+    "observe": _room(0, "records", "errors"),
+    # floor 1: instruments
+    "algorithms": _room(1, WORDS),
+    "models": _room(1, WORDS),
+    "chat": _room(1, NO_BATCH),
+    "data": _room(1, WORDS, "chat"),
+    "rewards": _room(1, NO_BATCH),
+    "store": _room(1, NO_BATCH),
+    "checkpoint": _room(1, WORDS),
+    "dispatch": _room(1, WORDS),
+    # floor 2: machines
+    "train": _room(2, WORDS, "algorithms", "data", "models", "checkpoint"),
+    "rollout": _room(2, WORDS, "data", "chat", "models"),
+    "sync": _room(2, WORDS),
+    "agents": _room(2, NO_BATCH, "chat", "store"),
+    # floor 3: scores
+    "recipes": _room(3, WORDS, INSTRUMENTS, MACHINES),
+    "envs": _room(3, WORDS, INSTRUMENTS, MACHINES),
+    # floor 4: doors; the two front doors open onto the others
+    "trainer": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
+    "easy": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
+    "demo": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
+    "tools": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
+    "dashboard": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
+    "cli": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "__init__"),
+    "__init__": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS),
+}
+
+# Within a room that may import another, the files that do.
+ROOM_ONLY_IN: dict[tuple[str, str], tuple[str, ...]] = {
+    ("rollout", "models"): ("rollout/torch_engine.py", "rollout/kv.py"),
+}
+
+# The libraries that are ruled, and the files that may import them. Any other library is free.
+LIBRARIES: dict[str, tuple[str, ...]] = {
+    "torch": (
+        "batch",
+        "algorithms",
+        "models",
+        "data/collate.py",
+        "data/pack.py",
+        "checkpoint",
+        "train",
+        "rollout/torch_engine.py",
+        "rollout/kv.py",
+        "sync",
+        "recipes",
+        "envs",
+        "trainer",
+        "easy",
+        "demo",
+        "tools",
+        "cli",
+    ),
+    "transformers": ("models",),
+    "peft": ("models/lora.py",),
+    "ray": ("dispatch/ray_crew.py",),
+    "megatron": ("train/megatron.py",),
+    "sqlalchemy": ("store/sql.py",),
+    "fastapi": ("store/server.py", "agents/proxy/app.py", "dashboard"),
+    "tensorboardX": ("observe/tensorboard.py",),
+    "wandb": ("observe/wandb.py",),
+    "mlflow": ("observe/mlflow.py",),
+    # Server engines live in environments of their own and are spoken to over HTTP.
+    "vllm": (),
+    "sglang": (),
+}
+
+# The rooms that keep to the standard library, and what they may have beside it.
+ONLY_LIBRARIES: dict[str, tuple[str, ...]] = {"errors": (), "records": ("numpy",)}
+
+# What a file must not load, not even through the files of `etude/` that it imports.
+NEVER_LOADED: dict[str, tuple[str, ...]] = {
+    "__init__": ("torch", "transformers", "ray"),
+    "cli": ("torch", "transformers", "ray"),
+    "records": ("torch",),
+    "protocols": ("torch",),
+    "config": ("torch",),
+    "observe": ("torch",),
+    "chat": ("torch", "transformers"),
+    "rewards": ("torch",),
+    "store": ("torch",),
+    "agents": ("torch", "transformers"),
+    "agents/runner.py": ("fastapi", "sqlalchemy"),
+    "recipes/loop.py": ("torch",),
+    "recipes/scheduler.py": ("torch",),
+    "recipes/sources.py": ("torch",),
+    "recipes/evaluate.py": ("torch",),
+}
+
+# The scheduler is a pure function of events: no clock, no chance, no input or output of its own.
+NEVER_NAMED: dict[str, tuple[str, ...]] = {
+    "recipes/scheduler.py": (
+        *("time", "datetime", "random", "secrets", "asyncio", "threading", "multiprocessing", "subprocess"),
+        *("os", "io", "pathlib", "shutil", "socket", "open", "input"),
+    ),
+}
+
+ENVIRONMENT_IN = ("config/env.py",)
+PRINT_IN = ("cli", "observe/console.py")
+# Beside these, a room's `__init__.py`: the chooser that imports the one implementation asked for.
+LATE_IMPORTS_IN = ("__init__", "cli", "recipes/build.py")
+NO_RANKS_IN = ("recipes/loop.py", "recipes/scheduler.py", "recipes/sources.py", "recipes/evaluate.py")

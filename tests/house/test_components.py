@@ -1,0 +1,38 @@
+"""Optional components: skipped where absent, failed where promised."""
+
+from __future__ import annotations
+
+import pytest
+
+from etude.config.env import required_components
+from tests.components import COMPONENTS, require
+
+
+@pytest.fixture
+def absent(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A component that no machine has."""
+    monkeypatch.setitem(COMPONENTS, "absent", "no_package_has_this_name")
+    return "absent"
+
+
+def test_an_absent_component_skips_its_test(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETUDE_REQUIRE", "another")
+    with pytest.raises(pytest.skip.Exception, match="absent is not installed"):
+        require(absent)
+
+
+def test_a_promised_component_fails_its_test(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETUDE_REQUIRE", "another,absent")
+    with pytest.raises(pytest.fail.Exception, match="ETUDE_REQUIRE names 'absent', but the package"):
+        require(absent)
+
+
+def test_a_present_component_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMPONENTS, "present", "json")
+    monkeypatch.setenv("ETUDE_REQUIRE", "present")
+    require("present")
+
+
+def test_every_promise_is_one_that_the_tests_know() -> None:
+    """A misspelt name in ETUDE_REQUIRE would otherwise require nothing."""
+    assert required_components() <= COMPONENTS.keys()

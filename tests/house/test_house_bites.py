@@ -1,0 +1,193 @@
+"""The house rules bite: each is shown a small package that breaks it, and one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.house import rules
+from tests.house.source import read_package
+
+Rule = Callable[[rules.Modules], Iterator[str]]
+
+
+def findings(folder: Path, rule: Rule, files: dict[str, str]) -> list[str]:
+    """What one rule says of a package `etude` that holds these files."""
+    package = folder / "etude"
+    for path, text in {"__init__.py": "", **files}.items():
+        target = package / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(dedent(text))
+    return list(rule(read_package(package)))
+
+
+LATE = "def f():\n    import json\n    return json\n"
+LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 60
+
+BREAKS: list[tuple[str, Rule, dict[str, str], str]] = [
+    (
+        "up",
+        rules.room_imports,
+        {"records.py": "import etude.batch", "batch.py": ""},
+        "records.py:1 imports etude.batch",
+    ),
+    (
+        "beside",
+        rules.room_imports,
+        {"chat/a.py": "from etude import data", "data/__init__.py": ""},
+        "imports etude.data",
+    ),
+    ("relative", rules.room_imports, {"store/a.py": "from ..batch import B", "batch.py": ""}, "imports etude.batch"),
+    ("late", rules.room_imports, {"sync/a.py": "def f():\n  import etude.train", "train/__init__.py": ""}, "a.py:2"),
+    ("by name", rules.room_imports, {"sync/a.py": "m = import_module('etude.cli')", "cli.py": ""}, "etude.cli"),
+    ("door", rules.room_imports, {"demo/a.py": "from etude.cli import main", "cli.py": ""}, "imports etude.cli"),
+    ("unknown", rules.room_imports, {"attic/a.py": ""}, "'attic' is not in the table"),
+    (
+        "engine alone",
+        rules.room_imports,
+        {"rollout/router.py": "import etude.models", "models/__init__.py": ""},
+        "router.py:1 imports etude.models",
+    ),
+    ("torch", rules.library_imports, {"config/a.py": "import torch.nn"}, "config/a.py:1 imports torch"),
+    ("torch in data", rules.library_imports, {"data/dataset.py": "from torch import Tensor"}, "imports torch"),
+    ("torch in the loop", rules.loads, {"recipes/loop.py": "import torch"}, "recipes/loop.py loads torch"),
+    ("transformers", rules.library_imports, {"chat/template.py": "import transformers"}, "imports transformers"),
+    ("ray", rules.library_imports, {"dispatch/pools.py": "import ray"}, "whose place is: dispatch/ray_crew.py."),
+    ("vllm", rules.library_imports, {"rollout/vllm.py": "import vllm"}, "whose place is: nowhere."),
+    (
+        "sqlalchemy",
+        rules.library_imports,
+        {"store/memory.py": "import sqlalchemy.orm"},
+        "whose place is: store/sql.py.",
+    ),
+    ("fastapi", rules.library_imports, {"agents/runner.py": "import fastapi"}, "imports fastapi"),
+    ("wandb", rules.library_imports, {"observe/log.py": "import wandb"}, "imports wandb"),
+    ("standard only", rules.library_imports, {"errors.py": "import numpy"}, "keeps to the standard library."),
+    ("numpy only", rules.library_imports, {"records.py": "import pydantic"}, "standard library and numpy."),
+    (
+        "through another",
+        rules.loads,
+        {"store/a.py": "import etude.data.b", "data/b.py": "import etude.data.c", "data/c.py": "import torch"},
+        "store/a.py loads torch: store/a.py → data/b.py → data/c.py → torch.",
+    ),
+    (
+        "through the folder",
+        rules.loads,
+        {"cli.py": "import etude.data.b", "data/__init__.py": "import torch", "data/b.py": ""},
+        "cli.py → data/__init__.py → torch.",
+    ),
+    (
+        "through its own folder",
+        rules.loads,
+        {"agents/runner.py": "", "agents/__init__.py": "from . import b", "agents/b.py": "import fastapi"},
+        "agents/__init__.py → agents/b.py → fastapi.",
+    ),
+    (
+        "runner",
+        rules.loads,
+        {"agents/runner.py": "import etude.store.sql", "store/sql.py": "import sqlalchemy"},
+        "agents/runner.py loads sqlalchemy",
+    ),
+    ("cycle", rules.cycles, {"data/a.py": "import etude.data.b", "data/b.py": "from . import a"}, "An import cycle"),
+    ("late import", rules.late_imports, {"config/show.py": LATE}, "config/show.py:2 imports json inside a function"),
+    ("late in a method", rules.late_imports, {"batch.py": "class A:\n  def f(self):\n    import json"}, "batch.py:3"),
+    ("deep chooser", rules.late_imports, {"agents/proxy/__init__.py": LATE}, "imports json inside a function"),
+    ("long file", rules.budgets, {"batch.py": "x = 1\n" * 451}, "batch.py has 451 lines; 450 are allowed."),
+    ("long loop", rules.budgets, {"recipes/loop.py": "x = 1\n" * 151}, "150 are allowed"),
+    ("long function", rules.budgets, {"batch.py": LONG_FUNCTION}, "batch.py:1 f has 61 lines; 60 are allowed."),
+    ("long async method", rules.budgets, {"batch.py": "async " + LONG_FUNCTION}, "f has 61 lines"),
+    (
+        "environ",
+        rules.environment,
+        {"observe/log.py": "import os\nx = os.environ['A']"},
+        "observe/log.py uses os.environ",
+    ),
+    ("getenv", rules.environment, {"cli.py": "import os\nos.getenv('A')"}, "uses os.getenv"),
+    ("environ by name", rules.environment, {"cli.py": "from os import environ"}, "uses os.environ"),
+    ("print", rules.prints, {"observe/log.py": "print('a')"}, "observe/log.py:1 calls print"),
+    ("decorator", rules.registries, {"batch.py": "@register('a')\ndef f(): ..."}, "f registers itself"),
+    ("method decorator", rules.registries, {"batch.py": "@LOSSES.register\nclass A: ..."}, "A registers itself"),
+    ("late entry", rules.registries, {"batch.py": "T = {}\nT['a'] = 1"}, "batch.py:2 adds an entry"),
+    ("bare file", rules.docstrings, {"batch.py": "x = 1"}, "batch.py has no docstring."),
+    ("bare function", rules.docstrings, {"batch.py": '"""B."""\ndef f(): ...'}, "batch.py:2 f has no docstring."),
+    (
+        "bare method",
+        rules.docstrings,
+        {"batch.py": '"""B."""\nclass A:\n  """A."""\n  async def f(self): ...'},
+        "batch.py:4 A.f has no docstring.",
+    ),
+    (
+        "bare override",
+        rules.docstrings,
+        {"batch.py": '"""B."""\nclass A:\n  """A."""\nclass B(A):\n  """B."""\n  def f(self): ...'},
+        "batch.py:6 B.f has no docstring.",
+    ),
+    ("rank", rules.ranks, {"recipes/loop.py": "def f(local_rank): ..."}, "names a rank (local_rank)"),
+    ("rank read", rules.ranks, {"recipes/sources.py": "x = crew.rank"}, "names a rank (rank)"),
+    ("clock", rules.named, {"recipes/scheduler.py": "import time"}, "recipes/scheduler.py:1 imports time."),
+    ("file", rules.named, {"recipes/scheduler.py": "open('a')"}, "calls open."),
+]
+
+ALLOWS: list[tuple[str, Rule, dict[str, str]]] = [
+    ("down", rules.room_imports, {"batch.py": "from etude.records import R", "records.py": ""}),
+    ("same room", rules.room_imports, {"data/a.py": "from . import b", "data/b.py": ""}),
+    (
+        "for the type checker",
+        rules.room_imports,
+        {"records.py": "if TYPE_CHECKING:\n  from etude.batch import Batch\n", "batch.py": ""},
+    ),
+    ("door to doors", rules.room_imports, {"cli.py": "def f():\n  from etude.demo import a", "demo/a.py": ""}),
+    (
+        "embedded engine",
+        rules.room_imports,
+        {"rollout/torch_engine.py": "import etude.models.a", "models/a.py": ""},
+    ),
+    ("torch at home", rules.library_imports, {"algorithms/a.py": "import torch", "data/pack.py": "import torch"}),
+    ("torch for types", rules.library_imports, {"protocols.py": "if t.TYPE_CHECKING:\n  import torch\n"}),
+    ("a free library", rules.library_imports, {"rewards/maths.py": "import sympy"}),
+    ("late torch", rules.loads, {"cli.py": "def f():\n  import torch"}),
+    (
+        "late way round",
+        rules.cycles,
+        {"data/__init__.py": "def f():\n  import etude.data.a", "data/a.py": "import etude.data"},
+    ),
+    ("chooser", rules.late_imports, {"observe/__init__.py": LATE, "cli.py": LATE, "recipes/build.py": LATE}),
+    ("full length", rules.budgets, {"batch.py": LONG_FUNCTION.removesuffix("    x = 1\n") + "\n" * 390}),
+    ("one reader", rules.environment, {"config/env.py": "import os\nx = os.environ"}),
+    ("another os", rules.environment, {"batch.py": "import os\nx = os.cpu_count()"}),
+    ("console", rules.prints, {"cli.py": "print(1)", "observe/console.py": "print(1)"}),
+    ("other decorators", rules.registries, {"batch.py": "@dataclass(frozen=True)\nclass A: ...\nx.y = 1"}),
+    (
+        "private",
+        rules.docstrings,
+        {"__init__.py": '"""E."""', "batch.py": '"""B."""\ndef _f(): ...\nclass _A:\n  def f(self): ...'},
+    ),
+    (
+        "override",
+        rules.docstrings,
+        {
+            "__init__.py": '"""E."""\nclass A:\n  """A."""\n  def f(self):\n    """F."""\n',
+            "batch.py": '"""B."""\nclass B(etude.A[int]):\n  """B."""\nclass C(B):\n  """C."""\n  def f(self): ...\n',
+        },
+    ),
+    ("no rank", rules.ranks, {"recipes/loop.py": "frank = 1", "train/fsdp.py": "rank = 1"}),
+    ("pure", rules.named, {"recipes/scheduler.py": "import heapq", "recipes/build.py": "import time"}),
+]
+
+
+@pytest.mark.parametrize(("rule", "files", "says"), [case[1:] for case in BREAKS], ids=[case[0] for case in BREAKS])
+def test_the_rule_bites(tmp_path: Path, rule: Rule, files: dict[str, str], says: str) -> None:
+    found = findings(tmp_path, rule, files)
+    assert any(says in sentence for sentence in found), found
+
+
+@pytest.mark.parametrize(("rule", "files"), [case[1:] for case in ALLOWS], ids=[case[0] for case in ALLOWS])
+def test_the_rule_lets_pass_what_it_should(tmp_path: Path, rule: Rule, files: dict[str, str]) -> None:
+    assert findings(tmp_path, rule, files) == []
+
+
+def test_every_rule_is_shown_to_bite() -> None:
+    assert {case[1] for case in BREAKS} == {case[1] for case in ALLOWS} == set(rules.RULES)

@@ -1,0 +1,94 @@
+"""The documents name only what is there: links, headings, paths and modules."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.house.documents import LINK, ROOT, anchors, broken_links, broken_names, documents
+
+PAGES = documents()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert not list(broken_links(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_and_module_named_is_there(page: Path) -> None:
+    assert not list(broken_names(page))
+
+
+def test_the_pages_that_must_be_there_are() -> None:
+    names = {str(page.relative_to(ROOT)) for page in PAGES}
+    assert names >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/tour.md"}
+
+
+def test_the_tour_counts_its_stops_and_each_leads_to_a_file() -> None:
+    text = (ROOT / "docs/tour.md").read_text()
+    stops = re.findall(r"^(?:#+ )?(\d+)\. (.*(?:\n(?!(?:#+ )?\d+\. ).*)*)", text, flags=re.MULTILINE)
+    assert [int(number) for number, _ in stops] == list(range(1, len(stops) + 1))
+    assert len(stops) > 3
+    seen: list[str] = []
+    for number, body in stops:
+        files = [target for target in LINK.findall(body) if target.startswith("../")]
+        assert files, f"stop {number} of the tour leads to no file"
+        assert files[0] not in seen, f"stop {number} of the tour leads to {files[0]} a second time"
+        seen.append(files[0])
+
+
+PAGE = """\
+# A *first* page: `code`!
+
+See [there](docs/b.md#two-words), [here](#a-first-page-code), [web](https://example.org/no#where) and `etude/real.py`.
+Also `etude.errors`, `etude.errors:ConfigError`, `real.py`, `a/b`, `key=value` and `module:Name`.
+
+```sh
+[not a link](nowhere.md) `etude/nowhere.py`
+```
+"""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "etude").mkdir()
+    (tmp_path / "etude/real.py").touch()
+    (tmp_path / "docs/b.md").write_text("# One\n## Two words\n## Two words\n")
+    path = tmp_path / "a.md"
+    path.write_text(PAGE)
+    return path
+
+
+def test_a_sound_page_passes(page: Path) -> None:
+    assert list(broken_links(page, page.parent)) == []
+    assert list(broken_names(page, page.parent)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[x](docs/c.md)", "links to docs/c.md, which does not exist"),
+        ("![x](plot.png)", "links to plot.png"),
+        ("[x](docs/b.md#three)", "b.md has no such heading"),
+        ("[x](#nowhere)", "a.md has no such heading"),
+        ("[x](../../../outside.md)", "does not exist"),
+        ("`etude/unreal.py`", "names etude/unreal.py"),
+        ("`unreal.py`", "names unreal.py"),
+        ("`docs/none/`", "names docs/none/"),
+        ("`etude.no_such_module`", "cannot be imported"),
+        ("`etude.errors:NoSuchError`", "cannot be imported"),
+        ("`etude.errors.NoSuchError`", "cannot be imported"),
+    ],
+)
+def test_a_broken_page_is_told(page: Path, text: str, says: str) -> None:
+    page.write_text(PAGE + text + "\n")
+    (found,) = [*broken_links(page, page.parent), *broken_names(page, page.parent)]
+    assert says in found
+
+
+def test_repeated_headings_have_numbered_anchors() -> None:
+    assert anchors("# One\n## Two words\n## Two words\n") == {"one", "two-words", "two-words-1"}
