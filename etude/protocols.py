@@ -114,9 +114,13 @@ class Observation:
 class Env(Protocol):
     """A conversation partner in plain Python. Either method may be a coroutine function. One object, one rollout."""
 
-    def reset(self, task: Task) -> Observation | Awaitable[Observation]: ...
+    def reset(self, task: Task) -> Observation | Awaitable[Observation]:
+        """What the model is shown first."""
+        ...
 
-    def step(self, answer: Message) -> Observation | Awaitable[Observation]: ...
+    def step(self, answer: Message) -> Observation | Awaitable[Observation]:
+        """What comes of an answer."""
+        ...
 
 
 # -- the machines -----------------------------------------------------------------------------------------------------
@@ -126,7 +130,9 @@ class TrainEngine(Protocol):
     """Owner of weights, optimizer and their version. It never sees a loss by name, only what it is to minimise."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """The policy version of the weights it holds."""
+        ...
 
     def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
         """The batch with these columns computed by the model as it stands."""
@@ -145,19 +151,25 @@ class RolloutEngine(Generate, Protocol):
     """Owner of a copy of the weights, stamped with a version. A `WeightCarrier` is its only writer."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """The policy version of the weights it holds."""
+        ...
 
     async def pause(self) -> None:
         """Stop between two tokens. Requests under way stay, and go on after `resume`."""
         ...
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Go on with what is under way."""
+        ...
 
     async def sleep(self) -> None:
         """Give the memory back. Nothing may be under way."""
         ...
 
-    async def wake(self) -> None: ...
+    async def wake(self) -> None:
+        """Take the memory again. The weights may be stale until the next publish."""
+        ...
 
 
 class WeightCarrier(Protocol):
@@ -178,7 +190,9 @@ class Crew(Protocol):
         """Call a worker's method on all ranks, divided and joined as the method's `spread` says."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End every worker, within a bounded time."""
+        ...
 
 
 # -- the journal ------------------------------------------------------------------------------------------------------

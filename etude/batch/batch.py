@@ -122,22 +122,27 @@ class Batch:
 
     @property
     def tokens(self) -> int:
+        """T: all of them, context included."""
         return len(self.ids)
 
     @property
     def rows(self) -> int:
+        """R."""
         return len(self.unit)
 
     @property
     def rollouts(self) -> int:
+        """U."""
         return len(self.group)
 
     @property
     def device(self) -> torch.device:
+        """Where every column lies."""
         return self.ids.device
 
     @cached_property
     def groups(self) -> int:
+        """How many groups there are, by the largest number given to one."""
         return int(self.group.max()) + 1 if self.rollouts else 0
 
     @cached_property

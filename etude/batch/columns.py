@@ -46,11 +46,13 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def move(column: Column, how: Callable[[Tensor], Tensor]) -> Column:
+    """The column with its tensors moved as `how` moves them."""
     values = column.values if isinstance(column.values, tuple) else how(column.values)
     return Column(column.kind, values, None if column.offsets is None else how(column.offsets))
 
 
 def pick(column: Column, index: Tensor) -> Column:
+    """The entries at `index` (tokens, rows or rollouts, as the kind asks), in its order."""
     if isinstance(column.values, tuple):
         return Column(column.kind, tuple(column.values[i] for i in index.tolist()))
     if column.offsets is None:
@@ -61,6 +63,7 @@ def pick(column: Column, index: Tensor) -> Column:
 
 
 def join(columns: Sequence[Column]) -> Column:
+    """Columns of one kind, end to end."""
     first = columns[0]
     if isinstance(first.values, tuple):
         return Column(first.kind, tuple(blob for c in columns for blob in c.values))
