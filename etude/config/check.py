@@ -1,0 +1,237 @@
+"""Problems become sentences: what was asked, what was found, where, and what to do.
+
+pydantic finds what is wrong with a tree; this page tells it, several problems at once, one sentence each,
+with the meaning of the field from its own description. What a validator's author wrote is told as written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from etude.config.choice import Options, options_of
+from etude.config.secrets import mask, mask_text, telling_name
+from etude.config.tree import item_of, join, model_of, plain, words
+from etude.errors import ConfigError, PlugInError, UnknownChoiceError, UnknownKeyError
+
+__all__ = ["Place", "placed", "problem", "told_together", "unknown_key"]
+
+_RULES = {
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "greater than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "multiple_of": "a multiple of {multiple_of}",
+    "finite_number": "a finite number",
+    "too_short": "a list of at least {min_length} entries",
+    "too_long": "a list of at most {max_length} entries",
+    "string_too_short": "text of at least {min_length} characters",
+    "string_too_long": "text of at most {max_length} characters",
+    "string_pattern_mismatch": "text that matches {pattern}",
+}
+_CLOSE = 0.6
+_AS_CLOSE = 0.15
+_LONGEST = 80
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a tree something stands."""
+
+    path: str
+    """Dotted path from the root; empty for the root."""
+    annotation: Any
+    """The type of what should stand there."""
+    metadata: list[Any]
+    """What the annotation was marked with."""
+    field: FieldInfo | None
+    """The field it is, or is an item of; None for the root, and for a key that no field has."""
+    owner: type[BaseModel]
+    """The class whose field it is, or should have been."""
+    owner_path: str
+    """Where an object of that class stands."""
+    options: Options | None
+    """The choice that chose that class."""
+
+    @property
+    def holds_fields(self) -> bool:
+        """Whether a whole object stands here, not a single value."""
+        options = options_of(self.annotation, self.metadata)
+        return self.field is None or options is not None or model_of(self.annotation) is not None
+
+
+def problem(
+    root: type[BaseModel],
+    error: ValidationError,
+    tree: Any,
+    *,
+    title: str = "",
+    origins: Mapping[str, str] | None = None,
+) -> ConfigError:
+    """One error that tells every problem of a tree; `origins` says which file a path was set in."""
+    told: dict[str, ConfigError] = {}
+    for details in error.errors(include_url=False):
+        place = _locate(root, details, tree)
+        sentence = _tell(root, details, place, tree)
+        origin = (origins or {}).get(place.path)
+        if origin:
+            sentence = type(sentence)(f"{sentence} It is set in {origin}.")
+        # A union reports once for each member; a broken rule says more than the wrong types of the others.
+        key = str(sentence) if place.holds_fields else place.path
+        if key not in told or details["type"] in _RULES:
+            told[key] = sentence
+    return told_together(list(told.values()), title)
+
+
+def told_together(problems: list[ConfigError], title: str = "") -> ConfigError:
+    """Several problems as one error, each in its own sentence, all secrets masked."""
+    start = f"{title}: " if title else ""
+    sentences = [mask_text(str(each)) for each in problems]
+    if len(sentences) == 1:
+        return type(problems[0])(start + sentences[0])
+    kinds = {type(each) for each in problems}
+    kind = kinds.pop() if len(kinds) == 1 else ConfigError
+    return kind(f"{start}There are {len(sentences)} problems.\n" + "\n".join(f"- {sentence}" for sentence in sentences))
+
+
+def placed(error: ConfigError, path: str) -> ConfigError:
+    """The same error, with the path it concerns in front."""
+    return type(error)(f"{path}: {error}")
+
+
+def unknown_key(path: str, place: Place, candidates: Iterable[str]) -> UnknownKeyError:
+    """The sentence on a key that no field has: whose it is, or what comes near it."""
+    leaf, own = path.rsplit(".", 1)[-1], [join(place.owner_path, name) for name in place.owner.model_fields]
+    whose = ""
+    siblings: list[str] = []
+    if place.options is not None:
+        chosen = next((name for name, kind in place.options.table.items() if kind is place.owner), place.owner.__name__)
+        whose = f" of {place.owner_path}={chosen}"
+        siblings = [f"{place.owner_path}={n}" for n, kind in place.options.table.items() if leaf in kind.model_fields]
+    sentence = f"{path} is not an option{whose}."
+    if siblings:
+        sentence += f" It belongs to {_either(siblings)}."
+    near = _nearest(path, own) or ([] if siblings else _nearest(path, candidates))
+    if near:
+        return UnknownKeyError(f"{sentence} Did you mean {_either(near)}?")
+    return UnknownKeyError(f"{sentence} The options there are {', '.join(own) or 'none'}.")
+
+
+def known_paths(kind: type[BaseModel], node: Any, path: str = "") -> Iterator[str]:
+    """Every dotted path that could be set in a tree as its choices stand."""
+    for name, field in kind.model_fields.items():
+        here, below = join(path, name), _child(node, name)
+        yield here
+        inner = _class_at(field.annotation, field.metadata, below)
+        if inner is not None and below is not None:
+            yield from known_paths(inner, below, here)
+
+
+def _locate(root: type[BaseModel], details: ErrorDetails, tree: Any) -> Place:
+    """Follow pydantic's trail; the names of union members in it lead nowhere and are passed over."""
+    place = Place("", root, [], None, root, "", None)
+    node, trail = tree, details["loc"]
+    for index, part in enumerate(trail):
+        kind = _class_at(place.annotation, place.metadata, node)
+        here = join(place.path, str(part))
+        if kind is not None:
+            field = kind.model_fields.get(str(part))
+            options = options_of(place.annotation, place.metadata)
+            if field is not None:
+                place = Place(here, field.annotation, field.metadata, field, kind, place.path, options)
+            elif details["type"] == "extra_forbidden" and index == len(trail) - 1:
+                place = Place(here, Any, [], None, kind, place.path, options)
+        elif _child(node, part) is not None or (isinstance(node, Mapping) and part in node):
+            item = item_of(place.annotation, part if isinstance(part, int) else 0)
+            place = Place(here, item, [], place.field, place.owner, place.owner_path, place.options)
+        else:
+            continue
+        node = _child(node, part)
+    return place
+
+
+def _class_at(annotation: Any, metadata: list[Any], node: Any) -> type[BaseModel] | None:
+    """The class whose fields stand at a node; None where single values do, or nothing that can be told."""
+    options = options_of(annotation, metadata)
+    if isinstance(node, BaseModel):
+        return type(node)
+    if options is None:
+        return model_of(annotation)
+    name = node.get("name") if isinstance(node, Mapping) else node
+    try:
+        return options.resolve(name) if isinstance(name, str) else None
+    except ConfigError:
+        return None
+
+
+def _child(node: Any, part: str | int) -> Any:
+    if isinstance(node, BaseModel):
+        return vars(node).get(str(part))
+    if isinstance(node, Mapping):
+        return node.get(part)
+    if isinstance(node, list | tuple) and isinstance(part, int) and part < len(node):
+        return node[part]
+    return None
+
+
+def _tell(root: type[BaseModel], details: ErrorDetails, place: Place, tree: Any) -> ConfigError:
+    kind, context = details["type"], details.get("ctx", {})
+    if kind in {"value_error", "assertion_error"}:
+        return _authors(context["error"], place)
+    if kind == "extra_forbidden" and place.field is None:
+        return unknown_key(place.path, place, known_paths(root, tree))
+    meaning = f" Its meaning: {place.field.description}" if place.field and place.field.description else ""
+    if kind == "missing":
+        return ConfigError(f"{place.path} needs a value and has none. Set {place.path} to {_words(place)}.{meaning}")
+    given = _shown(place.path, details["input"])
+    if kind in _RULES:
+        rule = _RULES[kind].format(
+            **{name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in context.items()}
+        )
+        return ConfigError(f"{place.path} must be {rule}; {given} was given.{meaning}")
+    remedy = ""
+    if "text" in _words(place) and isinstance(details["input"], int | float):
+        remedy = f" To give it as text, quote it twice: '{place.path}=\"{given}\"'."
+    return ConfigError(f"{place.path or 'The run'} expects {_words(place)}; {given} was given.{remedy}{meaning}")
+
+
+def _authors(error: Exception, place: Place) -> ConfigError:
+    """A validator's own sentence, as written; a value's validator cannot know its path, so that is put in front."""
+    if isinstance(error, UnknownChoiceError | PlugInError | UnknownKeyError):
+        return placed(error, place.path)
+    if isinstance(error, ConfigError):
+        return error
+    return ConfigError(str(error)) if place.holds_fields else placed(ConfigError(str(error)), place.path)
+
+
+def _words(place: Place) -> str:
+    return words(place.annotation, place.metadata)
+
+
+def _shown(path: str, value: Any) -> str:
+    """A value as it is echoed: secrets masked, and not too long."""
+    text = repr(mask(plain(value), telling_name(path)))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _nearest(path: str, candidates: Iterable[str]) -> list[str]:
+    """Up to three candidates that come near a path, as a whole or in their last names; the nearest first."""
+
+    def closeness(candidate: str) -> float:
+        by_name = SequenceMatcher(None, path.rsplit(".", 1)[-1], candidate.rsplit(".", 1)[-1]).ratio()
+        whole = SequenceMatcher(None, path, candidate).ratio() if path.count(".") == candidate.count(".") else 0.0
+        # Under one parent the shared beginning says nothing.
+        return by_name if path.rpartition(".")[0] == candidate.rpartition(".")[0] else max(by_name, whole)
+
+    scored = sorted((-closeness(candidate), candidate) for candidate in candidates)
+    return [candidate for score, candidate in scored if -score >= _CLOSE and score - scored[0][0] <= _AS_CLOSE][:3]
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

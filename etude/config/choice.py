@@ -1,0 +1,142 @@
+"""Choices: a field whose value is one of several classes, chosen by name.
+
+    LOSSES = {"ppo": PPO, "gspo": GSPO}
+
+    class Run(Config):
+        loss: Annotated[Loss, Choice(LOSSES)] = Field(PPO(), description="What the policy minimises.")
+        kl: Annotated[KL | None, Choice(KLS)] = Field(None, description="What keeps the policy near the reference.")
+
+`loss` accepts an instance of `Loss`, the name of a class in the table (`gspo`: that class with its defaults), a mapping
+with that `name` beside the fields to set, or `module:Name` for a plug-in that derives from `Loss`.
+`kl` also accepts `none`. The field `name` belongs to the choice, so the classes themselves have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from etude.config.plugin import load_plugin, plugin_spec
+from etude.config.secrets import mask
+from etude.errors import PlugInError, UnknownChoiceError, UnknownKeyError
+
+__all__ = ["NONE", "Choice", "Options", "options_of"]
+
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a choice field can be."""
+
+    table: Mapping[str, type[BaseModel]]
+    """The classes, by the names that choose them."""
+    base: type
+    """What every option, plug-ins included, derives from."""
+    optional: bool
+    """Whether `none` is an option too."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names to choose from; any plug-in may be chosen besides."""
+        return [*self.table, *([NONE] if self.optional else [])]
+
+    def resolve(self, name: str) -> type[BaseModel] | None:
+        """The class that a name chooses; None for `none`."""
+        if name == NONE and self.optional:
+            return None
+        if name in self.table:
+            return self.table[name]
+        if ":" in name:
+            return self._plugin(name)
+        near = get_close_matches(name, self.names, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UnknownChoiceError(f"there is no '{mask(name)}'.{hint} The choices are {self.listed}.")
+
+    def named(self, value: Any) -> str:
+        """The name in what should be one; null is how YAML writes `none`."""
+        if value is None and self.optional:
+            return NONE
+        if not isinstance(value, str):
+            raise UnknownChoiceError(f"a name is needed, and {mask(value)!r} was given. The choices are {self.listed}.")
+        return value
+
+    def name_of(self, value: BaseModel | None) -> str:
+        """The name that chooses the class of a value."""
+        if value is None:
+            return NONE
+        return next((name for name, kind in self.table.items() if kind is type(value)), plugin_spec(type(value)))
+
+    def validate(self, value: Any) -> Any:
+        """A value for the field, from an instance, a name, or a mapping with a name."""
+        if isinstance(value, self.base):
+            return value
+        fields = dict(value) if isinstance(value, Mapping) else {"name": value}
+        kind = self.resolve(self.named(fields.pop("name", None)))
+        if kind is not None:
+            return kind.__pydantic_validator__.validate_python(fields)
+        if fields:
+            raise UnknownKeyError(
+                f"{NONE} has no options, so {', '.join(fields)} cannot be set. "
+                f"Choose one of {', '.join(self.table)} first."
+            )
+        return None
+
+    @property
+    def listed(self) -> str:
+        """The choices as they are named in a sentence."""
+        return f"{', '.join(self.names)}, or a plug-in written module:Name"
+
+    def _plugin(self, spec: str) -> type[BaseModel]:
+        kind: type = load_plugin(spec, self.base)
+        if not issubclass(kind, BaseModel):
+            raise PlugInError(
+                f"The plug-in '{spec}' must be a Config, so that its options can be set. Derive it from Config."
+            )
+        if "name" in kind.model_fields:
+            raise PlugInError(
+                f"The plug-in '{spec}' has a field called name, which is how it is chosen. Rename that field."
+            )
+        return kind
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Marks a field as a choice: `Annotated[Loss, Choice(LOSSES)]`."""
+
+    table: Mapping[str, type[BaseModel]]
+    """The classes, by the names that choose them: a literal dict in the room that owns them."""
+    base: type | None = None
+    """What every option derives from; read from the annotation where it is not given."""
+
+    def __post_init__(self) -> None:
+        for name, kind in self.table.items():
+            assert "name" not in kind.model_fields, f"{kind.__qualname__} has a field called name, which chooses it"
+            assert name != NONE and ":" not in name, f"'{name}' cannot name a choice"
+
+    def options(self, annotation: Any) -> Options:
+        """What the annotated field can be."""
+        kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        bases = [kind for kind in kinds if kind is not NoneType]
+        base = self.base or (bases[0] if len(bases) == 1 else None)
+        assert isinstance(base, type), (
+            f"Choice needs one base class, and {annotation} has none: give Choice(table, base)"
+        )
+        return Options(table=self.table, base=base, optional=NoneType in kinds)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """How pydantic validates the field: as `Options.validate` does."""
+        return core_schema.no_info_plain_validator_function(self.options(source).validate)
+
+
+def options_of(annotation: Any, metadata: Iterable[Any] = ()) -> Options | None:
+    """The options of an annotated field; None where it is not a choice."""
+    if get_origin(annotation) is Annotated:
+        annotation, *metadata = get_args(annotation)
+    return next((item.options(annotation) for item in metadata if isinstance(item, Choice)), None)

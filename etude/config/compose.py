@@ -1,0 +1,265 @@
+"""Compose a run: defaults, then a file, then overrides become one frozen, validated object; a sweep becomes jobs.
+
+    run = compose(Run, ["loss=gspo", "loss.clip_high=3e-4", "kl.controller=adaptive"], file=Path("mine.yaml"))
+    jobs = multirun(Run, ["loss=ppo,gspo", "seed=range(1,4)"], train, directory=Path("sweeps/first"))
+
+Hydra composes, sweeps and launches; the classes validate. Hydra keeps its state in the process, so composition holds
+a lock and puts back what it found; a job of a sweep runs outside that lock, and may compose again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, Generic, Self, TypeVar
+
+import hydra
+import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from etude.config.check import problem, told_together
+from etude.config.override import read
+from etude.config.plan import ROOT, Plan
+from etude.config.secrets import mask_text
+from etude.config.tree import join
+from etude.errors import ConfigError, UnknownKeyError
+
+__all__ = ["Job", "compose", "multirun"]
+
+R = TypeVar("R", bound=BaseModel)
+T = TypeVar("T")
+
+_LOCK = Lock()
+_QUIET = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+
+
+@dataclass(frozen=True)
+class Job(Generic[R, T]):
+    """One job of a sweep, done."""
+
+    number: int
+    """Its place in the sweep, from 0."""
+    overrides: tuple[str, ...]
+    """What set it apart, as `key=value`."""
+    directory: Path
+    """Its own directory."""
+    run: R
+    """What it ran."""
+    result: T
+    """What the task returned."""
+
+
+def compose(root: type[R], overrides: Sequence[str] = (), *, file: Path | None = None) -> R:
+    """The run that defaults, `file` and `overrides` ask for, each over the one before."""
+    composer = _Composer(root, overrides, file)
+    for each in composer.asked:
+        if each.is_hydra:
+            raise ConfigError(
+                f"{each.path} speaks of Hydra itself, which only a sweep uses. Leave it out, or add --multirun."
+            )
+        if each.is_sweep:
+            raise ConfigError(
+                f"{mask_text(f'{each.path}={each.text}')} asks for several values, which is a sweep. Add --multirun "
+                "to run one job for each, or put a list in brackets and a text in quotes."
+            )
+    return composer.compose()
+
+
+def multirun(
+    root: type[R], overrides: Sequence[str], task: Callable[[R], T], *, file: Path | None = None, directory: Path
+) -> list[Job[R, T]]:
+    """Run `task` once for each combination that the overrides sweep over, each job in its own part of `directory`.
+
+    Every job is composed and validated before the first one starts. A task that fails does not stop the others;
+    what it raised is raised at the end, as itself, or as a group where several failed.
+    """
+    composer = _Composer(root, overrides, file)
+    composer.sweep(lambda _: None, directory)
+    return composer.sweep(task, directory)
+
+
+class _Turn:
+    """Hydra's state in this process, ours while the lock is held: our nodes and Hydra's own, and no application."""
+
+    def __init__(self, nodes: Mapping[tuple[str, str], dict[str, Any]]) -> None:
+        self._nodes = nodes
+
+    def __enter__(self) -> Self:
+        _LOCK.acquire()
+        store, application = ConfigStore.instance(), GlobalHydra.instance()
+        self._kept = store.repo, application.hydra
+        store.repo = {"hydra": store.repo["hydra"]}
+        application.clear()
+        for (group, name), node in self._nodes.items():
+            store.store(group=group or None, name=name, node=node)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        ConfigStore.instance().repo, GlobalHydra.instance().hydra = self._kept
+        _LOCK.release()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let others compose meanwhile."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
+class _Composer(Generic[R]):
+    """One request, read and ready to compose once or as a sweep."""
+
+    def __init__(self, root: type[R], overrides: Sequence[str], file: Path | None) -> None:
+        self._root = root
+        self.asked = [read(text, example=next(iter(root.model_fields), "key")) for text in overrides]
+        self._hydra = [text for text, each in zip(overrides, self.asked, strict=True) if each.is_hydra]
+        own = [each for each in self.asked if not each.is_hydra]
+        given = {} if file is None else _read_file(file)
+        self._plan = Plan(root, own, given, str(file))
+        self._origins = {path: str(file) for path in _paths(given)}
+        for each in own:
+            self._origins.pop(each.path, None)
+
+    def compose(self) -> R:
+        """The one run."""
+        with _Turn(self._plan.nodes), _told(), hydra.initialize(version_base="1.3", config_path=None, job_name=ROOT):
+            tree = hydra.compose(ROOT, overrides=self._plan.overrides)
+        return self._validated(tree)
+
+    def sweep(self, task: Callable[[R], T], directory: Path) -> list[Job[R, T]]:
+        """Every run of the sweep, each passed to a task by Hydra's launcher."""
+        turn = _Turn(self._plan.nodes)
+        litter = directory / "multirun.yaml"  # Hydra's own record of the sweep, with secrets as they were given
+
+        def job(tree: DictConfig) -> Job[R, T] | Exception:
+            litter.unlink(missing_ok=True)
+            about = HydraConfig.get()
+            asked = tuple(_as_given(text) for text in about.overrides.task)
+            place = f"Job {about.job.num} ({' '.join(asked)})"
+            try:
+                run = self._validated(tree)
+            except ConfigError as error:
+                return type(error)(f"{place}: {error}")
+            try:
+                with turn.paused():
+                    result = task(run)
+            except Exception as error:  # a task may raise anything; the sweep goes on, and raises it at the end
+                error.add_note(place)
+                return error
+            return Job(int(about.job.num), asked, Path(about.runtime.output_dir), run, result)
+
+        overrides = [*_QUIET, f"hydra.sweep.dir={_quoted(str(directory))}", *self._hydra, *self._plan.overrides]
+        with turn, _told(), hydra.initialize(version_base="1.3", config_path=None, job_name=ROOT):
+            application = GlobalHydra.instance().hydra
+            assert application is not None
+            try:
+                batches = application.multirun(ROOT, job, overrides, with_log_configuration=False)
+            finally:
+                litter.unlink(missing_ok=True)
+        return _successes([done.return_value for batch in batches for done in batch])
+
+    def _validated(self, tree: DictConfig) -> R:
+        plain = _resolved(tree)
+        try:
+            return self._root.__pydantic_validator__.validate_python(plain)  # type: ignore[no-any-return]
+        except ValidationError as error:
+            raise problem(self._root, error, plain, origins=self._origins) from error
+
+
+def _successes(outcomes: list[Job[R, T] | Exception]) -> list[Job[R, T]]:
+    """The jobs, if all of them succeeded."""
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    refused = [failure for failure in failures if isinstance(failure, ConfigError)]
+    if failures and len(refused) == len(failures):
+        raise told_together(refused)
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        raise ExceptionGroup(f"{len(failures)} of {len(outcomes)} jobs failed.", failures)
+    return [outcome for outcome in outcomes if isinstance(outcome, Job)]
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    """The user's YAML as plain data, its interpolations still to be resolved."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        top = yaml.compose(text, Loader=yaml.SafeLoader)
+        if top is not None and not isinstance(top, yaml.MappingNode):
+            raise ConfigError(f"{file} is YAML, and not a mapping. Write one `key: value` a line, shaped like the run.")
+        tree = OmegaConf.to_container(OmegaConf.create(text))
+    except OSError as error:
+        raise ConfigError(f"The configuration file {file} cannot be read: {error.strerror}. Check its path.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"The configuration file {file} is not text in UTF-8. Check that it is a YAML file."
+        ) from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{file}{where} is not YAML: {error.problem}. Correct the file there.") from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"{file} is not YAML that can be used: {mask_text(str(error).splitlines()[0])}. Correct the file."
+        ) from None
+    assert isinstance(tree, dict)
+    return {str(key): value for key, value in tree.items()}
+
+
+def _resolved(tree: DictConfig) -> Any:
+    """The composed tree as plain data, its interpolations resolved."""
+    try:
+        return OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        key, told = error.full_key, str(error).splitlines()[0]
+    if variable := re.search(r"Environment variable '(.+?)' not found", told):
+        raise ConfigError(
+            f"{key} reads the environment variable {variable[1]}, which is not set. "
+            f"Set it, or give a default: ${{oc.env:{variable[1]},default}}."
+        )
+    raise ConfigError(f"{key} refers to something that is not there: {mask_text(told)}. Correct the reference.")
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Tell what Hydra refuses in our words."""
+    try:
+        yield
+    except HydraException as error:
+        told = str(error.__cause__ or error).splitlines()[0]
+    else:
+        return
+    if absent := re.search(r"Could not override '(.+?)'\. No match", told):
+        path = absent[1].replace("/", ".")
+        raise UnknownKeyError(f"{path} is not an option of every job: another choice takes it away. Sweep those apart.")
+    raise ConfigError(f"Hydra could not compose this: {mask_text(told)}")
+
+
+def _paths(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        here = join(path, str(name))
+        yield here
+        if isinstance(value, Mapping):
+            yield from _paths(value, here)
+
+
+def _as_given(override: str) -> str:
+    """One of Hydra's overrides as a person writes it, its secrets masked."""
+    key, _, value = override.removeprefix("++").partition("=")
+    return mask_text(f"{key.replace('/', '.')}={value.replace(chr(92) + ':', ':')}")
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

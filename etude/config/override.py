@@ -1,0 +1,69 @@
+"""One override of the command line, read by Hydra's own grammar: `loss=gspo`, `seed=range(1,4)`, `betas=[0.9,0.95]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType, QuotedString
+from hydra.errors import HydraException
+
+from etude.config.secrets import mask_text
+from etude.errors import ConfigError
+
+__all__ = ["Asked", "read"]
+
+_PARSER = OverridesParser.create()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one override asks for."""
+
+    path: str
+    """The dotted path it sets."""
+    text: str
+    """Its value as written."""
+    values: list[Any]
+    """Its value read; several for a sweep, none where they cannot be counted."""
+    is_sweep: bool
+    """Whether it asks for one job for each value."""
+
+    @property
+    def is_hydra(self) -> bool:
+        """Whether it speaks of Hydra itself (`hydra.sweep.subdir=…`, `hydra/launcher=…`)."""
+        return self.path.startswith("hydra.")
+
+
+def read(text: str, example: str) -> Asked:
+    """Read one override; `example` is a key to show where it cannot be read."""
+    shown = mask_text(text)
+    try:
+        override = _PARSER.parse_override(text)
+    except HydraException:
+        raise ConfigError(
+            f"The override {shown} cannot be read. Write key=value, for example {example}=…, "
+            "and quote a value that holds spaces or any of = , : { } [ ] ( )."
+        ) from None
+    if not override.key_or_group:
+        raise ConfigError(f"The override {shown} names no key. Write key=value, for example {example}=….")
+    if override.package is not None or override.type is OverrideType.DEL:
+        raise ConfigError(
+            f"The override {shown} adds or removes a part of the tree, and every part has its place. Write key=value."
+        )
+    return Asked(
+        path=str(override.key_or_group).replace("/", "."),
+        text=text.partition("=")[2],
+        values=_values(override),
+        is_sweep=override.is_sweep_override(),
+    )
+
+
+def _values(override: Override) -> list[Any]:
+    if not override.is_sweep_override():
+        return [override.value()]
+    try:
+        return [value.text if isinstance(value, QuotedString) else value for value in override.sweep_iterator()]
+    except HydraException:  # a continuous range or a pattern, whose values only a sweeper knows
+        return []

@@ -1,0 +1,198 @@
+"""A configuration seen as a tree: its fields by dotted path, its values as plain data, its types in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from etude.config.choice import Options, options_of
+
+__all__ = [
+    "REQUIRED",
+    "Entry",
+    "default_of",
+    "entries",
+    "fields_within",
+    "item_of",
+    "join",
+    "model_of",
+    "plain",
+    "to_tree",
+    "words",
+]
+
+REQUIRED = PydanticUndefined
+"""The default of a field that has none."""
+
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    NoneType: "null",
+    Any: "anything",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One field of a configuration, where it stands and what stands there."""
+
+    path: str
+    """Dotted path from the root."""
+    field: FieldInfo
+    """As declared: annotation, description, constraints."""
+    value: Any
+    """What stands there; the default where the configuration is a class; `REQUIRED` where there is neither."""
+    default: Any
+    """What stands there when nothing is asked for."""
+    options: Options | None
+    """What can be chosen, where the field is a choice."""
+
+    @property
+    def is_section(self) -> bool:
+        """Whether the field only holds others."""
+        return self.options is None and self.kind is not None
+
+    @property
+    def kind(self) -> type[BaseModel] | None:
+        """The class of the object that stands there; None where a single value does."""
+        if self.value is REQUIRED and self.options is None:
+            return model_of(self.field.annotation)
+        return type(self.value) if isinstance(self.value, BaseModel) else None
+
+
+def join(path: str, name: str) -> str:
+    """The dotted path of a name below a path."""
+    return f"{path}.{name}" if path else name
+
+
+def default_of(field: FieldInfo) -> Any:
+    """What a field is when it is not given; `REQUIRED` where it must be."""
+    return field.get_default(call_default_factory=True, validated_data={})
+
+
+def model_of(annotation: Any) -> type[BaseModel] | None:
+    """The class of a nested section, also of an optional one."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return models[0] if len(models) == 1 and set(kinds) <= {models[0], NoneType} else None
+
+
+def entries(
+    kind: type[BaseModel], value: BaseModel | None, default: BaseModel | None, path: str = ""
+) -> Iterator[Entry]:
+    """Every field of a configuration in order, sections and choices before what they hold."""
+    for name, field in kind.model_fields.items():
+        usual = getattr(default, name) if default is not None else default_of(field)
+        here = getattr(value, name) if value is not None else usual
+        entry = Entry(join(path, name), field, here, usual, options_of(field.annotation, field.metadata))
+        yield entry
+        if entry.kind is not None:
+            inner = here if isinstance(here, BaseModel) else None
+            yield from entries(entry.kind, inner, usual if type(usual) is entry.kind else None, entry.path)
+
+
+def fields_within(
+    kind: type[BaseModel], path: str = "", above: tuple[type, ...] = ()
+) -> Iterator[tuple[str, FieldInfo]]:
+    """Every field a configuration can have over all its choices; what a list or mapping holds is at `*`."""
+    above = (*above, kind)
+    for name, field in kind.model_fields.items():
+        here = join(path, name)
+        yield here, field
+        for suffix, inner in _models_in(field.annotation, field.metadata):
+            if inner not in above:
+                yield from fields_within(inner, here + suffix, above)
+
+
+def _models_in(
+    annotation: Any, metadata: list[Any] | None = None, suffix: str = ""
+) -> Iterator[tuple[str, type[BaseModel]]]:
+    options = options_of(annotation, metadata or ())
+    if options is not None:
+        yield from ((suffix, kind) for kind in options.table.values())
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield suffix, annotation
+    else:
+        below = suffix if get_origin(annotation) in (Union, UnionType, Annotated) else ".*"
+        for argument in get_args(annotation):
+            yield from _models_in(argument, suffix=below)
+
+
+def plain(value: Any, annotation: Any = None, metadata: list[Any] | None = None) -> Any:
+    """A value as plain data (numbers, text, lists, mappings), with the names of its choices beside their fields."""
+    options = options_of(annotation, metadata or ())
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields.items()
+        tree = {name: plain(getattr(value, name), field.annotation, field.metadata) for name, field in fields}
+        return {"name": options.name_of(value), **tree} if options is not None else tree
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item, item_of(annotation)) for key, item in value.items()}
+    if isinstance(value, AbstractSet):
+        return sorted(plain(item) for item in value)
+    if isinstance(value, list | tuple):
+        return [plain(item, item_of(annotation, index)) for index, item in enumerate(value)]
+    return str(value) if isinstance(value, Path) else value
+
+
+def to_tree(run: BaseModel) -> dict[str, Any]:
+    """A configuration as a plain nested dictionary."""
+    tree: dict[str, Any] = plain(run)
+    return tree
+
+
+def item_of(annotation: Any, index: int = 0) -> Any:
+    """The annotation of what a list or mapping holds."""
+    if get_origin(annotation) in (Union, UnionType):
+        annotation = next(kind for kind in get_args(annotation) if kind is not NoneType)
+    arguments = get_args(annotation)
+    if get_origin(annotation) is tuple and Ellipsis not in arguments:
+        return arguments[index] if index < len(arguments) else None
+    is_mapping = isinstance(get_origin(annotation), type) and issubclass(get_origin(annotation), Mapping)
+    return next(iter(arguments[1 if is_mapping else 0 :]), None)
+
+
+def words(annotation: Any, metadata: list[Any] | None = None) -> str:
+    """A type as a person would say it."""
+    options = options_of(annotation, metadata or ())
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if options is not None:
+        return f"one of {options.listed}"
+    if origin is Annotated:
+        return words(arguments[0])
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, arguments))}"
+    if origin in (Union, UnionType):
+        return " or ".join(words(kind) for kind in arguments)
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return f"one of {', '.join(repr(member.value) for member in annotation)}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a mapping of {', '.join(annotation.model_fields)}"
+    return _WORDS.get(annotation) or _container_words(origin or annotation, arguments)
+
+
+def _container_words(origin: Any, arguments: tuple[Any, ...]) -> str:
+    if not isinstance(origin, type):
+        return str(origin)
+    if issubclass(origin, Mapping):
+        return f"a mapping (each value: {words(arguments[1])})" if arguments else "a mapping"
+    if issubclass(origin, tuple) and arguments and Ellipsis not in arguments:
+        return f"a list of {len(arguments)} ({', '.join(map(words, arguments))})"
+    if issubclass(origin, list | tuple | AbstractSet):
+        return f"a list (each: {words(arguments[0])})" if arguments else "a list"
+    return origin.__name__

@@ -1,0 +1,481 @@
+"""Composition: what overrides, files and sweeps ask for, and the sentence for each way in which they may be wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import hydra
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from pydantic import BaseModel, Field
+
+from etude.config import Choice, Config
+from etude.config.compose import compose, multirun
+from etude.errors import ConfigError, PlugInError, UnknownChoiceError, UnknownKeyError
+from tests.config.sample_run import (
+    CONTROLLERS,
+    GSPO,
+    K1,
+    K3,
+    LOSSES,
+    PPO,
+    Adaptive,
+    Controller,
+    Fixed,
+    Loss,
+    MyLoss,
+    Optim,
+    Precision,
+    Reward,
+    Run,
+    Schedule,
+)
+
+PLUG_IN = "tests.config.sample_run:MyLoss"
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "mine.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_nothing_asked_for_is_the_defaults() -> None:
+    assert compose(Run) == Run()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["seed=3"], Run(seed=3)),
+        (["+seed=3"], Run(seed=3)),
+        (["seed=2", "seed=3"], Run(seed=3)),
+        (["loss=gspo"], Run(loss=GSPO())),
+        (["loss=gspo", "loss=ppo"], Run(loss=PPO())),
+        (["loss.name=gspo"], Run(loss=GSPO())),
+        (["loss.name=gspo", "loss=ppo"], Run(loss=PPO())),
+        (["loss=gspo", "loss.clip_high=1e-3"], Run(loss=GSPO(clip_high=1e-3))),
+        (["loss.clip_high=0.3"], Run(loss=PPO(clip_high=0.3))),
+        (["loss.dual_clip=3"], Run(loss=PPO(dual_clip=3))),
+        (["kl=k3"], Run(kl=K3())),
+        (["kl=none"], Run(kl=None)),
+        (["kl=null"], Run(kl=None)),
+        (["kl=k3", "kl.controller=adaptive"], Run(kl=K3(controller=Adaptive()))),
+        (["kl=k3", "kl/controller=adaptive", "kl.controller.target=2"], Run(kl=K3(controller=Adaptive(target=2)))),
+        (["kl=k1"], Run(kl=K1(controller=Adaptive(target=3.0)))),
+        (["kl=k1", "kl.clamp=[-1,1]"], Run(kl=K1(clamp=(-1, 1)))),
+        ([f"loss={PLUG_IN}", "loss.my_knob=3"], Run(loss=MyLoss(my_knob=3))),
+        (
+            ["optim.schedule.shape=cosine", "optim.lr=1e-4"],
+            Run(optim=Optim(lr=1e-4, schedule=Schedule(shape="cosine"))),
+        ),
+        (["optim.schedule.points=[1,2,3]"], Run(optim=Optim(schedule=Schedule(points=(1, 2, 3))))),
+        (["optim={lr: 0.1}"], Run(optim=Optim(lr=0.1))),
+        (
+            ["precision=bf16", "output=a/b", "shuffle=false"],
+            Run(precision=Precision.BF16, output=Path("a/b"), shuffle=False),
+        ),
+        (["steps=10"], Run(steps=10)),
+        (["title='a, b: c'"], Run(title="a, b: c")),
+        (['title="7"'], Run(title="7")),
+        (["title=${loss.name}-${seed}"], Run(title="ppo-1")),
+        (["stop=['</s>',x]"], Run(stop=["</s>", "x"])),
+        (["limits.a=1", "limits.b=2"], Run(limits={"a": 1, "b": 2})),
+        (["limits={a: 1}"], Run(limits={"a": 1})),
+        (["rewards.length.weight=0.5"], Run(rewards={"exact": Reward(), "length": Reward(weight=0.5)})),
+        (["rewards={length: {weight: 2}}"], Run(rewards={"length": Reward(weight=2)})),
+        (["rewards={}"], Run(rewards={})),
+        (["extra_losses=[gspo,{name: ppo, clip_low: 0.1}]"], Run(extra_losses=[GSPO(), PPO(clip_low=0.1)])),
+    ],
+)
+def test_overrides(overrides: list[str], expected: Run) -> None:
+    assert compose(Run, overrides) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "sentence"),
+    [
+        (
+            ["loss=gspo", "loss.dual_clip=3"],
+            UnknownKeyError,
+            r"loss\.dual_clip is not an option of loss=gspo\. It belongs to loss=ppo",
+        ),
+        (["clip_low=1"], UnknownKeyError, r"clip_low is not an option\. Did you mean loss\.clip_low\?"),
+        (["optm.lr=1"], UnknownKeyError, r"optm is not an option\. Did you mean optim\?"),
+        (["kl.controller=fixed"], UnknownKeyError, r"kl: none has no options, so controller cannot be set"),
+        (["loss=gsppo"], UnknownChoiceError, r"loss: there is no 'gsppo'\. Did you mean gspo\?"),
+        (
+            ["kl=k3", "kl.controller=fix"],
+            UnknownChoiceError,
+            r"kl\.controller: there is no 'fix'\. Did you mean fixed\?",
+        ),
+        (["loss=3"], UnknownChoiceError, r"loss: a name is needed, and 3 was given"),
+        (["loss=none"], UnknownChoiceError, r"loss: there is no 'none'"),
+        (["loss=null"], UnknownChoiceError, r"loss: a name is needed, and None was given"),
+        (
+            ["loss=no.such:Loss"],
+            PlugInError,
+            r"loss: The plug-in 'no\.such:Loss' was asked for, and there is no module no",
+        ),
+        ([f"loss={PLUG_IN}", "loss.my_knb=3"], UnknownKeyError, r"Did you mean loss\.my_knob\?"),
+        (
+            ["loss.clip_low=abc"],
+            ConfigError,
+            r"^loss\.clip_low expects a number; 'abc' was given\. Its meaning: How far below",
+        ),
+        (
+            ["loss.clip_low=3"],
+            ConfigError,
+            r"^clip_low is more than ten times clip_high: lower clip_low or raise clip_high\.$",
+        ),
+        (["seed.deep=3"], ConfigError, r"seed expects a whole number; \{'deep': 3\} was given"),
+        (["seed="], ConfigError, r"seed expects a whole number; '' was given"),
+        (["optim=3"], ConfigError, r"optim expects a mapping of lr, betas, schedule; 3 was given"),
+        (
+            ["loss.clip=="],
+            ConfigError,
+            r"The override loss\.clip== cannot be read\. Write key=value, for example seed=",
+        ),
+        (["loss=ppo,gspo"], ConfigError, r"loss=ppo,gspo asks for several values, which is a sweep\. Add --multirun"),
+        (["seed=range(1,4)"], ConfigError, r"seed=range\(1,4\) asks for several values, which is a sweep"),
+        (["hydra.sweep.dir=x"], ConfigError, r"hydra\.sweep\.dir speaks of Hydra itself, which only a sweep uses"),
+        (["title=${nowhere}"], ConfigError, r"title refers to something that is not there: .*'nowhere'"),
+        (["title=${optim.lr"], ConfigError, r"cannot be read"),
+        (
+            ["title=${no_such_resolver:1}"],
+            ConfigError,
+            r"title refers to something that is not there: .*no_such_resolver",
+        ),
+        (["loss=gsppo", "kl=k9"], UnknownChoiceError, r"There are 2 problems\.\n- loss: .*\n- kl: "),
+    ],
+)
+def test_what_cannot_be_composed(overrides: list[str], kind: type[ConfigError], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        compose(Run, overrides)
+    assert type(caught.value) is kind
+
+
+def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETUDE_TEST_SEED", "5")
+    assert compose(Run, ["seed=${oc.env:ETUDE_TEST_SEED}"]).seed == 5
+    monkeypatch.delenv("ETUDE_TEST_SEED")
+    assert compose(Run, ["seed=${oc.env:ETUDE_TEST_SEED,7}"]).seed == 7
+    with pytest.raises(
+        ConfigError, match=r"^seed reads the environment variable ETUDE_TEST_SEED, which is not set\. Set it, or"
+    ):
+        compose(Run, ["seed=${oc.env:ETUDE_TEST_SEED}"])
+
+
+def test_secrets_never_come_back_in_a_message() -> None:
+    for overrides in (["api_key=[hunter2]"], ["api_key==hunter2"], ["seed=sk-hunter222"], ["api_key=hunter2,x"]):
+        with pytest.raises(ConfigError) as caught:
+            compose(Run, overrides)
+        assert "hunter2" not in f"{caught.value} {caught.value.__cause__}" and "***" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("", [], Run()),
+        ("seed: 4", [], Run(seed=4)),
+        ("seed: 4", ["seed=5"], Run(seed=5)),
+        ("loss: gspo", [], Run(loss=GSPO())),
+        ("loss: {name: gspo, clip_high: 1e-3}", [], Run(loss=GSPO(clip_high=1e-3))),
+        ("loss: {name: gspo, clip_high: 1e-3}", ["loss=gspo"], Run(loss=GSPO(clip_high=1e-3))),
+        ("loss: {name: gspo, clip_high: 1e-3}", ["loss=ppo"], Run(loss=PPO())),
+        ("loss: {clip_high: 0.3}", [], Run(loss=PPO(clip_high=0.3))),
+        ("loss: {clip_high: 0.3}", ["loss.clip_low=0.1"], Run(loss=PPO(clip_high=0.3, clip_low=0.1))),
+        (f"loss: {{name: '{PLUG_IN}', my_knob: 2}}", [], Run(loss=MyLoss(my_knob=2))),
+        ("kl: {name: k3, controller: adaptive}", [], Run(kl=K3(controller=Adaptive()))),
+        ("kl: {name: k1, controller: {horizon: 9}}", [], Run(kl=K1(controller=Adaptive(target=3.0, horizon=9)))),
+        ("kl: k3", ["kl=none"], Run()),
+        ("kl: null", [], Run()),
+        ("kl: {name: none}", [], Run()),
+        ("optim: {schedule: {warmup: 3}}", ["optim.lr=0.1"], Run(optim=Optim(lr=0.1, schedule=Schedule(warmup=3)))),
+        ("optim: {betas: [0.1, 0.2]}", [], Run(optim=Optim(betas=(0.1, 0.2)))),
+        ("rewards: {other: {weight: 2}}", [], Run(rewards={"other": Reward(weight=2)})),
+        ("title: '${loss.name}'", ["loss=gspo"], Run(title="gspo", loss=GSPO())),
+    ],
+)
+def test_a_file_lies_between_defaults_and_overrides(
+    tmp_path: Path, text: str, overrides: list[str], expected: Run
+) -> None:
+    assert compose(Run, overrides, file=written(tmp_path, text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("sed: 3", r"sed is not an option\. Did you mean seed.*\? It is set in .*mine\.yaml\."),
+        (
+            "loss: {name: gspo, dual_clip: 3}",
+            r"loss\.dual_clip is not an option of loss=gspo\. .* It is set in .*mine\.yaml\.",
+        ),
+        ("optim: {lrr: 3}\nsed: 1", r"There are 2 problems\.\n- sed .*mine\.yaml\.\n- optim\.lrr .*mine\.yaml\."),
+        ("1: x", r"1 is not an option"),
+        ("kl: {name: none, clamp: 1}", r"kl: none has no options, so clamp cannot be set"),
+        ("loss: 3", r"loss: a name is needed, and 3 was given"),
+        ("loss: off", r"loss: a name is needed, and False was given"),
+        ("loss: {name: gsppo}", r"loss: there is no 'gsppo'\. Did you mean gspo\?"),
+        ("seed: x", r"seed expects a whole number; 'x' was given\. .* It is set in .*mine\.yaml\."),
+        ("optim: 3", r"optim expects a mapping of lr, betas, schedule; 3 was given"),
+        ("seed: [1\ntitle: x", r"mine\.yaml, line 2, column 6 is not YAML: expected ',' or '\]'"),
+        ("seed: 1\nseed: 2", r"mine\.yaml, line 2, column 1 is not YAML: found duplicate key seed"),
+        ("- 1\n- 2", r"mine\.yaml is YAML, and not a mapping\. Write one `key: value` a line"),
+        ("just words", r"mine\.yaml is YAML, and not a mapping"),
+        ("title: '${'", r"mine\.yaml is not YAML that can be used: no viable alternative at input '\$\{'\. Correct"),
+        ("seed: \x07", r"mine\.yaml is not YAML that can be used: .*special characters"),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        compose(Run, file=written(tmp_path, text))
+
+
+def test_what_an_override_sets_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(Run, ["seed=x"], file=written(tmp_path, "seed: 3"))
+    assert "mine.yaml" not in str(caught.value)
+
+
+def test_the_files_part_on_a_choice_not_taken_is_checked_all_the_same(tmp_path: Path) -> None:
+    with pytest.raises(UnknownKeyError, match=r"loss\.clip_hihg is not an option of loss=gspo"):
+        compose(Run, ["loss=ppo"], file=written(tmp_path, "loss: {name: gspo, clip_hihg: 3}"))
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"The configuration file .*none\.yaml cannot be read: No such file"):
+        compose(Run, file=tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
+        compose(Run, file=tmp_path)
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match=r"bytes\.yaml is not text in UTF-8"):
+        compose(Run, file=tmp_path / "bytes.yaml")
+
+
+class Needy(Config):
+    """Has fields that must be given, and a section that may be absent."""
+
+    size: int = Field(description="A size.")
+    loss: Annotated[Loss, Choice(LOSSES)] = Field(description="A loss.")
+    optim: Optim | None = Field(None, description="How weights move.")
+    tuned: Annotated[Loss, Choice(LOSSES)] = Field(
+        PPO(clip_low=0.1), description="A loss set otherwise than its class."
+    )
+
+
+def test_fields_without_a_default() -> None:
+    run = compose(Needy, ["size=3", "loss=gspo", "optim.lr=0.1"])
+    assert run == Needy(size=3, loss=GSPO(), optim=Optim(lr=0.1))
+    with pytest.raises(
+        ConfigError, match=r"(?s)size needs a value and has none\. Set size to a whole number.*loss: a name is needed"
+    ):
+        compose(Needy)
+
+
+def test_a_name_means_the_class_and_no_name_means_the_default() -> None:
+    assert compose(Needy, ["size=3", "loss=ppo"]).tuned == PPO(clip_low=0.1)
+    assert compose(Needy, ["size=3", "loss=ppo", "tuned=ppo"]).tuned == PPO()
+
+
+class Wrapped(Loss):
+    """A loss around a loss: the table holds itself."""
+
+    inner: Annotated[Loss, Choice(LOSSES)] = Field(GSPO(), description="The loss within.")
+
+
+NESTED: dict[str, type[Loss]] = {**LOSSES, "wrapped": Wrapped}
+
+
+class Foreign(BaseModel):
+    """A root that is a plain pydantic model, with text that OmegaConf would take for its own."""
+
+    loss: Annotated[Loss, Choice(NESTED)] = PPO()
+    template: str = r"${a} \${b} \\${c} \d ???"
+    nested: dict[str, list[str]] = {"x": ["${y}"]}
+
+
+def test_a_choice_within_itself_and_text_that_looks_like_a_reference() -> None:
+    assert compose(Foreign) == Foreign()
+    run = compose(Foreign, ["loss=wrapped", "loss.inner=ppo", "loss.inner.clip_low=0.1"])
+    assert run == Foreign(loss=Wrapped(inner=PPO(clip_low=0.1)))
+
+
+def test_it_is_quick_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    compose(Run)
+    store = ConfigStore.instance()
+    before = store.repo, set(store.repo), list(logging.getLogger().handlers)
+    spent = []
+    for seed in range(20):
+        started = time.process_time()
+        assert compose(Run, [f"seed={seed}", "loss=gspo"]).seed == seed
+        spent.append(time.process_time() - started)
+    assert min(spent) < 0.1
+    assert (store.repo, set(store.repo), list(logging.getLogger().handlers)) == before
+    assert not GlobalHydra.instance().is_initialized() and not HydraConfig.initialized()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_works_inside_another_hydra_application() -> None:
+    ConfigStore.instance().store(name="theirs", node={"x": 1})
+    ConfigStore.instance().store(group="loss", name="theirs", node={"y": 1})
+    try:
+        with hydra.initialize(version_base="1.3", config_path=None):
+            assert compose(Run, ["loss=gspo"]).loss == GSPO()
+            assert hydra.compose("theirs", ["+loss=theirs"]) == {"x": 1, "loss": {"y": 1}}
+    finally:
+        del ConfigStore.instance().repo["theirs.yaml"], ConfigStore.instance().repo["loss"]
+
+
+def test_threads_may_compose_at_once() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(lambda seed: compose(Run, [f"seed={seed}"]), range(24)))
+    assert [run.seed for run in runs] == list(range(24))
+
+
+def test_a_sweep_runs_every_combination_in_its_own_directory(tmp_path: Path) -> None:
+    here = Path.cwd()
+    folder = tmp_path / "it's, a folder"
+    jobs = multirun(Run, ["loss=ppo,gspo", "seed=1,2"], lambda run: (run.loss, run.seed), directory=folder)
+    assert [job.result for job in jobs] == [(PPO(), 1), (PPO(), 2), (GSPO(), 1), (GSPO(), 2)]
+    assert [job.overrides for job in jobs] == [(f"loss={loss}", f"seed={seed}") for loss in LOSSES for seed in (1, 2)]
+    assert [job.directory for job in jobs] == [folder / str(number) for number in range(4)]
+    assert all(job.directory.is_dir() for job in jobs) and {path.name for path in folder.iterdir()} == {
+        "0",
+        "1",
+        "2",
+        "3",
+    }
+    assert Path.cwd() == here
+
+
+@pytest.mark.parametrize(
+    ("overrides", "results"),
+    [
+        (["seed=range(1,4)"], [("ppo", 1), ("ppo", 2), ("ppo", 3)]),
+        (["loss=choice(gspo,ppo)"], [("gspo", 1), ("ppo", 1)]),
+        ([f"loss=gspo,{PLUG_IN}"], [("gspo", 1), ("MyLoss", 1)]),
+        (["seed=3"], [("ppo", 3)]),
+        (["loss.name=ppo,gspo", "seed=2"], [("ppo", 2), ("gspo", 2)]),
+    ],
+)
+def test_the_syntax_of_sweeps(tmp_path: Path, overrides: list[str], results: list[tuple[str, int]]) -> None:
+    jobs = multirun(Run, overrides, lambda run: (type(run.loss), run.seed), directory=tmp_path)
+    kinds: dict[str, Any] = {**LOSSES, "MyLoss": MyLoss}
+    assert [job.result for job in jobs] == [(kinds[name], seed) for name, seed in results]
+
+
+def test_a_sweep_over_nested_choices_keeps_each_parents_default(tmp_path: Path) -> None:
+    jobs = multirun(Run, ["kl=none,k1,k3"], lambda run: run.kl, directory=tmp_path)
+    assert [job.result for job in jobs] == [None, K1(controller=Adaptive(target=3.0)), K3(controller=Fixed())]
+    jobs = multirun(Run, ["kl=k1,k3", "kl.controller=fixed,adaptive"], lambda run: run.kl, directory=tmp_path)
+    assert [job.result for job in jobs] == [
+        *(K1(controller=Fixed()), K1(controller=Adaptive()), K3(controller=Fixed()), K3(controller=Adaptive()))
+    ]
+
+
+def test_a_sweep_reads_a_file_and_hydras_own_settings(tmp_path: Path) -> None:
+    file = written(tmp_path, "loss: {name: gspo, clip_high: 0.5}")
+    overrides = ["loss=ppo,gspo", "hydra.sweep.subdir=job-${hydra:job.num}"]
+    jobs = multirun(Run, overrides, lambda run: run.loss, file=file, directory=tmp_path / "jobs")
+    assert [job.result for job in jobs] == [PPO(), GSPO(clip_high=0.5)]
+    assert [job.directory.name for job in jobs] == ["job-0", "job-1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["seed=1,x"], r"^Job 1 \(seed=x\): seed expects a whole number; 'x' was given"),
+        (["seed=x,y"], r"(?s)There are 2 problems\.\n- Job 0 \(seed=x\): .*\n- Job 1 \(seed=y\): "),
+        (["loss=ppo,gsppo"], r"loss: there is no 'gsppo'"),
+        (["loss=glob(*)"], r"loss: glob\(\*\) does not name the choices one by one\. The choices are ppo, gspo"),
+        (
+            ["kl=none,k3", "kl.controller=fixed"],
+            r"kl\.controller is not an option of every job: another choice takes it away",
+        ),
+        (["seed=interval(0,1)"], r"Hydra could not compose this: BasicSweeper does not support sweep type"),
+        (["hydra.nothing=3"], r"Hydra could not compose this: .*nothing"),
+    ],
+)
+def test_a_sweep_that_is_wrong_starts_no_job(tmp_path: Path, overrides: list[str], sentence: str) -> None:
+    started: list[int] = []
+    with pytest.raises(ConfigError, match=sentence):
+        multirun(Run, overrides, lambda run: started.append(run.seed), directory=tmp_path)
+    assert started == []
+
+
+def test_a_failing_job_does_not_stop_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    done: list[int] = []
+
+    def task(run: Run) -> None:
+        if run.seed % 2:
+            raise RuntimeError(f"seed {run.seed}")
+        done.append(run.seed)
+
+    with pytest.raises(RuntimeError, match="seed 1") as caught:
+        multirun(Run, ["seed=1,2,4"], task, directory=tmp_path)
+    assert done == [2, 4] and caught.value.__notes__ == ["Job 0 (seed=1)"]
+    with pytest.raises(ExceptionGroup, match=r"2 of 3 jobs failed\."):
+        multirun(Run, ["seed=1,2,3"], task, directory=tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_sweep_writes_no_secret_and_leaves_logging_alone(tmp_path: Path) -> None:
+    logger = logging.getLogger("etude.test_sweep")
+    handlers, level = list(logging.getLogger().handlers), logging.getLogger().level
+    jobs = multirun(
+        Run, ["api_key=hunter2", "seed=1,2"], lambda run: list(tmp_path.rglob("*.yaml")), directory=tmp_path
+    )
+    assert [job.result for job in jobs] == [[], []] and jobs[0].overrides == ("api_key=***", "seed=1")
+    assert list(tmp_path.rglob("*.yaml")) == []
+    assert (logging.getLogger().handlers, logging.getLogger().level, logger.disabled) == (handlers, level, False)
+    assert not (Path.cwd() / "outputs").exists() and not (Path.cwd() / "multirun").exists()
+
+
+def test_a_job_may_compose_and_sweep_itself(tmp_path: Path) -> None:
+    def task(run: Run) -> list[int]:
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(compose, Run, ["seed=9"]).result(timeout=30)
+        inner = multirun(Run, ["seed=5,6"], lambda run: run.seed, directory=tmp_path / f"inner{run.seed}")
+        return [run.seed, compose(Run, ["seed=7"]).seed, other.seed, *(job.result for job in inner)]
+
+    jobs = multirun(Run, ["seed=1,2"], task, directory=tmp_path)
+    assert [job.result for job in jobs] == [[1, 7, 9, 5, 6], [2, 7, 9, 5, 6]]
+
+
+class Left(Config):
+    """One side."""
+
+    part: Annotated[Controller, Choice(CONTROLLERS)] = Field(Fixed(), description="A part.")
+
+
+class Right(Config):
+    """The other side, where the same name means another class."""
+
+    part: Annotated[Config, Choice({"fixed": Reward})] = Field(Reward(), description="A part.")
+
+
+class Sides(Config):
+    """Chooses a side."""
+
+    side: Annotated[Config, Choice({"left": Left, "right": Right})] = Field(Left(), description="The side.")
+
+
+def test_one_name_with_two_meanings_is_not_swept_over_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"side\.part: 'fixed' means different things under the choices above it"):
+        multirun(Sides, ["side=left,right", "side.part=fixed"], lambda run: run, directory=tmp_path)
+    assert compose(Sides, ["side=right", "side.part=fixed"]) == Sides(side=Right())
+
+
+def test_the_environment_of_the_process_is_untouched(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    multirun(Run, ["seed=1,2"], lambda run: run.seed, directory=tmp_path)
+    assert dict(os.environ) == before

@@ -1,0 +1,42 @@
+"""A configuration is frozen, knows only its own fields, and tells its problems in sentences however it is made."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import Field, ValidationError
+
+from etude.errors import ConfigError, UnknownKeyError
+from tests.config.sample_run import GSPO, PPO, Run
+
+
+def test_it_is_frozen_hashable_and_compared_by_value() -> None:
+    loss = PPO()
+    with pytest.raises(ValidationError, match="frozen"):
+        loss.clip_low = 0.3  # type: ignore[misc]
+    assert hash(PPO(clip_low=0.2)) == hash(loss) and PPO() == loss != PPO(clip_low=0.1) and PPO() != GSPO()
+
+
+def test_construction_by_hand_fails_in_sentences() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^PPO: clip_low must be at least 0; -1 was given\. Its meaning: How far below 1"
+    ):
+        PPO(clip_low=-1)
+    with pytest.raises(UnknownKeyError, match=r"^PPO: clip_hihg is not an option\. Did you mean clip_high"):
+        PPO(clip_hihg=0.2)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"^Run: seed expects a whole number; 'x' was given"):
+        Run.model_validate({"seed": "x"})
+
+
+def test_the_cause_does_not_repeat_the_value() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Run(api_key=["hunter2"])  # type: ignore[arg-type]
+    assert "hunter2" not in f"{caught.value} {caught.value.__cause__}"
+
+
+def test_defaults_are_validated_too() -> None:
+    class Wrong(PPO):
+        clip_low: float = -1.0
+        margin: float = Field(-1.0, ge=0)
+
+    with pytest.raises(ConfigError, match=r"^Wrong: margin must be at least 0; -1\.0 was given"):
+        Wrong()

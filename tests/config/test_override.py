@@ -1,0 +1,78 @@
+"""One override, read by Hydra's grammar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from etude.config.override import read
+from etude.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "values"),
+    [
+        ("optim.lr=1e-4", "optim.lr", [1e-4]),
+        ("+a=true", "a", [True]),
+        ("++a=null", "a", [None]),
+        ("a=[x,1]", "a", [["x", 1]]),
+        ("a={b: 1}", "a", [{"b": 1}]),
+        ("a='x, y'", "a", ["x, y"]),
+        ("a=b=c", "a", None),
+        ("kl/controller=fixed", "kl.controller", ["fixed"]),
+        ("loss=my.mod:Name", "loss", ["my.mod:Name"]),
+        ("a=", "a", [""]),
+    ],
+)
+def test_one_value(text: str, path: str, values: list[Any] | None) -> None:
+    if values is None:
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read(text, "seed")
+        return
+    asked = read(text, "seed")
+    assert (asked.path, asked.values, asked.is_sweep) == (path, values, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("a=1,2", [1, 2]),
+        ("a=range(1,4)", [1, 2, 3]),
+        ("a=choice(x,'y z')", ["x", "y z"]),
+        ("a=interval(0,1)", []),
+        ("a=glob(*)", []),
+    ],
+)
+def test_sweeps(text: str, values: list[Any]) -> None:
+    asked = read(text, "seed")
+    assert asked.is_sweep and asked.values == values
+
+
+def test_hydra_itself() -> None:
+    assert read("hydra.sweep.subdir=x", "seed").is_hydra and read("hydra/launcher=basic", "seed").is_hydra
+    assert not read("hydraulics=1", "seed").is_hydra
+
+
+@pytest.mark.parametrize("text", ["loss.clip==", "seed", "a b=1", "a=[1", "a={b"])
+def test_what_cannot_be_read_comes_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text, "seed")
+    assert str(caught.value).startswith(f"The override {text} cannot be read. Write key=value, for example seed=…")
+
+
+def test_a_value_needs_a_key() -> None:
+    with pytest.raises(ConfigError, match=r"The override =1 names no key\. Write key=value, for example seed="):
+        read("=1", "seed")
+
+
+@pytest.mark.parametrize("text", ["~loss", "loss@other=ppo"])
+def test_the_tree_keeps_its_shape(text: str) -> None:
+    with pytest.raises(ConfigError, match="adds or removes a part of the tree"):
+        read(text, "seed")
+
+
+def test_secrets_are_masked() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read("api_key==hunter2", "seed")
+    assert "hunter2" not in str(caught.value)

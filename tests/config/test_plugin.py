@@ -1,0 +1,70 @@
+"""Plug-ins named `module:Name`, and the sentence for each way in which one may fail."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from etude.config import load_plugin
+from etude.config.plugin import plugin_spec
+from etude.errors import PlugInError
+from tests.config.sample_run import Loss, MyLoss
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that modules can be imported from, for one test."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return tmp_path
+
+
+def test_a_class_is_imported_by_its_spec() -> None:
+    assert load_plugin("tests.config.sample_run:MyLoss", Loss) is MyLoss
+    assert load_plugin(plugin_spec(MyLoss), None) is MyLoss
+    assert load_plugin("pathlib:Path.home", None) == Path.home
+
+
+@pytest.mark.parametrize("spec", ["nothing", ":Name", "module:", "a b:C", "a:b:c", "..x:Y"])
+def test_a_malformed_spec(spec: str) -> None:
+    with pytest.raises(
+        PlugInError, match=r"cannot be read\. Write module:Name, for example my_package\.losses:MyLoss\."
+    ):
+        load_plugin(spec, None)
+
+
+def test_no_module() -> None:
+    with pytest.raises(
+        PlugInError, match=r"'nowhere_at_all\.losses:X' was asked for, and there is no module nowhere_at_all"
+    ):
+        load_plugin("nowhere_at_all.losses:X", None)
+    with pytest.raises(PlugInError, match=r"there is no module tests\.config\.nothing\. Check its spelling"):
+        load_plugin("tests.config.nothing:X", None)
+
+
+def test_a_module_that_raises_keeps_its_cause(modules: Path) -> None:
+    (modules / "raising_plugin.py").write_text("raise RuntimeError('no licence')")
+    with pytest.raises(PlugInError, match=r"importing raising_plugin raised RuntimeError: no licence") as caught:
+        load_plugin("raising_plugin:X", None)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_module_that_needs_an_absent_one_is_not_called_absent_itself(modules: Path) -> None:
+    (modules / "needy_plugin.py").write_text("import nowhere_at_all")
+    with pytest.raises(PlugInError, match=r"importing needy_plugin raised ModuleNotFoundError: .*nowhere_at_all"):
+        load_plugin("needy_plugin:X", None)
+
+
+def test_no_such_name_lists_near_ones() -> None:
+    with pytest.raises(PlugInError, match=r"tests\.config\.sample_run has no MyLos\. Did you mean MyLoss"):
+        load_plugin("tests.config.sample_run:MyLos", Loss)
+    with pytest.raises(PlugInError, match=r"tests\.config\.sample_run has no Zzzz\. Check its spelling\."):
+        load_plugin("tests.config.sample_run:Zzzz", Loss)
+
+
+@pytest.mark.parametrize("name", ["NotAConfig", "LOSSES"])
+def test_not_a_subclass(name: str) -> None:
+    with pytest.raises(PlugInError, match=r"must be a subclass of tests\.config\.sample_run\.Loss, and it is not"):
+        load_plugin(f"tests.config.sample_run:{name}", Loss)

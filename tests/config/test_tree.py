@@ -1,0 +1,115 @@
+"""Types in words, values as plain data, fields by path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+
+from etude.config import Choice, Config
+from etude.config.tree import REQUIRED, entries, fields_within, item_of, model_of, plain, to_tree, words
+from tests.config.sample_run import GSPO, LOSSES, PPO, Loss, Optim, Precision, Run
+
+
+class Needy(Config):
+    """Has fields without defaults."""
+
+    size: int = Field(description="A size.")
+    optim: Optim = Field(description="A section.")
+    loss: Annotated[Loss, Choice(LOSSES)] = Field(description="A choice.")
+
+
+class Node(Config):
+    """Holds itself."""
+
+    weight: float = Field(1.0, description="A weight.")
+    below: Node | None = Field(None, description="The next.")
+
+
+@pytest.mark.parametrize(
+    ("annotation", "said"),
+    [
+        (int, "a whole number"),
+        (float | None, "a number or null"),
+        (bool, "true or false"),
+        (Path, "a path"),
+        (Any, "anything"),
+        (Literal["a", 1], "one of 'a', 1"),
+        (Precision, "one of 'fp32', 'bf16'"),
+        (list[int], "a list (each: a whole number)"),
+        (tuple[float, ...], "a list (each: a number)"),
+        (tuple[int, str], "a list of 2 (a whole number, text)"),
+        (list, "a list"),
+        (frozenset[str], "a list (each: text)"),
+        (dict[str, float], "a mapping (each value: a number)"),
+        (Mapping, "a mapping"),
+        (Annotated[int, "note"], "a whole number"),
+        (Optim, "a mapping of lr, betas, schedule"),
+        (Annotated[Loss, Choice(LOSSES)], "one of ppo, gspo, or a plug-in written module:Name"),
+        (complex, "complex"),
+        (type[int], "type"),
+    ],
+)
+def test_types_in_words(annotation: Any, said: str) -> None:
+    assert words(annotation) == said
+
+
+def test_a_type_with_no_words_is_named() -> None:
+    class Colour(Enum):
+        RED = 1
+
+    assert words(Colour) == "one of 1"
+    assert words(Literal) == "typing.Literal"
+
+
+def test_plain_values() -> None:
+    assert plain((1, Precision.BF16, Path("a/b"), {"k": {2, 1}}, None)) == [1, "bf16", "a/b", {"k": [1, 2]}, None]
+    assert plain(GSPO(), Loss, [Choice(LOSSES)]) == {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
+    assert plain({"a": GSPO()}, dict[str, Annotated[Loss, Choice(LOSSES)]])["a"]["name"] == "gspo"
+    assert plain((1, GSPO()), tuple[int, Annotated[Loss, Choice(LOSSES)]])[1]["name"] == "gspo"
+    assert to_tree(Run(extra_losses=[PPO()]))["extra_losses"][0]["name"] == "ppo"
+
+
+def test_items_of_containers() -> None:
+    assert item_of(list[int] | None) is int
+    assert item_of(dict[str, float]) is float
+    assert item_of(tuple[int, str], 1) is str
+    assert item_of(tuple[int, str], 2) is None
+    assert item_of(tuple[int, ...], 5) is int
+    assert item_of(list) is None
+    assert item_of(dict) is None
+
+
+def test_sections() -> None:
+    assert model_of(Optim) is model_of(Optim | None) is model_of(Annotated[Optim, "note"]) is Optim
+    assert model_of(Optim | int) is model_of(Optim | GSPO) is model_of(int) is None
+
+
+def test_entries_of_a_class_with_fields_that_must_be_given() -> None:
+    found = {entry.path: entry for entry in entries(Needy, None, None)}
+    assert list(found) == [
+        *("size", "optim", "optim.lr", "optim.betas", "optim.schedule"),
+        *("optim.schedule.warmup", "optim.schedule.shape", "optim.schedule.points", "loss"),
+    ]
+    assert found["size"].default is REQUIRED and found["loss"].default is REQUIRED
+    assert found["optim"].is_section and found["optim.lr"].value == 1e-6 and not found["loss"].is_section
+
+
+def test_fields_of_a_class_that_holds_itself_are_finite() -> None:
+    assert {path for path, _ in fields_within(Node)} == {"weight", "below"}
+
+
+def test_fields_within_lists_are_found() -> None:
+    paths = {path for path, _ in fields_within(Run)}
+    assert {"rewards", "rewards.*.weight", "extra_losses.*.dual_clip", "kl.clamp", "kl.controller.horizon"} <= paths
+
+
+def test_a_model_that_is_not_ours_is_seen_too() -> None:
+    class Foreign(BaseModel):
+        inner: Optim = Optim()
+
+    assert to_tree(Foreign())["inner"]["lr"] == 1e-6
