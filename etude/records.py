@@ -198,7 +198,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One token sequence ready for training. The four columns speak of the same token at the same index.
+    """One token sequence ready for training. The columns speak of the same token at the same index.
 
     `action` marks the tokens the policy chose; the others (prompt, tool output) are context and train nothing.
     Where `action` is false, `logp` may be anything and `version` and `turn` are ignored.
@@ -212,11 +212,16 @@ class Sample:
     rollout: int
     """The id of the rollout it is a row of."""
     model: str = "policy"
+    reward: NDArray[np.float64] | None = None
+    """[T] what was paid when each token was there, the rollout's own reward not included; None is nothing."""
 
     def __post_init__(self) -> None:
         for name, dtype in _SAMPLE_COLUMNS.items():
             object.__setattr__(self, name, _frozen(getattr(self, name), dtype, f"Sample.{name}"))
         columns = {name: getattr(self, name) for name in _SAMPLE_COLUMNS}
+        if self.reward is not None:
+            object.__setattr__(self, "reward", _frozen(self.reward, np.float64, "Sample.reward"))
+            columns["reward"] = self.reward
         _same_length(f"The sample of rollout {self.rollout}", **columns)
 
 

@@ -76,6 +76,8 @@ class Batch:
     """Σ_v π_old(v)² at the token, for the optimal token baseline."""
     value: Tensor | None = field(default=None, metadata=_TOKEN)
     """The critic's estimate at the start of the step, read before the token."""
+    anchor: Tensor | None = field(default=None, metadata=_TOKEN)
+    """int64: names the state that a turn began in, read at the turn's first action token, for GiGPO."""
     token_reward: Tensor | None = field(default=None, metadata=_TOKEN)
     """A reward paid when the token was chosen: a turn's reward stands at that turn's last action token."""
     advantage: Tensor | None = field(default=None, metadata=_TOKEN)
@@ -104,6 +106,10 @@ class Batch:
     """[U] float64: the reward of the greedy answer to the same task, for ReMax."""
     truncated: Tensor | None = field(default=None, metadata=_UNIT)
     """[U] bool: cut off at a length limit."""
+    final_value: Tensor | None = field(default=None, metadata=_UNIT)
+    """[U]: the critic's estimate of the state after the last action, for truncated rollouts that go on in thought."""
+    trainer_version: Tensor | None = field(default=None, metadata=_UNIT)
+    """[U] int64: the trainer's policy version at the start of the step."""
     role: Tensor | None = field(default=None, metadata=_UNIT)
     """[U] int64: which player of a game."""
     rollout_id: Tensor | None = field(default=None, metadata=_UNIT)
@@ -170,9 +176,10 @@ class Batch:
         if values is None:
             there = ", ".join(name for name, _ in self.columns())
             whose = f"{by} needs" if by else "An algorithm needs"
+            remedy = f"batch.replace({name}=…)" if name in COLUMNS else f'batch.replace(extra={{"{name}": Column(…)}})'
             raise MissingColumnError(
                 f"{whose} the column `{name}`, which this batch does not have (it has {there}). "
-                f"Add it with `batch.replace({name}=…)`, or choose an algorithm that does not need it."
+                f"Add it with `{remedy}`, or choose an algorithm that does not need it."
             )
         assert isinstance(values, Tensor)
         return values
@@ -302,6 +309,7 @@ class Batch:
                     f"{list(parts)}. Every rollout of a batch needs the same parts: give 0 where one has none."
                 )
         lengths = [len(sample.ids) for sample in ordered]
+        paid = [np.zeros(len(row.ids)) if row.reward is None else row.reward for row in ordered]
         labels = np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1]
 
         def flat(name: str, dtype: type[np.generic]) -> Tensor:
@@ -319,6 +327,7 @@ class Batch:
             turn=flat("turn", np.int32),
             version=flat("version", np.int32),
             behavior_logp=flat("logp", np.float32),
+            token_reward=torch.from_numpy(np.concatenate([np.empty(0), *paid])),
             reward=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64),
             reward_parts=torch.tensor([[r.parts[name] for name in parts] for r in rollouts], dtype=torch.float64)
             if parts

@@ -99,6 +99,14 @@ def test_a_rollout_without_a_row_keeps_its_reward() -> None:
     assert batch.rollouts == 2 and batch.unit_tokens.tolist() == [0, 0, 2]
 
 
+def test_what_was_paid_along_the_way_stands_at_its_token() -> None:
+    rollouts = [Rollout(id=0, task=0, group=0, reward=1.0), Rollout(id=1, task=0, group=0, reward=0.0)]
+    rows = [sample(0, [1, 2], [0, 1]), sample(1, [1, 3], [0, 1], reward=[0.0, 0.25])]
+    assert Batch.from_records(rows, rollouts).need("token_reward").tolist() == [0.0, 0.0, 0.0, 0.25]
+    with pytest.raises(ValueError, match=r"The sample of rollout 1 .*reward 1"):
+        sample(1, [1, 3], [0, 1], reward=[0.25])
+
+
 def test_named_reward_parts_become_columns() -> None:
     rollouts = [Rollout(id=i, task=0, group=0, reward=1.0, parts={"b": i, "a": 2.0}) for i in range(2)]
     batch = Batch.from_records([], rollouts)

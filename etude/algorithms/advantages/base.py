@@ -1,0 +1,34 @@
+"""The common part of the estimators that give one number to a whole rollout."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from etude.algorithms.advantages.rewards import Rewards
+from etude.algorithms.advantages.statistics import compared, described
+from etude.algorithms.base import Advantage, Estimate, State
+from etude.algorithms.view import View
+from etude.observe import Metrics
+
+__all__ = ["RolloutAdvantage", "shared"]
+
+
+def shared(found: Tensor, view: View, metrics: Metrics, state: State | None = None) -> Estimate:
+    """One number a rollout [U], given to each of its action tokens."""
+    told = found.to(view.dtype)
+    metrics.merge(described(told, view.ranks, weight=view.rollouts.lengths))
+    return Estimate(view.rollouts.spread(told), state=state, metrics=metrics)
+
+
+class RolloutAdvantage(Advantage):
+    """An estimator that is one number a rollout [U], shared by its action tokens."""
+
+    @abstractmethod
+    def advantage(self, reward: Tensor, view: View) -> Tensor:
+        """[U] → [U], in float64: what each rollout is worth, given its reward and the rest of the batch."""
+
+    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
+        reward = Rewards(view).total
+        return shared(self.advantage(reward, view), view, compared(reward, view.batch.group))

@@ -1,0 +1,139 @@
+"""Advantages of a rollout compared with the others of its group: one number for all of its action tokens.
+
+The functions take rewards [U] in float64 and `group` [U], and return advantages [U]. Groups are whole: nothing has been
+dropped from them yet. Where all rewards of a group of two or more are equal the advantage is exactly 0: rounding in a
+mean must not teach anything.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from etude.algorithms.advantages.base import RolloutAdvantage
+from etude.algorithms.advantages.rewards import name_of
+from etude.algorithms.advantages.statistics import EPSILON, Groups
+from etude.algorithms.view import View
+from etude.errors import RewardError
+
+__all__ = ["GRPO", "OPO", "RLOO", "DrGRPO", "MaxRL", "ReMax", "dr_grpo", "grpo", "maxrl", "opo", "remax", "rloo"]
+
+
+def grpo(reward: Tensor, group: Tensor) -> Tensor:
+    """(R − mean) / (std + ε) within the group; R itself where it is alone."""
+    groups = Groups(group)
+    return torch.where(groups.alone, reward, groups.centred(reward) / (groups.std(reward) + EPSILON))
+
+
+def dr_grpo(reward: Tensor, group: Tensor) -> Tensor:
+    """R − mean within the group; 0 where it is alone."""
+    return Groups(group).centred(reward)
+
+
+def rloo(reward: Tensor, group: Tensor) -> Tensor:
+    """R − mean of the others; R itself where it is alone."""
+    groups = Groups(group)
+    return torch.where(groups.alone, reward, groups.centred(reward) * groups.size / (groups.size - 1).clamp(min=1))
+
+
+def opo(reward: Tensor, length: Tensor, group: Tensor) -> Tensor:
+    """R − Σ len·R / Σ len within the group; R itself where it is alone."""
+    groups, above = Groups(group), Groups(group).above(reward)
+    length = length.double()
+    baseline = groups.sum(length * above) / groups.sum(length).clamp(min=1)
+    return torch.where(groups.alone, reward, above - baseline)
+
+
+def maxrl(reward: Tensor, group: Tensor) -> Tensor:
+    """(R − mean) / mean within the group; 0 where the mean is 0. Rewards are at least 0."""
+    groups = Groups(group)
+    mean = groups.mean(reward)
+    return torch.where(mean > 0, groups.centred(reward) / torch.where(mean > 0, mean, 1.0), 0.0)
+
+
+def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
+    """R − R(greedy)."""
+    return reward - greedy_reward
+
+
+class GRPO(RolloutAdvantage):
+    """Group-relative advantage: A = (R − mean_g) / (std_g + ε), with the unbiased standard deviation.
+
+    Source: 2402.03300. Assumes that a group's tries are independent tries at one task. Dividing by the group's standard
+    deviation weighs tasks by their difficulty, so this is not the gradient of the expected reward.
+    Ours: ε = 1e-6 (TRL has 1e-4); a group of one keeps A = R.
+    """
+
+    def advantage(self, reward: Tensor, view: View) -> Tensor:
+        return grpo(reward, view.batch.group)
+
+
+class DrGRPO(RolloutAdvantage):
+    """GRPO done right: A = R − mean_g.
+
+    Source: 2503.20783, which also sums the loss over a rollout and divides by a constant instead of its length: choose
+    `reduction=seq-mean-token-sum-norm` for that. Assumes independent tries at one task; the mean includes the rollout
+    itself, so the gradient is (n − 1)/n of the expected reward's. A group of one teaches nothing (A = 0).
+    Ours: nothing departs from the source.
+    """
+
+    def advantage(self, reward: Tensor, view: View) -> Tensor:
+        return dr_grpo(reward, view.batch.group)
+
+
+class RLOO(RolloutAdvantage):
+    """REINFORCE, leave one out: A = R − mean of the others of the group.
+
+    Source: 2402.14740. Assumes independent tries at one task: the baseline then knows nothing of the rollout it is
+    subtracted from, and the gradient is that of the expected reward.
+    Ours: a group of one has no others, and keeps A = R.
+    """
+
+    def advantage(self, reward: Tensor, view: View) -> Tensor:
+        return rloo(reward, view.batch.group)
+
+
+class OPO(RolloutAdvantage):
+    """Optimal baseline by length: A = R − Σ_g len·R / Σ_g len, len counting action tokens.
+
+    Source: 2505.23585. Assumes that a rollout's squared score grows with its length, which makes this the baseline of
+    least variance. It includes the rollout itself, so the gradient is biased, and by no constant factor.
+    Ours: a group of one keeps A = R; one without any action token has no baseline.
+    """
+
+    def advantage(self, reward: Tensor, view: View) -> Tensor:
+        return opo(reward, view.rollouts.lengths, view.batch.group)
+
+
+class MaxRL(RolloutAdvantage):
+    """Maximum-likelihood reinforcement: A = (R − mean_g) / mean_g, and 0 where the mean is 0.
+
+    Source: 2602.02710. Assumes R ≥ 0; a negative reward is refused. For rewards of 0 and 1 the expectation is the
+    gradient of log p (p the chance of success), its series cut after n − 1 terms. There is no ε: the mean of rewards
+    of 0 and 1 is 0 or at least 1/n. A group of one teaches nothing (A = 0).
+    Ours: rewards between 0 and 1 are taken as they come.
+    """
+
+    def advantage(self, reward: Tensor, view: View) -> Tensor:
+        if bool((reward < 0).any()):
+            u = int((reward < 0).nonzero()[0])
+            raise RewardError(
+                f"The advantage `maxrl` divides by a group's mean reward and needs rewards of at least 0; rollout "
+                f"{name_of(view.batch, u)} has {float(reward[u])}. Shift the rewards up, or choose another advantage."
+            )
+        return maxrl(reward, view.batch.group)
+
+
+class ReMax(RolloutAdvantage):
+    """A = R − R(greedy), the reward of the greedy answer to the same task.
+
+    Source: 2310.10505. Assumes that the greedy answer was decoded by the policy that sampled; it is no rollout of the
+    batch, so the baseline is independent and the gradient that of the expected reward.
+    Ours: nothing departs from the source. Equal rewards need not mean A = 0: the greedy answer may have done worse.
+    """
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reward", "greedy_reward"})
+
+    def advantage(self, reward: Tensor, view: View) -> Tensor:
+        return remax(reward, view.batch.need("greedy_reward", by="The advantage `remax`").double())

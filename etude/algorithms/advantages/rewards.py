@@ -1,0 +1,74 @@
+"""Where rewards stand: a rollout's own reward at its last action token, token rewards where they were paid.
+
+    final reward   R            →  r at the rollout's last action token
+    token reward   at an action →  r there
+                   elsewhere    →  r at the rollout's action token before it; refused where there is none
+
+Few tokens are paid anything, so payments are kept as a short list and never as a column until one is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from etude.algorithms.view import View
+from etude.batch import Batch
+from etude.errors import RewardError
+
+__all__ = ["Rewards", "name_of"]
+
+
+def name_of(batch: Batch, rollout: int) -> int:
+    """What errors call a rollout: its run-wide id, or its place in the batch where it has none."""
+    return rollout if batch.rollout_id is None else int(batch.rollout_id[rollout])
+
+
+@dataclass(frozen=True, eq=False)
+class Rewards:
+    """What the rollouts of a view were paid: token rewards at action tokens, and each rollout's own at the end."""
+
+    view: View
+
+    @cached_property
+    def payments(self) -> tuple[Tensor, Tensor]:
+        """Token rewards in order: [E] their places among the action tokens (may repeat), [E] their float64 amounts."""
+        batch, told = self.view.batch, self.view.batch.token_reward
+        if told is None:
+            nothing = torch.zeros(0, dtype=torch.float64, device=batch.device)
+            return nothing.long(), nothing
+        at = ((told != 0) & (batch.action | (told.abs() < torch.inf))).nonzero()[:, 0]
+        amount = told.index_select(0, at).double()
+        rollout = torch.searchsorted(batch.unit_tokens, at, right=True) - 1
+        place = torch.searchsorted(self.view.index, at, right=True) - 1  # the last action at or before it
+        bad = (place < self.view.rollouts.offsets[rollout]) | ~torch.isfinite(amount)
+        if bool(bad.any()):
+            first = int(bad.nonzero()[0])
+            raise RewardError(
+                f"Rollout {name_of(batch, int(rollout[first]))} has a token reward of {float(amount[first])} that no "
+                f"action token can take: it must be finite, and paid at an action token or after one."
+            )
+        return place, amount
+
+    @cached_property
+    def own(self) -> Tensor:
+        """[U] float64: each rollout's own reward."""
+        return self.view.batch.need("reward").double()
+
+    @cached_property
+    def total(self) -> Tensor:
+        """[U] float64: R, everything a rollout earned."""
+        place, amount = self.payments
+        return self.own.index_add(0, self.view.rollouts.holding(place), amount)
+
+    def of_tokens(self, dtype: torch.dtype, less: Tensor | None = None) -> Tensor:
+        """[A]: r_t, with each rollout's own reward at its last action token; `less` [U] is taken off the latter."""
+        place, amount = self.payments
+        rollouts, own = self.view.rollouts, self.own if less is None else self.own - less
+        acted = rollouts.lengths > 0
+        at = torch.cat([(rollouts.offsets[1:] - 1)[acted], place])
+        rewards = torch.zeros(rollouts.size, dtype=dtype, device=own.device)
+        return rewards.index_add_(0, at, torch.cat([own[acted], amount]).to(dtype))

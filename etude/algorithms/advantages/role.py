@@ -1,0 +1,62 @@
+"""The advantage of self-play: a rollout against what its role in the game has been earning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from etude.algorithms.advantages.base import shared
+from etude.algorithms.advantages.rewards import Rewards
+from etude.algorithms.advantages.statistics import compared
+from etude.algorithms.base import Advantage, Estimate, State
+from etude.algorithms.view import Ranks, View
+from etude.observe import Last
+
+__all__ = ["RAE", "moved_on"]
+
+
+def moved_on(
+    means: Mapping[int, float], reward: Tensor, role: Tensor, ranks: Ranks, *, decay: float
+) -> dict[int, float]:
+    """Each role's average after this step: decay^n · before + (1 − decay^n) · the mean of its n rewards."""
+    roles = torch.unique(ranks.gather(torch.unique(role)))  # of all ranks, so that each sums the same ones
+    place = torch.searchsorted(roles, role)
+    counts = torch.bincount(place, minlength=len(roles)).double()
+    sums = torch.zeros_like(counts).index_add_(0, place, reward)
+    counts, sums = ranks.sum(torch.stack([counts, sums])).unbind()
+    after = dict(means)
+    for name, n, total in zip(roles.tolist(), counts.tolist(), sums.tolist(), strict=True):
+        kept = decay**n
+        after[name] = kept * means.get(name, 0.0) + (1 - kept) * total / n
+    return after
+
+
+class RAE(Advantage):
+    """Role-conditioned advantage: A = R − b_role, b a moving average of the role's rewards over the run.
+
+    b ← decay^n · b + (1 − decay^n) · (mean of the role's n rewards of this step), from b = 0.
+    Source: 2506.24119, decay 0.95 as in its published settings. Assumes that roles differ in what they can win, and
+    that this drifts slowly.
+    Ours: the source updates b rollout by rollout and subtracts what it has just become. Here the step's n rewards enter
+    together, as n updates with their mean, so that their order does not matter; and A uses b as it stood before the
+    step, which knows nothing of these rollouts and leaves the gradient unbiased. The first step has no baseline.
+    """
+
+    decay: float = Field(0.95, ge=0, lt=1, description="how much of a role's average one more reward leaves in place")
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reward", "role"})
+
+    def __call__(self, view: View, state: State) -> Estimate:
+        reward, role = Rewards(view).total, view.batch.need("role", by="The advantage `rae`")
+        after = moved_on(state.role_means, reward, role, view.ranks, decay=self.decay)
+        present = sorted(after)
+        means = reward.new_tensor([state.role_means.get(name, 0.0) for name in present])
+        baseline = means[torch.searchsorted(role.new_tensor(present), role)]
+        metrics = compared(reward, view.batch.group)
+        metrics.merge({f"role_{name}_mean": Last.of(mean) for name, mean in after.items()})
+        return shared(reward - baseline, view, metrics, replace(state, role_means=after))

@@ -1,0 +1,127 @@
+"""Statistics that advantages are made of: within groups, and over the rollout batch of all ranks.
+
+Everything here is in float64 or sums in it. A group is never split over ranks; what is taken over the whole rollout
+batch goes through `Ranks` in two phases, first counts and sums, then squared deviations from the mean they give.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from etude.algorithms.view import Ranks
+from etude.observe import Max, Mean, Metrics, Min
+
+__all__ = ["EPSILON", "Groups", "compared", "described", "moments", "whiten"]
+
+EPSILON = 1e-6
+"""Added to a standard deviation before dividing by it."""
+
+WHITENING_EPSILON = 1e-8
+"""Added to a variance before its inverse square root is taken."""
+
+
+class Groups:
+    """Statistics of values [N] within groups, each given back to all members of its group: [N] → [N]."""
+
+    def __init__(self, group: Tensor) -> None:
+        self.group = group
+        self.count = int(group.max()) + 1 if len(group) else 0
+        self.sizes = torch.bincount(group, minlength=self.count)  # [G]
+
+    @cached_property
+    def size(self) -> Tensor:
+        """[N]: how many each is compared with, itself included."""
+        return self.sizes[self.group].double()
+
+    @cached_property
+    def alone(self) -> Tensor:
+        """[N] bool: groups of one."""
+        return self.size == 1
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The group's total."""
+        return values.new_zeros(self.count).index_add_(0, self.group, values)[self.group]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The group's mean."""
+        return self.sum(values) / self.size
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The group's maximum."""
+        start = values.new_full((self.count,), -torch.inf)
+        return start.scatter_reduce_(0, self.group, values, "amax")[self.group]
+
+    def least(self, values: Tensor) -> Tensor:
+        """The group's minimum."""
+        return -self.largest(-values)
+
+    def above(self, values: Tensor) -> Tensor:
+        """How far each is above its group's least: exactly 0 throughout a level group, whatever its level.
+
+        A baseline taken of this instead of the values themselves cannot leave a rounding error behind that a division
+        by a tiny deviation would then blow up.
+        """
+        return values - self.least(values)
+
+    def centred(self, values: Tensor) -> Tensor:
+        """Each minus its group's mean; exactly 0 where the group is level, a group of one included."""
+        above = self.above(values)
+        return above - self.mean(above)
+
+    def std(self, values: Tensor) -> Tensor:
+        """Unbiased; 0 for a group of one."""
+        return (self.sum(self.centred(values) ** 2) / (self.size - 1).clamp(min=1)).sqrt()
+
+    def level(self, values: Tensor) -> Tensor:
+        """[N] bool: groups of two or more whose values are all equal."""
+        return (self.largest(values) == self.least(values)) & ~self.alone
+
+
+def moments(values: Tensor, ranks: Ranks, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance over the values of all ranks, as float64 scalars.
+
+    `weight` [N] counts each value that many times: a rollout's number, once for each of its action tokens.
+    """
+
+    def total(x: Tensor) -> Tensor:
+        return (x if weight is None else x * weight).sum(dtype=torch.float64)
+
+    held = torch.tensor(float(len(values)), dtype=torch.float64) if weight is None else weight.sum(dtype=torch.float64)
+    count, summed = ranks.sum(torch.stack([held.to(values.device), total(values)])).unbind()
+    mean = summed / count.clamp(min=1)
+    squares = ranks.sum(total((values - mean.to(values.dtype)).square_()).reshape(1))[0]
+    return mean, squares / (count - 1).clamp(min=1)
+
+
+def whiten(values: Tensor, ranks: Ranks, weight: Tensor | None = None) -> Tensor:
+    """(x − mean)·rsqrt(var + 1e-8), with the moments of all ranks."""
+    mean, variance = moments(values, ranks, weight)
+    return (values - mean.to(values.dtype)) * torch.rsqrt(variance + WHITENING_EPSILON).to(values.dtype)
+
+
+def described(advantage: Tensor, ranks: Ranks, weight: Tensor | None = None) -> Metrics:
+    """The advantage over the action tokens of the rollout batch; `weight` as in `moments`, 0 where there is none."""
+    mean, variance = moments(advantage, ranks, weight)
+    metrics = Metrics({"advantage_mean": Mean.of(mean), "advantage_std": Mean.of(variance.sqrt())})
+    shown = advantage if weight is None else advantage[weight > 0]
+    if len(shown):
+        low, high = shown.aminmax()
+        metrics.merge({"advantage_min": Min.of(low), "advantage_max": Max.of(high)})
+    return metrics
+
+
+def compared(reward: Tensor, group: Tensor) -> Metrics:
+    """What there is to compare: mean reward, the spread within groups, and the share of groups that teach nothing."""
+    groups = Groups(group)
+    share = torch.where(groups.alone, 0.0, 1 / groups.size)  # adds up to 1 over each group of two or more
+    several = share.sum()
+    return Metrics(
+        {
+            "reward_mean": Mean.over(reward.sum(), len(reward)),
+            "group_std": Mean.over((groups.std(reward) * share).sum(), several),
+            "level_share": Mean.over((groups.level(reward) * share).sum(), several),
+        }
+    )

@@ -1,0 +1,196 @@
+"""Advantages of single tokens: from rewards to go, from a critic's values, or from a teacher.
+
+The functions take flat columns [A] of action tokens in time order and the rollouts they fall into. A step of time is
+from one action token to the next of the same rollout, whatever stands between them; γ counts those steps.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from etude.algorithms.advantages.rewards import Rewards
+from etude.algorithms.advantages.statistics import Groups, compared, described, moments, whiten
+from etude.algorithms.base import Advantage, Estimate, State, log_ratio
+from etude.algorithms.segments import Segments
+from etude.algorithms.view import Ranks, View
+from etude.observe import Mean, Metrics
+
+__all__ = [
+    "GAE",
+    "OnPolicyDistillation",
+    "OptimalTokenBaseline",
+    "ReinforcePP",
+    "distillation",
+    "gae",
+    "optimal_token_baseline",
+    "reinforce_pp",
+]
+
+
+def gae(
+    rewards: Tensor, values: Tensor, rollouts: Segments, *, gamma: float, lam: float, final_value: Tensor | None = None
+) -> Tensor:
+    """A_t = δ_t + γλ A_{t+1}, with δ_t = r_t + γ V_{t+1} − V_t, over the action tokens of each rollout.
+
+    final_value: [U] the value of the state after a rollout's last action; without it that state is terminal, value 0.
+    """
+    following = rollouts.shift(values)
+    if final_value is not None:
+        acted = rollouts.lengths > 0
+        following = following.index_copy(0, (rollouts.offsets[1:] - 1)[acted], final_value[acted])
+    return rollouts.to_go(rewards + gamma * following - values, gamma * lam)
+
+
+def reinforce_pp(rewards: Tensor, rollouts: Segments, ranks: Ranks, *, gamma: float) -> Tensor:
+    """The reward to go, whitened over all action tokens."""
+    return whiten(rollouts.to_go(rewards, gamma), ranks)
+
+
+def optimal_token_baseline(
+    rewards: Tensor, logp: Tensor, sum_pi_squared: Tensor, rollouts: Segments, group: Tensor, floor: Tensor
+) -> Tensor:
+    """G_t − Σ_g G_t W_t / Σ_g W_t, with W_t = Σ_{j≤t} (1 − 2π_j + Σπ²_j), t counting a rollout's action tokens.
+
+    Only rollouts that reach t are in the sums; where fewer than two do, the baseline is 0.
+    rewards: [A] r_t, less `floor` at each rollout's last action token, so that G_t is measured from `floor` [U], a
+    number for each group. Any will do; one that all of a group's G_t equal makes A exactly 0.
+    """
+    above = rollouts.to_go(rewards)
+    energy = (1 - 2 * logp.exp() + sum_pi_squared).clamp(min=0)  # at least (1 − π)², rounding aside
+    weight = rollouts.so_far(energy.to(rewards.dtype))
+
+    # A cell for each group and t, as many as the group's longest rollout has tokens.
+    longest = torch.zeros(int(group.max()) + 1, dtype=torch.int64, device=group.device)
+    cells = Segments(longest.scatter_reduce_(0, group, rollouts.lengths, "amax"))
+    shift = cells.offsets[:-1][group] - rollouts.offsets[:-1]
+    cell = rollouts.spread(shift) + torch.arange(rollouts.size, device=group.device)
+    total = torch.zeros(cells.size, dtype=torch.float64, device=group.device)
+    weights = torch.zeros_like(total).index_add_(0, cell, weight.double())
+    total.index_add_(0, cell, (above * weight).double())
+
+    floors = cells.spread(floor.new_zeros(cells.count).index_copy_(0, group, floor))
+    compared = torch.bincount(cell, minlength=cells.size) > 1
+    baseline = torch.where(compared, total / weights.clamp(min=torch.finfo(total.dtype).tiny), -floors)
+    return above - baseline.to(above.dtype).index_select(0, cell)
+
+
+def distillation(old_logp: Tensor, teacher_logp: Tensor) -> Tensor:
+    """−(log π_old − log π_teacher) of each token, cut to ±20."""
+    return -log_ratio(old_logp, teacher_logp)
+
+
+class GAE(Advantage):
+    """Generalised advantage estimation: A_t = δ_t + γλ A_next, δ_t = r_t + γ V_next − V_t; returns = A + V.
+
+    Source: 1506.02438. Assumes a critic; the gradient is exact only for γ = λ = 1, or where V is the policy's value.
+    "Next" is the rollout's next action token, over tool output and over the rows that the rollout was cut into.
+    A rollout that was cut off has not ended. By default the state after its last action counts as worth 0 all the
+    same; `bootstrap_truncated` takes the critic's estimate of that state from the unit column `final_value`,
+    read where `truncated` is true.
+    Ours: γ = λ = 1 by default, usual for language models; whitening is over the action tokens of the rollout batch,
+    after the returns were taken, and off by default.
+    """
+
+    gamma: float = Field(1.0, ge=0, le=1, description="the discount of one action token")
+    lam: float = Field(1.0, ge=0, le=1, description="λ: 1 trusts the rewards to come, 0 the critic's next value")
+    whiten: bool = Field(False, description="rescale the advantages of the rollout batch to mean 0 and variance 1")
+    bootstrap_truncated: bool = Field(
+        False, description="value the state that a truncated rollout ended in by the column `final_value`"
+    )
+
+    def needs(self) -> frozenset[str]:
+        more = {"truncated", "final_value"} if self.bootstrap_truncated else set()
+        return frozenset({"reward", "value"} | more)
+
+    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
+        batch, values = view.batch, view.column("value", by="The advantage `gae`").to(view.dtype)
+        final = None
+        if self.bootstrap_truncated:
+            after = batch.need("final_value", by="`bootstrap_truncated`").to(view.dtype)
+            final = torch.where(batch.need("truncated", by="`bootstrap_truncated`"), after, 0.0)
+        earned = Rewards(view)
+        rewards = earned.of_tokens(view.dtype)
+        found = gae(rewards, values, view.rollouts, gamma=self.gamma, lam=self.lam, final_value=final)
+        returns = found + values
+        metrics = compared(earned.total, batch.group)
+        metrics.merge(_explained(found, returns, view.ranks))
+        if self.whiten:
+            found = whiten(found, view.ranks)
+        metrics.merge(described(found, view.ranks))
+        return Estimate(found, returns=returns, metrics=metrics)
+
+
+def _explained(error: Tensor, returns: Tensor, ranks: Ranks) -> Metrics:
+    """The share of the returns' variance that the critic foresaw: 1 − var(returns − V) / var(returns)."""
+    spread = float(moments(returns, ranks)[1])
+    left = float(moments(error, ranks)[1])
+    return Metrics({"explained_variance": Mean.of(1 - left / spread)} if spread > 0 else {})
+
+
+class ReinforcePP(Advantage):
+    """REINFORCE++: G_t = r_t + γ G_next, whitened over the action tokens of the rollout batch.
+
+    Source: 2501.03262. Assumes rewards of one scale over tasks, since all are compared with one mean.
+    Whitening: (G − mean)·rsqrt(var + 1e-8), unbiased variance, over all ranks and before anything is rejected.
+    Ours: γ counts action tokens, never tool output, and token rewards paid on context count for the action before.
+    """
+
+    gamma: float = Field(1.0, ge=0, le=1, description="the discount of one action token")
+
+    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
+        earned = Rewards(view)
+        found = reinforce_pp(earned.of_tokens(view.dtype), view.rollouts, view.ranks, gamma=self.gamma)
+        metrics = compared(earned.total, view.batch.group)
+        metrics.merge(described(found, view.ranks))
+        return Estimate(found, metrics=metrics)
+
+
+class OptimalTokenBaseline(Advantage):
+    """A_t = G_t − Σ_g G_t W_t / Σ_g W_t, the t-th action tokens of a group compared, W_t = Σ_{j≤t} (1 − 2π_j + Σπ²_j).
+
+    Source: 2602.07078. W stands for the squared norm of the score up to t, read off π_old's own probabilities; G is the
+    reward to go, undiscounted. Assumes that tokens equally far into a group's rollouts are alike. The baseline includes
+    the rollout itself, so it is biased. A rollout that has ended leaves both sums; beyond the end of the second-longest
+    there is nobody to compare with and the baseline is 0, so that equal rewards give 0 except on that tail.
+    Ours: t counts action tokens only; sums are in float64.
+    """
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reward", "old_logp", "sum_pi_squared"})
+
+    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
+        group, earned, by = view.batch.group, Rewards(view), "The advantage `token_baseline`"
+        floor = Groups(group).least(earned.total)
+        found = optimal_token_baseline(
+            earned.of_tokens(view.dtype, less=floor),
+            view.column("old_logp", by),
+            view.column("sum_pi_squared", by),
+            view.rollouts,
+            group,
+            floor,
+        )
+        metrics = compared(earned.total, group)
+        metrics.merge(described(found, view.ranks))
+        return Estimate(found, metrics=metrics)
+
+
+class OnPolicyDistillation(Advantage):
+    """A_t = −sg(log π_old − log π_teacher): a token is worth what the teacher thinks more of it than the policy does.
+
+    The reverse KL to the teacher, one token at a time, with the visited states held fixed: what a token does to later
+    tokens' KL is left out (token-local). Formula as given by the on-policy distillation literature; assumes that the
+    teacher scored the sampled tokens, at the policy's temperature. Reads no reward.
+    Ours: the log-ratio is cut to ±20, as everywhere.
+    """
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"old_logp", "teacher_logp"})
+
+    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
+        by = "The advantage `distillation`"
+        found = distillation(view.column("old_logp", by), view.column("teacher_logp", by)).to(view.dtype)
+        metrics = Metrics({"teacher_kl": Mean.over(-found.sum(), len(found))})
+        metrics.merge(described(found, view.ranks))
+        return Estimate(found, metrics=metrics)

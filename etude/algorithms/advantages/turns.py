@@ -1,0 +1,245 @@
+"""Advantages of turns: one number for all action tokens of a turn, from rewards paid turn by turn.
+
+Turn k of a rollout is its k-th turn with an action token. Its reward r_k is what was paid at its tokens, and the last
+turn also gets the rollout's own reward. Turns are flat columns [S], in time order, rollout by rollout.
+
+    rollout  u0              u1
+    turn     0    1    2     0    1
+    column   r_0  r_1  r_2   r_0  r_1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from etude.algorithms.advantages.group import grpo
+from etude.algorithms.advantages.rewards import Rewards
+from etude.algorithms.advantages.statistics import EPSILON, Groups, compared, described
+from etude.algorithms.base import Advantage, Estimate, State
+from etude.algorithms.segments import Segments
+from etude.algorithms.view import View
+from etude.errors import ConfigError
+
+__all__ = [
+    "MTGRPO",
+    "GiGPO",
+    "StepRewards",
+    "TurnBaseline",
+    "TurnBaselineBiased",
+    "Turns",
+    "against_alike",
+    "against_others",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """The turns of a batch, S of them, and what each was paid."""
+
+    view: View
+
+    @cached_property
+    def rollout(self) -> Tensor:
+        """[S]: the rollout of each turn."""
+        return self.view.rollouts.holding(self.view.turns.offsets[:-1])
+
+    @cached_property
+    def rollouts(self) -> Segments:
+        """The rollouts as stretches of turns."""
+        return Segments(torch.bincount(self.rollout, minlength=self.view.batch.rollouts))
+
+    @cached_property
+    def group(self) -> Tensor:
+        """[S]"""
+        return self.view.batch.group[self.rollout]
+
+    @cached_property
+    def last(self) -> Tensor:
+        """[S] bool: the rollout's last turn."""
+        return self.rollouts.position == self.rollouts.spread(self.rollouts.lengths) - 1
+
+    @cached_property
+    def earned(self) -> Rewards:
+        """What the rollouts were paid."""
+        return Rewards(self.view)
+
+    @cached_property
+    def paid(self) -> Tensor:
+        """[S] float64: the token rewards of each turn."""
+        place, amount = self.earned.payments
+        return amount.new_zeros(self.view.turns.count).index_add_(0, self.view.turns.holding(place), amount)
+
+    @cached_property
+    def final(self) -> Tensor:
+        """[S] float64: the own reward of each turn's rollout."""
+        return self.earned.own[self.rollout]
+
+    @cached_property
+    def reward(self) -> Tensor:
+        """[S] float64: r_k, with the rollout's own reward at its last turn."""
+        return torch.where(self.last, self.paid + self.final, self.paid)
+
+    def stage(self, chosen: Tensor) -> Groups:
+        """The chosen turns [S] bool, grouped with the turns of the same number k in their group."""
+        most = int(self.rollouts.lengths.max()) if self.rollouts.size else 1
+        return Groups((self.group * most + self.rollouts.position)[chosen])
+
+    def estimate(self, found: Tensor) -> Estimate:
+        """One number a turn [S], given to each of its action tokens."""
+        view, told = self.view, found.to(self.view.dtype)
+        metrics = compared(self.earned.total, view.batch.group)
+        metrics.merge(described(told, view.ranks, weight=view.turns.lengths))
+        return Estimate(view.turns.spread(told), metrics=metrics)
+
+
+def against_others(values: Tensor, turns: Turns) -> Tensor:
+    """[S] → [S]: x_k − the mean, over the group's other rollouts, of their x_k, 0 for one that has no turn k.
+
+    A rollout that never acted counts at turn 0 with all it earned. Where all values compared are equal the result is
+    exactly 0; a rollout alone in its group has nothing subtracted.
+    """
+    idle = (turns.rollouts.lengths == 0).nonzero()[:, 0]
+    every = torch.cat([values, turns.earned.total[idle]])
+    rollout = torch.cat([turns.rollout, idle])
+    number = torch.cat([turns.rollouts.position, torch.zeros_like(idle)])
+    group = turns.view.batch.group
+    stage = Groups(group[rollout] * (int(number.max()) + 1) + number)
+    size = Groups(group).size[rollout]
+    # Measured from what all share, so that rounding leaves nothing where nothing differs.
+    above = every - torch.where((stage.size == size) & (size > 1), stage.least(every), 0.0)
+    others = (stage.sum(above) - above) / (size - 1).clamp(min=1)
+    return (above - others)[: len(values)]
+
+
+def against_alike(values: Tensor, alike: Groups, *, normalise: bool) -> Tensor:
+    """[S] → [S]: x − mean over those it is alike, by their std + ε on request; 0 where it is like no other."""
+    centred = alike.centred(values)
+    return centred / (alike.std(values) + EPSILON) if normalise else centred
+
+
+class StepRewards(Advantage):
+    """A turn's own rewards as its advantage, plain or against the group.
+
+    `to_go`: x_k = r_k + γ x_{k+1} over the turns of a rollout. `final_to_all`: x_k = what the turn was paid + the
+    rollout's own reward, whichever turn it is. A = x_k, or with `baseline=group` A = x_k − the mean of the other
+    rollouts' x_k, absent turns counting 0 (see `turn_baseline`).
+    Source: the reward shapings of multi-turn recipes (compared in 2505.11821). Assumes rewards that mean something at
+    each turn; `final_to_all` counts the final reward once for each turn, so that it is not the gradient of the sum.
+    Ours: γ counts turns, not tokens; the baseline is one that knows nothing of the rollout.
+    """
+
+    how: Literal["to_go", "final_to_all"] = Field("to_go", description="what of a rollout's rewards a turn is given")
+    gamma: float = Field(1.0, ge=0, le=1, description="the discount of one turn, for `to_go`")
+    baseline: Literal["none", "group"] = Field("none", description="what is subtracted: nothing, or the group's others")
+
+    @model_validator(mode="after")
+    def _discount_has_an_effect(self) -> StepRewards:
+        if self.how == "final_to_all" and self.gamma != 1:
+            raise ConfigError(
+                f"`gamma` is {self.gamma}, and `how=final_to_all` discounts nothing. Leave `gamma` at 1, or set "
+                f"`how=to_go`."
+            )
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reward", "token_reward", "turn"})
+
+    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
+        turns = Turns(view)
+        to_all = self.how == "final_to_all"
+        values = turns.paid + turns.final if to_all else turns.rollouts.to_go(turns.reward, self.gamma)
+        return turns.estimate(against_others(values, turns) if self.baseline == "group" else values)
+
+
+class TurnBaseline(Advantage):
+    """A_k = Σ_{j≥k} r_j − the mean of the group's other rollouts' Σ_{j≥k} r_j, absent turns counting 0.
+
+    The form of RLOO for turns. Its gradient is that of the expected reward, because the baseline of turn k is taken
+    from other rollouts only, all of them, whether or not they got as far. Assumes independent tries at one task.
+    Ours: a rollout that never acted counts at turn 0 with its reward; one alone in its group has baseline 0. Rewards
+    that are equal as sums may still differ turn by turn: A is exactly 0 where all Σ_{j≥k} r_j compared are equal.
+    """
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reward", "token_reward", "turn"})
+
+    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
+        turns = Turns(view)
+        return turns.estimate(against_others(turns.rollouts.to_go(turns.reward), turns))
+
+
+class TurnBaselineBiased(Advantage):
+    """A_k = Σ_{j=k}^{own stop} (r_j − b_j), b_j the mean of r_j over the group's rollouts that have a turn j.
+
+    Common in agent training. Biased: b_j includes the rollout itself, and is summed up to where the rollout chose to
+    stop, so that stopping early or late is rewarded by itself. Offered for comparison; `turn_baseline` is not biased.
+    Ours: nothing is added; a turn that no other rollout has is its own mean and adds 0.
+    """
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reward", "token_reward", "turn"})
+
+    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
+        turns = Turns(view)
+        surplus = against_alike(turns.reward, turns.stage(torch.ones_like(turns.last)), normalise=False)
+        return turns.estimate(turns.rollouts.to_go(surplus))
+
+
+class MTGRPO(Advantage):
+    """Multi-turn GRPO: A_k = A^outcome + λ A^turn_k before the last turn, A^outcome at it; each normalised as in GRPO.
+
+    A^outcome is over the group's rollouts: own reward, and what was paid in the last turn. A^turn_k is over the turns
+    of the same number k in the group that are not their rollout's last.
+    Source: 2505.11821, λ = 1 as in its published settings. Assumes that turns of one number are alike: the source has
+    two turns, of which every rollout has both.
+    Ours: any number of turns; a turn that no other rollout has adds nothing, and a group of one keeps its outcome.
+    """
+
+    turn_weight: float = Field(1.0, ge=0, description="λ: how much a turn's own reward counts beside the outcome")
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reward", "token_reward", "turn"})
+
+    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
+        turns = Turns(view)
+        inner = ~turns.last
+        outcome = turns.earned.own.index_add(0, turns.rollout, torch.where(inner, 0.0, turns.paid))
+        of_turns = torch.zeros_like(turns.paid)
+        of_turns[inner] = against_alike(turns.paid[inner], turns.stage(inner), normalise=True)
+        return turns.estimate(grpo(outcome, view.batch.group)[turns.rollout] + self.turn_weight * of_turns)
+
+
+class GiGPO(Advantage):
+    """Group in group: A_k = A^episode + ω A^step_k, the step compared with all turns of the group taken in its state.
+
+    A^episode = R − mean_g over rollouts. A^step_k = x_k − mean over the turns with the same anchor in the group, where
+    x_k = Σ_{j≥k} γ^{j−k} r_j over turns. `normalise` divides each by its standard deviation + 1e-6.
+    Source: 2505.10978; ω = 1 and γ = 0.95 as in its published settings. Assumes that states recur within a group, and
+    that an anchor tells which: the column `anchor` read at each turn's first action token. A state met
+    once adds nothing.
+    Ours: a rollout counts once in A^episode, however many turns it took; a group of one keeps A^episode = R.
+    """
+
+    step_weight: float = Field(1.0, ge=0, description="ω: how much the comparison within a state counts")
+    gamma: float = Field(0.95, ge=0, le=1, description="the discount of one turn in what a step is worth")
+    normalise: bool = Field(False, description="divide each comparison by its standard deviation")
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reward", "turn", "anchor"})
+
+    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
+        turns, group = Turns(view), view.batch.group
+        first = view.index[view.turns.offsets[:-1]]
+        states, anchor = torch.unique(view.batch.need("anchor", by="The advantage `gigpo`")[first], return_inverse=True)
+        alike = Groups(torch.unique(turns.group * len(states) + anchor, return_inverse=True)[1])
+        step = against_alike(turns.rollouts.to_go(turns.reward, self.gamma), alike, normalise=self.normalise)
+        episodes = Groups(group)
+        outcome = against_alike(turns.earned.total, episodes, normalise=self.normalise)
+        episode = torch.where(episodes.alone, turns.earned.total, outcome)
+        return turns.estimate(episode[turns.rollout] + self.step_weight * step)

@@ -1,0 +1,185 @@
+"""The algorithm of a run, whole: which estimator, which loss, which KL, which corrections, and the order they act in.
+
+    rollouts ──► estimate ──► update batches ──► objective ──► gradient
+                 once a step,                    once a micro-batch,
+                 over all rollouts               denominators of the update batch
+
+A run's configuration *is* an `Algorithm` (it adds the model, the data and the rest), so that what a test flips here is
+what a run trains with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from etude.algorithms.advantages import ADVANTAGES
+from etude.algorithms.advantages.group import GRPO
+from etude.algorithms.base import Advantage, LossValue, PolicyLoss, State
+from etude.algorithms.corrections import Correction, opsm
+from etude.algorithms.entropy import Entropy, top_entropy
+from etude.algorithms.filters import Overlong
+from etude.algorithms.kl import KLS, KLTerm, warnings
+from etude.algorithms.losses import LOSSES
+from etude.algorithms.losses.clip import PPO
+from etude.algorithms.losses.supervised import Echo
+from etude.algorithms.reduce import Denominators
+from etude.algorithms.view import Alone, Outputs, Ranks, View
+from etude.batch import Batch
+from etude.config import Choice, Config
+from etude.errors import ConfigError
+from etude.observe import Mean, Metrics
+
+__all__ = ["Algorithm", "Estimated"]
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """A rollout batch ready to be trained on, and what the next step starts from."""
+
+    batch: Batch
+    state: State
+    metrics: Metrics
+
+
+class Algorithm(Config):
+    """What is maximised, and how."""
+
+    advantage: Annotated[Advantage, Choice(ADVANTAGES)] = Field(GRPO(), description="how a rollout's worth is judged")
+    loss: Annotated[PolicyLoss, Choice(LOSSES)] = Field(PPO(), description="how the policy is pushed along it")
+    kl: Annotated[KLTerm | None, Choice(KLS)] = Field(
+        None, description="what holds the policy to the reference, named by its gradient"
+    )
+    correction: Correction = Field(Correction(), description="the mismatch between the trainer and the sampler")
+    entropy: Entropy = Field(Entropy(), description="the entropy bonus, and training on uncertain tokens only")
+    overlong: Overlong | None = Field(None, description="DAPO's soft penalty on answers near the length limit")
+    mask_truncated: bool = Field(
+        False, description="leave truncated rollouts out of the loss; they stay in their group"
+    )
+    echo: float = Field(0.0, ge=0, description="weight of the cross-entropy on tool output (ECHO); 0 is off")
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Algorithm:
+        weighs = self.correction.weight != "none"
+        if weighs and "behavior_logp" in self.loss.needs():
+            raise ConfigError(
+                "This loss already compares with the sampler's log-probs, and `correction.weight` would count the "
+                "mismatch twice. Set `correction.weight=none`, or choose another loss."
+            )
+        if self.correction.policies == "two" and {"old_logp", "behavior_logp"} <= self.loss.needs():
+            raise ConfigError(
+                "This loss compares π_old with the sampler, and `correction.policies=two` makes them one, so that "
+                "it would do nothing of its own. Set `correction.policies=three`, or choose another loss."
+            )
+        if weighs and self.correction.level not in self.loss.weight_levels:
+            allowed = " or ".join(sorted(self.loss.weight_levels)) or "none"
+            raise ConfigError(
+                f"This loss is one number a rollout, and takes weights of level {allowed}; `correction.level` is "
+                f"`{self.correction.level}`. Set `correction.level=sequence`, or choose a loss of tokens."
+            )
+        judged = "reward" in self.advantage.needs()
+        if not judged and (self.overlong is not None or (self.kl is not None and self.kl.in_reward)):
+            what = "`overlong`" if self.overlong is not None else "`kl=in_reward`"
+            raise ConfigError(
+                f"This advantage does not read the reward, which is all that {what} changes. Leave it out, or choose "
+                f"an advantage that compares rewards, such as `grpo`."
+            )
+        if self.kl is not None and self.loss.reduction not in self.kl.reductions:
+            raise ConfigError(
+                f"This KL is a sum over a rollout's tokens, which `loss.reduction={self.loss.reduction}` would divide "
+                f"by a length. Set `loss.reduction` to {' or '.join(sorted(self.kl.reductions))}, or choose another KL."
+            )
+        return self
+
+    def warnings(self) -> list[str]:
+        """What runs and yet may not be meant, a sentence each; whoever starts the run shows them."""
+        return [] if self.kl is None else warnings(self.kl, self.advantage)
+
+    def needs(self) -> frozenset[str]:
+        """Every batch column that `estimate` and `objective` read besides those that `estimate` fills."""
+        filled = {"advantage", "returns", "weight", "keep", "chosen"}
+        needs = self.advantage.needs() | self.loss.needs() | self.correction.needs() | self.entropy.needs()
+        needs |= self.kl.needs() if self.kl is not None else frozenset()
+        needs |= {"truncated"} if self.mask_truncated else set()
+        needs |= {"observation"} if self.echo else set()
+        filled |= {"old_logp"} if self.correction.policies == "two" else set()
+        return frozenset(needs - filled)
+
+    def outputs(self) -> frozenset[str]:
+        """What a forward pass has to compute: names of fields of `Outputs`."""
+        outputs = self.loss.outputs() | self.entropy.outputs()
+        return outputs | self.kl.outputs() if self.kl is not None else outputs
+
+    def estimate(
+        self, batch: Batch, state: State, *, seed: int = 0, step: int = 0, ranks: Ranks | None = None
+    ) -> Estimated:
+        """Fill the columns that the objective reads, from quantities known before the update.
+
+        In this order: penalties change the reward, the advantage compares whole groups, only then are tokens weighed
+        and rejected, and selections are made over what the batch holds.
+        """
+        ranks, metrics = ranks or Alone(), Metrics()
+        for name in sorted(self.needs()):
+            batch.need(name, by="This algorithm")
+        if self.correction.policies == "two":
+            batch = batch.replace(old_logp=batch.need("behavior_logp"))
+        if self.overlong is not None:
+            batch = self.overlong.penalised(View(batch), metrics)
+        if self.kl is not None:
+            batch, state = self.kl.applied(View(batch, ranks=ranks), state, metrics)
+
+        view = View(batch, ranks=ranks)
+        found = self.advantage(view, state)
+        metrics.merge(found.metrics)
+        batch = batch.replace(advantage=view.spread(found.advantage))
+        if found.returns is not None:
+            batch = batch.replace(returns=view.spread(found.returns))
+
+        view = View(batch, ranks=ranks)
+        batch = self._weighed(view, metrics)
+        chosen = self.loss.choose(View(batch, ranks=ranks), seed=seed, step=step)
+        if chosen is not None:
+            batch = batch.replace(chosen=view.spread(chosen, fill=False))
+        return Estimated(batch, found.state or state, metrics)
+
+    def _weighed(self, view: View, metrics: Metrics) -> Batch:
+        """The batch with `weight` and `keep`: what corrections, truncation and the entropy mask make of each token."""
+        corrected = self.correction(view)
+        metrics.merge(corrected.metrics)
+        keep = torch.ones(len(view.index), dtype=torch.bool, device=view.batch.device)
+        if corrected.keep is not None:
+            keep &= corrected.keep
+        if self.mask_truncated:
+            keep &= ~view.rollouts.spread(view.batch.need("truncated"))
+        if self.entropy.top_share is not None:
+            keep &= top_entropy(view, self.entropy.top_share)
+        metrics.add("dropped_share", Mean.over((~keep).sum(), len(keep)))
+        changes: dict[str, Tensor] = {"keep": view.spread(keep, fill=False)}
+        if corrected.weight is not None:
+            changes["weight"] = view.spread(corrected.weight)
+        return view.batch.replace(**changes)
+
+    def objective(self, batch: Batch, outputs: Outputs, whole: Denominators, state: State) -> LossValue:
+        """What is minimised, as this micro-batch's share of the update batch: policy, KL, entropy, ECHO."""
+        view = View(batch, outputs)
+        if self.correction.sequence_mask is not None:
+            kept = opsm(view, self.correction.sequence_mask, self.loss.unit)
+            batch = batch.replace(keep=batch.need("keep") & view.spread(kept, fill=False))
+            view = View(batch, outputs)
+        value = self.loss(view, whole)
+        loss, metrics = value.loss, Metrics(value.metrics)
+        if self.kl is not None and not self.kl.in_reward:
+            term = self.loss.reduced(self.kl.terms(view), view, whole)
+            loss = loss + self.kl.current(state) * term
+        if self.entropy.coefficient:
+            entropy = view.output("entropy", by="The entropy bonus")
+            loss = loss - self.entropy.coefficient * self.loss.reduced(entropy, view, whole)
+        if self.echo:
+            echo = Echo()(view, whole)
+            loss = loss + self.echo * echo.loss
+            metrics.merge(echo.metrics)
+        return LossValue(loss, metrics)

@@ -1,0 +1,172 @@
+"""What every advantage estimator and every loss is: a frozen object that holds its own knobs and is called.
+
+A new one is a subclass with its fields, `needs`, and one method. It is selected by its name in the table of
+`etude/algorithms/__init__.py`, or from outside as `module:Name`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from etude.algorithms.reduce import Denominators, Reduction, reduce
+from etude.algorithms.view import Unit, View
+from etude.config import Config
+from etude.errors import ConfigError
+from etude.observe import Metrics
+
+__all__ = ["CLAMP", "Advantage", "Estimate", "Loss", "LossValue", "PolicyLoss", "State", "TokenLoss", "log_ratio"]
+
+CLAMP = 20.0
+"""Log-ratios are cut to ±20 before they are exponentiated: e^20 is already no ratio anyone should train on."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What algorithms carry from step to step. It goes into the checkpoint whole."""
+
+    kl_value: float | None = None
+    """The adaptive KL coefficient; None before the first step."""
+    role_means: Mapping[int, float] = field(default_factory=dict)
+    """RAE's moving average of the reward of each role."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What an estimator found: one number for each action token [A], with everything it carries on."""
+
+    advantage: Tensor  # [A]
+    returns: Tensor | None = None  # [A] the critic's target
+    state: State | None = None
+    """The state of the next step; None leaves it as it is."""
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+@dataclass(frozen=True)
+class LossValue:
+    """A loss: a scalar with its gradient, as this micro-batch's share, and what was seen on the way."""
+
+    loss: Tensor  # []
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+class Advantage(Config, ABC):
+    """An advantage estimator: how much better each choice was than expected."""
+
+    def needs(self) -> frozenset[str]:
+        """The batch columns it reads. `build` arranges for them or refuses the run."""
+        return frozenset({"reward"})
+
+    @abstractmethod
+    def __call__(self, view: View, state: State) -> Estimate:
+        """Estimate over the whole rollout batch, before anything is dropped from it."""
+
+
+class Loss(Config, ABC):
+    """Anything minimised: called on each micro-batch, it returns that micro-batch's share of the update's loss."""
+
+    split_unit: ClassVar[Literal["rollout", "group"]] = "rollout"
+    """What must stay in one micro-batch."""
+
+    def needs(self) -> frozenset[str]:
+        """The batch columns it reads."""
+        return frozenset()
+
+    def outputs(self) -> frozenset[str]:
+        """What the forward pass must compute for it: names of fields of `Outputs`."""
+        return frozenset({"logp"})
+
+    @abstractmethod
+    def __call__(self, view: View, whole: Denominators) -> LossValue:
+        """The share of this micro-batch, where `whole` counts the update batch."""
+
+
+class TokenLoss(Loss):
+    """A loss that is one number a token [A], reduced in a way of your choice."""
+
+    reduction: Reduction = Field("token-mean", description="how the numbers of the tokens become one loss")
+    norm_length: float | None = Field(
+        None, gt=0, description="what `seq-mean-token-sum-norm` divides by: a length of your choice"
+    )
+    unit: Unit = Field("rollout", description="what a sequence is: all action tokens of a rollout, or of one turn")
+
+    of_units: ClassVar[bool] = False
+    """Whether its numbers are of whole units before any reduction, so that `unit` acts under each of them."""
+
+    @model_validator(mode="after")
+    def _every_knob_acts(self) -> Self:
+        if self.unit == "turn" and self.reduction.startswith("token") and not self.of_units:
+            raise ConfigError(
+                f"`unit=turn` has no effect under `reduction={self.reduction}`, which takes no mean over sequences. "
+                f"Choose a `seq-mean-…` reduction, or leave `unit` at `rollout`."
+            )
+        if (self.reduction == "seq-mean-token-sum-norm") != (self.norm_length is not None):
+            raise ConfigError(
+                "`reduction=seq-mean-token-sum-norm` and `norm_length` belong together: set both, or neither."
+            )
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"turn"}) if self.unit == "turn" else frozenset()
+
+    def reduced(self, terms: Tensor, view: View, whole: Denominators) -> Tensor:
+        """[A] → []: by this loss's own reduction."""
+        return reduce(
+            terms,
+            view.units(self.unit),
+            self.reduction,
+            tokens=whole.tokens,
+            count=whole.of_unit(self.unit),
+            constant=self.norm_length,
+        )
+
+
+class PolicyLoss(TokenLoss):
+    """A loss that pushes the policy along an advantage: one number a token, weighted, then reduced.
+
+    Subclasses write `terms`. Rejected tokens (`keep` false) contribute 0 and still count in the denominators; the
+    correction's `weight` multiplies what `terms` returns, which is after PPO's max.
+    """
+
+    weight_levels: ClassVar[frozenset[str]] = frozenset({"token", "sequence", "geometric"})
+    """The levels of importance weight that may multiply this loss."""
+    reads_old: ClassVar[bool] = True
+    """Whether it compares with π_old."""
+    reads_behavior: ClassVar[bool] = False
+    """Whether it compares with μ by itself, so that a correction's weight would count the mismatch twice."""
+
+    def needs(self) -> frozenset[str]:
+        columns = {"advantage"}
+        columns |= {"old_logp"} if self.reads_old else set()
+        columns |= {"behavior_logp"} if self.reads_behavior else set()
+        return super().needs() | columns
+
+    @abstractmethod
+    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+        """The loss of each action token [A] before weights and reduction, and its metrics."""
+
+    def choose(self, view: View, *, seed: int, step: int) -> Tensor | None:  # noqa: ARG002
+        """[A] bool: tokens this loss treats apart, picked once over the whole rollout batch; None picks none.
+
+        Called after advantages are estimated; what it returns comes back to `terms` as the column `chosen`.
+        """
+        return None
+
+    def __call__(self, view: View, whole: Denominators) -> LossValue:
+        terms, metrics = self.terms(view)
+        if view.batch.weight is not None:
+            terms = terms * view.column("weight")
+        if view.batch.keep is not None:
+            terms = torch.where(view.column("keep"), terms, 0.0)
+        return LossValue(self.reduced(terms, view, whole), metrics)
+
+
+def log_ratio(logp: Tensor, other: Tensor) -> Tensor:
+    """log(p / q) of each token, cut to ±20."""
+    return (logp - other).clamp(-CLAMP, CLAMP)

@@ -1,0 +1,317 @@
+"""Correcting the mismatch between the policy that samples (μ) and the one that the trainer starts a step with (π_old).
+
+ρ_t = π_old/μ at an action token. A correction weighs the policy loss by ρ, leaves tokens or rollouts out of it, or
+both; KL and entropy terms are not touched. Everything here is known before the update and carries no gradient, except
+OPSM, which looks at π_θ and is taken anew in each micro-batch, within each rollout.
+
+Published corrections in these knobs:
+
+    tis (token)           weight=truncate                                   min(ρ_t, 2)
+    tis (sequence)        weight=truncate level=sequence                    min(∏ρ, 5)
+    mis, icepop           weight=mask                                       ρ_t·1[0.5 ≤ ρ_t ≤ 5]     2510.18855
+    seq-mis               weight=mask level=sequence low=0 high=2           ∏ρ·1[∏ρ ≤ 2]
+    geometric mask        reject=[{over:seq_mean,low:0.99,high:1.01}]       drop the rollout
+    veto                  reject=[{over:seq_max,low:1e-4}]                  drop the rollout if any ρ_t < 1e-4
+    token rejection       reject=[{low:0.5,high:2}]                         drop the token, weigh none
+    k3 rejection          reject=[{statistic:k3,over:seq_mean,high:0.01}]   drop the rollout
+    bypass                policies=two                                      π_old := μ, no pass of the trainer
+    opsm                  sequence_mask=δ                                   2512.02556
+
+Rules combine: a token is kept if every rule keeps it. "Sequence" is the rollout: all its action tokens, each once.
+A weight's log-ratio is cut to ±20: a token's own, or a rollout's after the sum or mean over its tokens as they are.
+Rules compare without cutting, since nothing is multiplied by what they compare.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from etude.algorithms.base import CLAMP
+from etude.algorithms.segments import Segments
+from etude.algorithms.view import Ranks, Unit, View
+from etude.config import Config
+from etude.errors import ConfigError
+from etude.observe import Max, Mean, Metrics
+
+__all__ = [
+    "Corrected",
+    "Correction",
+    "Level",
+    "Rejection",
+    "accepted",
+    "importance",
+    "mean_one",
+    "mismatch",
+    "opsm",
+]
+
+Level = Literal["token", "sequence", "geometric"]
+"""What a ratio is of: a token; a rollout, as the product over its tokens; or its geometric mean over them."""
+
+CEILING: dict[Level, float] = {"token": 2.0, "sequence": 5.0, "geometric": 2.0}
+"""Where a weight is truncated unless told. The geometric mean is as large as a token's ratio; its default is ours."""
+MASK = (0.5, 5.0)
+"""IcePop's bounds."""
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """What a correction makes of each action token."""
+
+    weight: Tensor | None = None  # [A]
+    """Multiplies the policy loss; None where nothing is weighed."""
+    keep: Tensor | None = None  # [A] bool
+    """False where the policy loss leaves a token out; None where nothing is left out."""
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+# -- the maths --------------------------------------------------------------------------------------------------------
+
+
+def importance(log_rho: Tensor, rollouts: Segments, level: Level) -> Tensor:
+    """[A] → [A]: ρ at each token, of the token itself or of its rollout."""
+    if level == "token":
+        return log_rho.clamp(-CLAMP, CLAMP).exp()
+    whole = rollouts.sum(log_rho) if level == "sequence" else rollouts.mean(log_rho)
+    return rollouts.spread(whole.clamp(-CLAMP, CLAMP).exp())
+
+
+def mean_one(weight: Tensor, rollouts: Segments, over: Literal["tokens", "rollouts"], ranks: Ranks) -> Tensor:
+    """[A] → [A]: rescaled so that the mean over the rollout batch is 1; left alone where all weights are 0.
+
+    Over rollouts it is the mean of each rollout's mean; a rollout without an action token has no weight to count.
+    """
+    if over == "tokens":
+        total, count = weight.sum(dtype=torch.float64), len(weight)
+    else:
+        total, count = rollouts.mean(weight).sum(dtype=torch.float64), int((rollouts.lengths > 0).sum())
+    total, counted = ranks.sum(torch.stack([total, torch.full_like(total, count)]))
+    return weight * torch.where(total > 0, counted / total, 1.0).to(weight.dtype)
+
+
+def accepted(
+    log_rho: Tensor,
+    rollouts: Segments,
+    *,
+    statistic: Literal["k1", "k2", "k3"],
+    over: Literal["token", "seq_sum", "seq_mean", "seq_max"],
+    low: float,
+    high: float,
+) -> Tensor:
+    """[A] → [A] bool: true where the statistic of the token, or of its rollout, lies within low and high.
+
+    The worst token of a rollout lies within the bounds exactly if all of them do, which is how `seq_max` is taken.
+    """
+    value = log_rho
+    if statistic == "k2":
+        value = 0.5 * log_rho.square()
+    elif statistic == "k3":
+        value = torch.expm1(log_rho) - log_rho
+    if over == "seq_sum":
+        value = rollouts.sum(value)
+    elif over == "seq_mean":
+        value = rollouts.mean(value)
+    if statistic == "k1":
+        value = value.exp()
+    within = (value >= low) & (value <= high)
+    if over == "seq_max":
+        within = rollouts.sum((~within).to(log_rho.dtype)) == 0
+    return within if over == "token" else rollouts.spread(within)
+
+
+def opsm(view: View, delta: float, unit: Unit) -> Tensor:
+    """[A] bool: off-policy sequence masking, false for the tokens of units with A < 0 and mean log(μ/π_θ) > delta.
+
+    Source: 2512.02556. A unit's advantage is the mean over its tokens, which is the advantage itself where the
+    estimator gives one number a rollout. We found no threshold in the paper, so there is no default. Of π_θ it sees
+    one unit at a time, so that it does not depend on the micro-batch.
+    """
+    units = view.units(unit)
+    drift = units.mean(view.column("behavior_logp", by="OPSM") - view.logp.detach())
+    dropped = (units.mean(view.column("advantage", by="OPSM")) < 0) & (drift > delta)
+    return units.spread(~dropped)
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+def mismatch(view: View) -> Metrics:
+    """How far apart μ and π_old are at the action tokens, D = KL(μ ‖ π_old): measured whenever both are known.
+
+    k1 = mean of −log ρ and k3 = mean of ρ − 1 − log ρ both estimate D; chi2 = mean of ρ² − 1. The effective sample size
+    is (Σρ)²/(n Σρ²), a share of the tokens; the correlation is Pearson's, of the probabilities. Ratios are cut to
+    e^{±20}. Perplexity, sample size and correlation are of the whole rollout batch, in two passes through the ranks.
+    """
+    behavior, old = view.column("behavior_logp").detach(), view.column("old_logp").detach()
+    log_rho, n = (old - behavior).clamp(-CLAMP, CLAMP), len(old)
+    rho, p, q = log_rho.exp(), behavior.exp(), old.exp()
+    squares = _total(rho * rho)
+    counted = torch.full_like(squares, n)
+    sums = view.ranks.sum(
+        torch.stack([counted, _total(p), _total(q), _total(behavior), _total(old), _total(rho), squares])
+    )
+    mean_p, mean_q, mean_behavior, mean_old = (sums[1:5] / sums[0].clamp(min=1)).unbind()
+    off_p, off_q = p - mean_p.to(p.dtype), q - mean_q.to(q.dtype)
+    spread = view.ranks.sum(torch.stack([_total(off_p * off_q), _total(off_p.square()), _total(off_q.square())]))
+    varies = (spread[1] > 0) & (spread[2] > 0)
+    r = torch.where(varies, spread[0] / torch.where(varies, spread[1] * spread[2], 1.0).sqrt(), 0.0)
+    metrics = Metrics(
+        {
+            "mismatch/k1": Mean.over(-_total(log_rho), n),
+            "mismatch/k3": Mean.over(_total(torch.expm1(log_rho) - log_rho), n),
+            "mismatch/chi2": Mean.over(squares - n, n),
+            "mismatch/sampler_perplexity": Mean.of((-mean_behavior).exp(), n),
+            "mismatch/trainer_perplexity": Mean.of((-mean_old).exp(), n),
+            "mismatch/sample_size": Mean.of(sums[5].square() / (sums[0] * sums[6]).clamp(min=1e-300), n),
+            "mismatch/correlation": Mean.of(r, n * varies),
+        }
+    )
+    if n:
+        metrics.add("mismatch/largest_gap", Max.of((p - q).abs().max()))
+    return metrics
+
+
+def _total(values: Tensor) -> Tensor:
+    return values.sum().double()
+
+
+# -- the knobs --------------------------------------------------------------------------------------------------------
+
+
+class Rejection(Config):
+    """One rule that leaves tokens or rollouts out: a statistic of ρ, what it is taken over, and its bounds.
+
+    k1: ρ_t, ∏ρ over the rollout, its geometric mean, or each ρ_t of it; bounded on both sides, and the bounds are on
+    π_old/μ itself, so that low = 0.5 leaves out what the trainer finds half as likely as the sampler did.
+    k2: ½ log²ρ. k3: ρ − 1 − log ρ. Both are 0 where the two agree and are bounded above.
+    """
+
+    statistic: Literal["k1", "k2", "k3"] = Field(
+        "k1", description="what is compared: ρ itself (k1), or how far log ρ is from 0 (k2 squared, k3 as a KL)"
+    )
+    over: Literal["token", "seq_sum", "seq_mean", "seq_max"] = Field(
+        "token", description="each token by itself, or its rollout by the product or sum, the mean, or the worst token"
+    )
+    low: float | None = Field(None, gt=0, description="the least ρ that is kept; none keeps all")
+    high: float | None = Field(None, gt=0, description="the most that is kept; none keeps all")
+
+    @model_validator(mode="after")
+    def _bounds_make_sense(self) -> Rejection:
+        if self.low is None and self.high is None:
+            raise ConfigError("A rejection rule without a bound rejects nothing: set `low`, `high`, or both.")
+        if self.low is not None and self.statistic != "k1":
+            raise ConfigError(
+                f"`low` = {self.low:g} would reject where trainer and sampler agree best: {self.statistic} is 0 there. "
+                f"Set `high` instead, or `statistic=k1`, whose bounds are on ρ."
+            )
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ConfigError(f"`low` = {self.low:g} must be below `high` = {self.high:g}, or everything is rejected.")
+        return self
+
+    def accepted(self, log_rho: Tensor, rollouts: Segments) -> Tensor:
+        """[A] bool."""
+        low, high = 0.0 if self.low is None else self.low, torch.inf if self.high is None else self.high
+        return accepted(log_rho, rollouts, statistic=self.statistic, over=self.over, low=low, high=high)
+
+
+class Correction(Config):
+    """What is done about ρ = π_old/μ: weights, rejection, and whether there are three policies or two.
+
+    truncate: min(ρ, high), high = 2 for tokens, 5 for sequences. mask: ρ·1[low ≤ ρ ≤ high], [0.5, 5].
+    The weight is detached and multiplies the loss after PPO's maximum. Rejected tokens contribute 0 and still count in
+    every denominator.
+    Sources: 2510.18855 for the mask and its lower and upper bound; the others are the published recipes tabled above.
+    Assumes that μ and π_old are given at the same temperature and over the same vocabulary.
+    """
+
+    policies: Literal["three", "two"] = Field(
+        "three", description="μ, π_old and π_θ; or two, where μ stands in for π_old and no pass of the trainer is made"
+    )
+    weight: Literal["none", "truncate", "mask"] = Field("none", description="what becomes of ρ as a weight")
+    level: Level = Field("token", description="what the weight's ρ is of: a token, or a rollout by product or mean")
+    low: float | None = Field(None, ge=0, description="the least ρ that `mask` keeps; none is 0.5")
+    high: float | None = Field(None, gt=0, description="where the weight is cut; none is 2, 5 (sequence) or 5 (mask)")
+    normalise: Literal["none", "tokens", "rollouts"] = Field(
+        "none", description="rescale the weights to mean 1 over the rollout batch's tokens, or over its rollouts"
+    )
+    reject: tuple[Rejection, ...] = Field((), description="rules that leave tokens or rollouts out of the policy loss")
+    sequence_mask: float | None = Field(
+        None, ge=0, description="drop a rollout with A < 0 once its mean log(μ/π_θ) exceeds this (OPSM); none is off"
+    )
+
+    @model_validator(mode="after")
+    def _knobs_act(self) -> Correction:
+        if self.policies == "two" and (self.weight != "none" or self.reject):
+            asked = f"`weight={self.weight}`" if self.weight != "none" else "`reject`"
+            raise ConfigError(
+                f"With `policies=two` the sampler's log-probs stand in for π_old, so ρ is 1 everywhere and {asked} "
+                f"would do nothing. Set `policies=three`, or leave {asked} out."
+            )
+        if self.weight == "none":
+            for name, idle in (("level", "token"), ("low", None), ("high", None), ("normalise", "none")):
+                if (found := self.__dict__[name]) != idle:
+                    raise ConfigError(
+                        f"`{name}={found}` shapes a weight, and `weight` is `none`. Set `weight=truncate` or "
+                        f"`weight=mask`, or leave `{name}` out."
+                    )
+        if self.weight == "truncate" and self.low is not None:
+            raise ConfigError(
+                f"`weight=truncate` cuts large weights only, so `low={self.low:g}` would do nothing. Set `weight=mask` "
+                f"to leave small ones out, or leave `low` out."
+            )
+        low, high = self.bounds
+        if low >= high:
+            raise ConfigError(f"`low` = {low:g} must be below `high` = {high:g}, or no weight is left.")
+        return self
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Between which ρ a weight is left as it is."""
+        low, high = MASK if self.weight == "mask" else (0.0, CEILING[self.level])
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+    def needs(self) -> frozenset[str]:
+        """The batch columns it reads."""
+        needs = {"behavior_logp", "old_logp"} if self.weight != "none" or self.reject else set()
+        needs |= {"behavior_logp"} if self.policies == "two" or self.sequence_mask is not None else set()
+        return frozenset(needs)
+
+    def __call__(self, view: View) -> Corrected:
+        """Once a step, over the rollout batch. Nothing is measured where π_old is unknown, or is μ by decree."""
+        metrics = Metrics()
+        known = view.batch.behavior_logp is not None and view.batch.old_logp is not None
+        if known and self.policies == "three":
+            metrics.merge(mismatch(view))
+        if self.weight == "none" and not self.reject:
+            return Corrected(metrics=metrics)
+        log_rho = view.column("old_logp", by="The correction") - view.column("behavior_logp", by="The correction")
+        log_rho = log_rho.detach()
+        weight = None if self.weight == "none" else self._weight(log_rho, view, metrics)
+        return Corrected(weight, self._kept(log_rho, view, metrics) if self.reject else None, metrics)
+
+    def _weight(self, log_rho: Tensor, view: View, metrics: Metrics) -> Tensor:
+        rho = importance(log_rho, view.rollouts, self.level)
+        low, high = self.bounds
+        if self.weight == "truncate":
+            cut, weight = rho > high, rho.clamp(max=high)
+        else:
+            cut = (rho < low) | (rho > high)
+            weight = torch.where(cut, 0.0, rho)
+        if self.normalise != "none":
+            weight = mean_one(weight, view.rollouts, self.normalise, view.ranks)
+        share = "correction/truncated_share" if self.weight == "truncate" else "correction/masked_share"
+        metrics.add(share, Mean.over(cut.count_nonzero(), len(cut)))
+        metrics.add("correction/weight", Mean.over(_total(weight), len(weight)))
+        return weight
+
+    def _kept(self, log_rho: Tensor, view: View, metrics: Metrics) -> Tensor:
+        keep = torch.ones_like(log_rho, dtype=torch.bool)
+        for rule in self.reject:
+            keep &= rule.accepted(log_rho, view.rollouts)
+        metrics.add("correction/rejected_share", Mean.over(len(keep) - keep.count_nonzero(), len(keep)))
+        return keep

@@ -1,0 +1,56 @@
+"""Entropy: a bonus on it, and training on the tokens where it is high."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from etude.algorithms.view import Ranks, View
+from etude.config import Config
+
+__all__ = ["Entropy", "top_entropy", "top_threshold"]
+
+
+class Entropy(Config):
+    """Two uses of the policy's entropy H_t at a token.
+
+    Bonus: −coefficient · (H reduced as the policy loss is), so that it does not depend on the micro-batch. Its gradient
+    is exact for each token with the visited states held fixed.
+
+    Top share (2506.01939, which keeps 0.2): only the most uncertain tokens of the rollout batch, the forks of a
+    reasoning, are trained on; the others are dropped from the policy loss and still count in its denominators. Assumes
+    that entropies are π_old's, known before the update, so that the pick is the same whatever the micro-batch.
+    Ours: the share is taken of all action tokens rounded to a whole number, at least one, and every token as uncertain
+    as the last one picked is picked too, so that neither the order of tokens nor the split over ranks decides.
+    """
+
+    coefficient: float = Field(0.0, ge=0, description="weight of the entropy bonus in the loss; 0 is off")
+    top_share: float | None = Field(
+        None, gt=0, lt=1, description="train only on this share of tokens, the most uncertain ones; none trains on all"
+    )
+
+    def needs(self) -> frozenset[str]:
+        """The batch columns it reads."""
+        return frozenset() if self.top_share is None else frozenset({"entropy"})
+
+    def outputs(self) -> frozenset[str]:
+        """What the forward pass must compute for it."""
+        return frozenset({"entropy"}) if self.coefficient else frozenset()
+
+
+def top_entropy(view: View, share: float) -> Tensor:
+    """[A] bool: the most uncertain `share` of the rollout batch's action tokens."""
+    entropy = view.column("entropy", by="The top-entropy mask")
+    return entropy >= top_threshold(entropy, share, view.ranks)
+
+
+def top_threshold(values: Tensor, share: float, ranks: Ranks) -> Tensor:
+    """[]: the smallest of the largest `share` of all ranks' values [A], or inf where there is none.
+
+    Each rank offers no more than could all be among the largest, so that the ranks exchange a share and not the whole.
+    """
+    count = int(ranks.sum(torch.tensor(float(len(values)), dtype=torch.float64, device=values.device)))
+    wanted = min(count, max(1, round(share * count)))
+    offered = ranks.gather(values.topk(min(wanted, len(values)), sorted=False).values)
+    return offered.kthvalue(len(offered) - wanted + 1).values if wanted else values.new_tensor(torch.inf)

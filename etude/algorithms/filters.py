@@ -1,0 +1,66 @@
+"""DAPO's filters: a soft penalty on answers near the length limit, and which groups can teach anything."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from etude.algorithms.advantages.statistics import Groups
+from etude.algorithms.view import View
+from etude.batch import Batch
+from etude.config import Config
+from etude.errors import ConfigError
+from etude.observe import Mean, Metrics
+
+__all__ = ["Overlong", "informative", "overlong_penalty"]
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float) -> Tensor:
+    """min(−(length − (max_length − buffer)) / buffer · factor, 0), in float64: 0 up to where the buffer begins."""
+    over = lengths.double() - (max_length - buffer)
+    return -over.clamp(min=0) / buffer * factor
+
+
+class Overlong(Config):
+    """The soft over-long penalty: min(−(len − (max − buffer))/buffer · factor, 0) is added to the reward.
+
+    Source: 2503.14476 (with 20,480 tokens, a buffer of 4,096 and factor 1). Assumes that a rollout's length is its
+    number of action tokens, so that tool output is not held against it. The task metric is left as it was: groups are
+    filtered on what the task says of an answer, not on how long it took.
+    Ours: beyond the limit the penalty goes on falling, where the paper's stops at −factor; a sampler that keeps to the
+    limit never gets there.
+    """
+
+    max_length: int = Field(gt=0, description="action tokens after which the sampler cuts an answer off")
+    buffer: int = Field(4096, gt=0, description="how many tokens before the limit the penalty begins")
+    factor: float = Field(1.0, gt=0, description="the penalty at the limit")
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> Overlong:
+        if self.buffer > self.max_length:
+            raise ConfigError(
+                f"`buffer` is {self.buffer}, more than the whole of `max_length` = {self.max_length}: every answer "
+                f"would be penalised. Lower `buffer` (a fifth of `max_length` is usual), or raise `max_length`."
+            )
+        return self
+
+    def penalty(self, lengths: Tensor) -> Tensor:
+        """[U] action tokens → [U] ≤ 0, in float64."""
+        return overlong_penalty(lengths, max_length=self.max_length, buffer=self.buffer, factor=self.factor)
+
+    def penalised(self, view: View, metrics: Metrics) -> Batch:
+        """The batch with the penalty in its rewards."""
+        penalty = self.penalty(view.rollouts.lengths)
+        metrics.add("overlong_penalty", Mean.over(penalty.sum(), len(penalty)))
+        metrics.add("overlong_share", Mean.over((penalty < 0).sum(), len(penalty)))
+        return view.batch.replace(reward=view.batch.need("reward", by="The over-long penalty").double() + penalty)
+
+
+def informative(metric: Tensor, group: Tensor) -> Tensor:
+    """[U], [U] → [U] bool: DAPO's filter, false for the rollouts of groups whose task metric is all the same.
+
+    Source: 2503.14476. Such a group's advantages are all 0, so it would only dilute the batch; it is dropped and others
+    are collected in its place. Give the task metric, from before any penalty or KL: those tell rollouts apart that the
+    task does not. A group of one compares with nothing and stays.
+    """
+    return ~Groups(group).level(metric)

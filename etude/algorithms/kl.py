@@ -1,0 +1,345 @@
+"""What holds the policy to a reference: KL terms, each named by the gradient it gives.
+
+δ = log π_θ − log π_ref at an action token, w = π_θ/μ, sg(·) = no gradient through it. As a loss, the gradients are
+those of each token with the visited states held fixed:
+
+    name              number                      its gradient                      holds
+    reverse           ½δ²  (k2)                   ∇KL(π_θ ‖ π_ref)                  exactly
+    weighted_reverse  w·δ (k1) or w·k3            ∇KL(π_θ ‖ π_ref)                  exactly
+    full              Σ_v π_θ log(π_θ/π_ref)      ∇KL(π_θ ‖ π_ref)                  exactly, and without sampling noise
+    forward           e^{−δ} − 1 + δ  (k3)        ∇KL(π_ref ‖ π_θ)                  exactly; is `reverse` to first order
+    total_variation   |δ|                         2 ∇TV(π_θ, π_ref)                 exactly
+    sequence          ½(Σδ)², once a rollout      ∇KL of whole sequences            exactly; summed `reverse` is not it
+    in_reward         −δ (k1) at π_old            ∇KL of whole sequences            exactly, where the advantage is the
+                                                                                    undiscounted reward-to-go or total
+
+Absent on purpose. k1 as a loss: the mean of ∇δ is 0, so it does nothing. ½δ² with w attached: the gradient of the mean
+of a square. k3 with sg(w): not the reverse gradient; w·k3 with w attached is, and equals that of sg(w)·½δ² token by
+token.
+
+Off-policy. `off_policy` weighs what was sampled by μ so that the gradient is that of π_θ: sg(w) for `reverse` and
+`total_variation`, sg(∏w) for `sequence`, an attached w for `weighted_reverse` (which without it takes π_θ/sg(π_θ),
+equal to 1). `full` takes none: it does not depend on which token was drawn. Weights of a token leave a bias: the
+states are still those that μ visited.
+
+Cutting. Only what is exponentiated is cut, to ±20, and only in value: e^{−δ} goes on pulling where π_ref/π_θ is huge,
+which is where the pull matters. δ itself is never cut. A log-prob of the reference or of π_old that is not finite at an
+action token is an error that names the rollout.
+
+Sources: 2506.09477, 2510.01555, 2512.21852 (gradients of KL estimators), 2512.02556 (weighted k3).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal, get_args
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from etude.algorithms.advantages.group import GRPO
+from etude.algorithms.base import CLAMP, Advantage, State, log_ratio
+from etude.algorithms.reduce import Reduction
+from etude.algorithms.segments import Segments
+from etude.algorithms.view import View
+from etude.batch import Batch
+from etude.config import Choice, Config
+from etude.errors import BatchError
+from etude.observe import Last, Mean, Metrics
+
+__all__ = [
+    "CONTROLLERS",
+    "KLS",
+    "Adaptive",
+    "Controller",
+    "Fixed",
+    "KLTerm",
+    "adapted",
+    "k2",
+    "k3",
+    "sequence_k2",
+    "warnings",
+]
+
+
+# -- the coefficient --------------------------------------------------------------------------------------------------
+
+
+def adapted(value: float, *, kl: float, target: float, horizon: float, rollouts: int) -> float:
+    """value · (1 + clip(kl/target − 1, ±0.2) · rollouts/horizon)."""
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return value * (1 + error * rollouts / horizon)
+
+
+class Controller(Config, ABC):
+    """How the coefficient of a KL term moves from step to step. What it moves to is carried in the `State`."""
+
+    @abstractmethod
+    def current(self, coefficient: float, held: float | None) -> float:
+        """The value in force, given the configured coefficient and what the state holds."""
+
+    @abstractmethod
+    def stepped(self, value: float, kl: float, rollouts: int) -> float | None:
+        """What the state holds next, after a step that measured `kl` over `rollouts`."""
+
+
+class Fixed(Controller):
+    """The coefficient stays as configured."""
+
+    def current(self, coefficient: float, held: float | None) -> float:  # noqa: ARG002
+        return coefficient
+
+    def stepped(self, value: float, kl: float, rollouts: int) -> float | None:  # noqa: ARG002
+        return None
+
+
+class Adaptive(Controller):
+    """Towards a target: value ← value · (1 + clip(kl/target − 1, ±0.2) · n/horizon), n = rollouts of the step.
+
+    Source: 1909.08593, whose horizon of 10,000 is the default. Its target was for the KL of a sequence; here kl is the
+    mean over rollouts of the mean over tokens, and the default target of 0.1 is ours.
+    Assumes n well under 5 · horizon, so that the value stays positive.
+    """
+
+    target: float = Field(0.1, gt=0, description="the KL per token to settle at")
+    horizon: float = Field(10_000, gt=0, description="rollouts over which a coefficient 20 % off target moves by 20 %")
+
+    def current(self, coefficient: float, held: float | None) -> float:
+        return coefficient if held is None else held
+
+    def stepped(self, value: float, kl: float, rollouts: int) -> float | None:
+        return adapted(value, kl=kl, target=self.target, horizon=self.horizon, rollouts=rollouts)
+
+
+CONTROLLERS: dict[str, type[Controller]] = {"fixed": Fixed, "adaptive": Adaptive}
+
+
+# -- the numbers ------------------------------------------------------------------------------------------------------
+
+
+def k2(delta: Tensor) -> Tensor:
+    """½δ²."""
+    return 0.5 * delta.square()
+
+
+def k3(delta: Tensor) -> Tensor:
+    """e^{−δ} − 1 + δ, with δ cut to ±20 in value and not in gradient."""
+    cut = _cut_in_value(delta)
+    return torch.expm1(-cut) + cut
+
+
+def sequence_k2(delta: Tensor, rollouts: Segments, log_weight: Tensor | None = None) -> Tensor:
+    """[A] → [A]: ½(Σδ)² · ∏w of each rollout, in equal parts at its tokens so that they sum to it."""
+    value = k2(rollouts.sum(delta)) / rollouts.lengths.clamp(min=1)
+    if log_weight is not None:
+        value = value * rollouts.sum(log_weight).clamp(-CLAMP, CLAMP).exp()
+    return rollouts.spread(value)
+
+
+def _cut_in_value(x: Tensor) -> Tensor:
+    bare = x.detach()
+    return x + (bare.clamp(-CLAMP, CLAMP) - bare)
+
+
+# -- the terms --------------------------------------------------------------------------------------------------------
+
+
+class KLTerm(Config, ABC):
+    """A KL to the reference: what it adds to the loss, or takes from the reward, and how strongly."""
+
+    coefficient: float = Field(0.001, gt=0, description="weight of the KL, at first where the controller is adaptive")
+    controller: Annotated[Controller, Choice(CONTROLLERS)] = Field(
+        Fixed(), description="whether the weight stays, or follows a target"
+    )
+
+    in_reward: ClassVar[bool] = False
+    """Whether it acts through the reward; otherwise it is a term of the loss."""
+    reductions: ClassVar[frozenset[Reduction]] = frozenset(get_args(Reduction))
+    """The reductions under which its gradient is what its name says."""
+
+    def needs(self) -> frozenset[str]:
+        """The batch columns it reads."""
+        return frozenset({"old_logp", "ref_logp"})
+
+    def outputs(self) -> frozenset[str]:
+        """What the forward pass must compute for it."""
+        return frozenset({"logp"})
+
+    @abstractmethod
+    def terms(self, view: View) -> Tensor:
+        """[A]: what it adds to the loss of each action token, before the coefficient and the loss's reduction."""
+
+    def current(self, state: State) -> float:
+        """The coefficient in force."""
+        return self.controller.current(self.coefficient, state.kl_value)
+
+    def applied(self, view: View, state: State, metrics: Metrics) -> tuple[Batch, State]:
+        """Once a step, over the rollout batch: measure the KL of π_old, change the reward, step the controller.
+
+        kl = the mean over rollouts (those without an action count as 0) of the mean δ over a rollout's tokens, over all
+        ranks. The batch is trained with the coefficient that stood before; the next step starts from the new one.
+        """
+        old, ref = (view.column(name, by="The KL to the reference").detach() for name in ("old_logp", "ref_logp"))
+        delta = old - ref
+        value, rollouts = self.current(state), view.batch.rollouts
+        total = view.rollouts.mean(delta).sum(dtype=torch.float64)
+        if not bool(torch.isfinite(total)):
+            raise _not_finite(view, delta)
+        metrics.add("kl", Mean.over(total, rollouts))
+        metrics.add("kl_coefficient", Last.of(value))
+        everywhere = view.ranks.sum(torch.stack([total, torch.full_like(total, rollouts)])).tolist()
+        held = self.controller.stepped(value, everywhere[0] / everywhere[1], int(everywhere[1]))
+        return self.charged(view, delta, value), replace(state, kl_value=held)
+
+    def charged(self, view: View, delta: Tensor, value: float) -> Batch:  # noqa: ARG002
+        """The batch with value · δ taken from its rewards, where the term acts there."""
+        return view.batch
+
+
+class OffPolicy(KLTerm):
+    """A loss on sampled tokens, which can be weighed from the sampler's policy to the trainer's."""
+
+    off_policy: bool = Field(False, description="weigh samples by π_θ/μ, for rollouts of an older or another policy")
+
+    def needs(self) -> frozenset[str]:
+        return super().needs() | ({"behavior_logp"} if self.off_policy else set())
+
+    def weight(self, view: View) -> Tensor | float:
+        """sg(w): [A], or 1 on-policy."""
+        return log_ratio(view.logp.detach(), view.column("behavior_logp")).exp() if self.off_policy else 1.0
+
+
+class Reverse(OffPolicy):
+    """½δ² a token (k2): the gradient of the reverse KL, E_π[δ ∇log π]. Off-policy times sg(π_θ/μ), never attached.
+
+    Sources: 2506.09477, 2510.01555. Assumes visited states held fixed. The usual choice.
+    """
+
+    def terms(self, view: View) -> Tensor:
+        return k2(_delta(view)) * self.weight(view)
+
+
+class Forward(KLTerm):
+    """e^{−δ} − 1 + δ a token (k3): the gradient of the forward KL, E_π[(1 − π_ref/π) ∇log π] = −E_ref[∇log π].
+
+    Sources: 2402.03300 (as an estimate of the reverse KL), 2506.09477 (what its gradient is). Assumes samples of π_θ: a
+    detached weight is not offered, and `weighted_reverse` is the k3 for samples of another policy.
+    """
+
+    def terms(self, view: View) -> Tensor:
+        return k3(_delta(view))
+
+
+class TotalVariation(OffPolicy):
+    """|δ| a token: the gradient of Σ_v |π − π_ref|, which is twice the total variation. No pull at δ = 0.
+
+    Source: the estimator is Schulman's "abs"; its gradient 2506.09477. Off-policy times sg(π_θ/μ).
+    """
+
+    def terms(self, view: View) -> Tensor:
+        return _delta(view).abs() * self.weight(view)
+
+
+class Full(KLTerm):
+    """KL(π_θ ‖ π_ref) summed over the vocabulary at each visited state: the reverse gradient without sampling noise.
+
+    Computed by the log-prob head from the logits of both. It does not depend on the token that was drawn, so a weight
+    on that token would add noise and correct nothing: there is no off-policy form.
+    """
+
+    def outputs(self) -> frozenset[str]:
+        return super().outputs() | {"full_kl"}
+
+    def terms(self, view: View) -> Tensor:
+        return view.output("full_kl", by="The full KL")
+
+
+class WeightedReverse(OffPolicy):
+    """w·δ or w·k3 a token with the gradient through w too: the gradient of E_μ[w·k] = KL(π_θ ‖ π_ref) itself.
+
+    Sources: 2512.02556 (k3 with π_θ/π_old attached), 2510.01555. On-policy w = π_θ/sg(π_θ): 1, with a gradient.
+    Both estimators have the reverse gradient; k3's is sg(w)·δ·∇log π in each sample, the same as `reverse`, and its
+    value is never negative; k1's has sg(w)·∇log π more, noise of mean zero. w is cut to e^{±20} in value only.
+    """
+
+    estimator: Literal["k1", "k3"] = Field("k3", description="the number that w multiplies: k3 has less noise")
+
+    def terms(self, view: View) -> Tensor:
+        start = view.column("behavior_logp") if self.off_policy else view.logp.detach()
+        delta = _delta(view)
+        return _cut_in_value(view.logp - start).exp() * (k3(delta) if self.estimator == "k3" else delta)
+
+
+class Sequence(OffPolicy):
+    """½(Σδ)² a rollout: the gradient of the KL between distributions over whole sequences, E[(Σδ) ∇log π(sequence)].
+
+    Sources: 2506.09477, 2510.01555. Summing ½δ² over tokens leaves out how an early choice changes later states. Each
+    token carries an equal part, so it is exact only where a loss adds tokens up, and other reductions are refused.
+    Off-policy times sg(∏ π_θ/μ), its logarithm cut to ±20.
+    """
+
+    reductions: ClassVar[frozenset[Reduction]] = frozenset(
+        {"token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"}
+    )
+
+    def terms(self, view: View) -> Tensor:
+        delta = _delta(view)
+        log_weight = view.logp.detach() - view.column("behavior_logp") if self.off_policy else None
+        return sequence_k2(delta, view.rollouts, log_weight)
+
+
+class InReward(KLTerm):
+    """−value · δ added to each action token's reward, at π_old and without a gradient: the sequence KL as a cost.
+
+    Source: 1909.08593. Exact for an advantage that is the undiscounted reward-to-go or the total, centred or not. An
+    advantage divided by a statistic of its group divides the KL by it too.
+    """
+
+    in_reward: ClassVar[bool] = True
+
+    def terms(self, view: View) -> Tensor:
+        return torch.zeros_like(view.logp)
+
+    def charged(self, view: View, delta: Tensor, value: float) -> Batch:
+        held = view.batch.token_reward
+        paid = view.spread(torch.zeros_like(delta)) if held is None else held
+        return view.batch.replace(token_reward=paid.double().index_add(0, view.index, -value * delta.double()))
+
+
+KLS: dict[str, type[KLTerm]] = {
+    "reverse": Reverse,
+    "forward": Forward,
+    "total_variation": TotalVariation,
+    "full": Full,
+    "weighted_reverse": WeightedReverse,
+    "sequence": Sequence,
+    "in_reward": InReward,
+}
+
+
+def warnings(kl: KLTerm | None, advantage: Advantage) -> list[str]:
+    """Sentences on a combination that runs and is probably not what was meant."""
+    if kl is not None and kl.in_reward and isinstance(advantage, GRPO):
+        return [
+            "With `kl=in_reward` the advantage `grpo` divides the KL by the standard deviation of its group's rewards, "
+            "so its weight differs from prompt to prompt. Choose `kl=reverse`, or an advantage that does not divide by "
+            "a group's statistic, such as `rloo` or `dr_grpo`."
+        ]
+    return []
+
+
+def _delta(view: View) -> Tensor:
+    return view.logp - view.column("ref_logp", by="The KL to the reference")
+
+
+def _not_finite(view: View, delta: Tensor) -> BatchError:
+    place = int((~torch.isfinite(delta)).nonzero()[0])
+    u = int(view.rollouts.index[place])
+    told = int(view.batch.rollout_id[u]) if view.batch.rollout_id is not None else u
+    return BatchError(
+        f"The KL to the reference is not finite at action token {int(view.rollouts.position[place])} of rollout "
+        f"{told}: log π_old − log π_ref = {float(delta[place])}. Check that both models score the token alike, at "
+        f"the same temperature and with the same tokens masked out."
+    )

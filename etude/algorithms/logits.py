@@ -1,0 +1,78 @@
+"""What is computed from logits: a chunk [n, V], one row for each token to be judged.
+
+Every function works in float32 or wider, divides the logits by the sampling temperature first, keeps the gradient, and
+bears logits of −inf (a token that cannot be chosen has probability 0 and no gradient). The chunk's width is the whole
+vocabulary; its height is the caller's affair, for the rows do not know each other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from etude.algorithms.segments import Segments
+from etude.algorithms.view import wide
+from etude.errors import BatchError
+
+__all__ = ["entropy", "full_kl", "sampling_mask", "sum_pi_squared", "token_logp", "topk_logp"]
+
+
+def token_logp(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """[n, V], [n] → [n]: log π of each row's token."""
+    return topk_logp(logits, ids[:, None], temperature)[:, 0]
+
+
+def topk_logp(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """[n, V], [n, k] → [n, k]: log π of k tokens of each row."""
+    scaled = wide(logits) / temperature
+    return scaled.gather(1, ids.long()) - scaled.logsumexp(1, keepdim=True)
+
+
+def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """[n, V] → [n]: −Σ_v π(v) log π(v), where 0 · log 0 is 0."""
+    logp = (wide(logits) / temperature).log_softmax(1)
+    possible = logp > -torch.inf
+    return -(logp.exp() * torch.where(possible, logp, 0.0)).sum(1)
+
+
+def sum_pi_squared(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """[n, V] → [n]: Σ_v π(v)², the chance that two draws agree."""
+    return (wide(logits) / temperature).softmax(1).square().sum(1)
+
+
+def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """[n, V], [n, V] → [n]: KL(π ‖ π_ref) = Σ_v π(v) (log π(v) − log π_ref(v)).
+
+    A token that the policy cannot choose adds nothing, whatever the reference thinks of it. Infinite where the policy
+    can choose what the reference cannot.
+    """
+    logp = (wide(logits) / temperature).log_softmax(1)
+    ref_logp = (wide(ref_logits) / temperature).log_softmax(1)
+    possible = logp > -torch.inf
+    gap = torch.where(possible, logp, 0.0) - torch.where(possible, ref_logp, 0.0)
+    return (logp.exp() * gap).sum(1)
+
+
+def sampling_mask(
+    logits: Tensor, ids: Tensor, allowed: Tensor, allowed_offsets: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """[n, V], [n] → [n]: log π of each row's token, renormalised over the tokens the sampler could choose from there.
+
+    allowed, allowed_offsets: row i's set is `allowed[allowed_offsets[i]:allowed_offsets[i + 1]]`, each token once: what
+    the sampler's top-p or top-k left. Its own log-probs are normalised over that set, so that log π − log μ compares
+    like with like only when this one's are too.
+    """
+    sets = Segments(allowed_offsets.diff())
+    scaled = wide(logits) / temperature
+    chosen = scaled.gather(1, ids.long()[:, None])[:, 0]
+    found = sets.sum((allowed == sets.spread(ids)).to(scaled.dtype))
+    if not bool((found == 1).all()):
+        row = int((found != 1).nonzero()[0])
+        raise BatchError(
+            f"Token {int(ids[row])} of row {row} stands {int(found[row])} times in the set of {int(sets.lengths[row])} "
+            f"tokens that it is said to have been sampled from; it must stand there once. Record the set that the "
+            f"sampler drew from, or train without a sampling mask."
+        )
+    inside = scaled[sets.index, allowed.long()]
+    top = sets.maximum(inside.detach())
+    return chosen - top - sets.sum((inside - sets.spread(top)).exp()).log()

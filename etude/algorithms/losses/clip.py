@@ -1,0 +1,134 @@
+"""Losses that keep the policy near where it was by bounding a token's ratio: sharply, in the weight only, or softly."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from etude.algorithms.base import PolicyLoss, log_ratio
+from etude.algorithms.view import View
+from etude.errors import ConfigError
+from etude.observe import Mean, Metrics
+
+__all__ = ["CISPO", "PPO", "SAPO", "cispo", "ppo", "sapo", "surrogate"]
+
+
+def surrogate(ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """max(−A·r, −A·clip(r)), and which tokens the clip took the gradient from."""
+    push = -advantage
+    plain = push * ratio
+    with torch.no_grad():  # where it is the larger the ratio is out of bounds, and it has no gradient
+        clipped = ratio.clamp(1 - clip_low, 1 + clip_high).mul_(push)
+        cut = clipped > plain
+    return torch.where(cut, clipped, plain), cut
+
+
+def ppo(
+    logp: Tensor, old_logp: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """The surrogate, for A < 0 no more than −A·c; and which tokens either clip took the gradient from."""
+    ratio = log_ratio(logp, old_logp).exp()
+    loss, cut = surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high)
+    if dual_clip is not None:
+        ceiling = -advantage * dual_clip
+        over = (advantage < 0) & (loss > ceiling)
+        loss, cut = torch.where(over, ceiling, loss), cut | over
+    return loss, cut
+
+
+def cispo(logp: Tensor, old_logp: Tensor, advantage: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """−sg(clip(r, low, high))·A·log π_θ, and which tokens had their weight clipped."""
+    ratio = log_ratio(logp.detach(), old_logp).exp()
+    weight = ratio.clamp(low, high)
+    return -advantage * weight * logp, weight != ratio
+
+
+def sapo(
+    logp: Tensor, old_logp: Tensor, advantage: Tensor, *, tau_positive: float, tau_negative: float
+) -> tuple[Tensor, Tensor]:
+    """−A·(4/τ)·σ(τ(r − 1)), and σ."""
+    ratio = log_ratio(logp, old_logp).exp()
+    tau = torch.where(advantage > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative))
+    soft = torch.sigmoid(tau * (ratio - 1))
+    return (-4 * advantage / tau) * soft, soft.detach()
+
+
+class PPO(PolicyLoss):
+    """The clipped surrogate: max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high)), r = π_θ / π_old.
+
+    Sources: 1707.06347; dual clip 1912.09729; DAPO's wider upper bound (0.28) 2503.14476.
+    Assumes that A is constant in θ. The maximum is pessimistic: a token that left the trust region in the direction
+    its advantage pushes has no gradient; one that left it the other way has all of its gradient.
+    """
+
+    clip_low: float = Field(0.2, gt=0, lt=1, description="how far below 1 the ratio may fall while it lowers the loss")
+    clip_high: float = Field(0.2, gt=0, description="how far above 1 the ratio may rise while it lowers the loss")
+    dual_clip: float | None = Field(
+        None, gt=1, description="for A < 0, the ratio beyond which a token stops counting; none leaves it unbounded"
+    )
+
+    @model_validator(mode="after")
+    def _dual_clip_is_beyond_the_clip(self) -> PPO:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ConfigError(
+                f"`dual_clip` is {self.dual_clip}, within the ordinary clip of 1 + clip_high = {1 + self.clip_high:g}. "
+                f"Raise it (3 is usual), or leave it out."
+            )
+        return self
+
+    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+        old, advantage = view.column("old_logp"), view.column("advantage")
+        loss, cut = ppo(
+            view.logp,
+            old,
+            advantage,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+        return loss, Metrics({"clip_share": Mean.over(cut.count_nonzero(), len(cut))})
+
+
+class CISPO(PolicyLoss):
+    """Clip the weight, never the gradient: −sg(clip(r, low, high))·A·log π_θ, r = π_θ / π_old.
+
+    Source: 2506.13585. Assumes that rare tokens far from π_old matter: PPO's clip silences them, this one only bounds
+    how loudly they speak, so every token keeps a gradient.
+    Ours: the bounds are absolute ratios, [0, 5]; the paper writes 1 − ε and 1 + ε, and leaves the lower one open.
+    """
+
+    low: float = Field(0.0, ge=0, description="the least weight a token's gradient gets")
+    high: float = Field(5.0, gt=0, description="the most weight a token's gradient gets")
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> CISPO:
+        if self.low >= self.high:
+            raise ConfigError(
+                f"`low` is {self.low:g} and `high` is {self.high:g}: they bound the ratio from below and above, as "
+                f"ratios and not as distances from 1. Set low < high (0 and 5 are usual)."
+            )
+        return self
+
+    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+        old, advantage = view.column("old_logp"), view.column("advantage")
+        loss, cut = cispo(view.logp, old, advantage, low=self.low, high=self.high)
+        return loss, Metrics({"clip_share": Mean.over(cut.count_nonzero(), len(cut))})
+
+
+class SAPO(PolicyLoss):
+    """A soft gate in the place of a clip: −A·(4/τ)·σ(τ(r − 1)), r = π_θ / π_old, τ by the sign of A.
+
+    Source: 2511.20347. The factor 4/τ makes the gradient that of REINFORCE at r = 1; away from it the gradient fades
+    like a bell in r, the faster the larger τ. The larger τ for A < 0 assumes that pushing a token down, which pushes
+    all others up, is the noisier half. A token with A = 0 has no loss, so its τ is of no matter.
+    """
+
+    tau_positive: float = Field(1.0, gt=0, description="how fast the gradient fades away from r = 1 where A > 0")
+    tau_negative: float = Field(1.05, gt=0, description="how fast the gradient fades away from r = 1 where A < 0")
+
+    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+        old, advantage = view.column("old_logp"), view.column("advantage")
+        loss, soft = sapo(view.logp, old, advantage, tau_positive=self.tau_positive, tau_negative=self.tau_negative)
+        gates = 4 * (soft.sum() - soft.dot(soft))  # each token's gate is 4σ(1 − σ): 1 where r = 1
+        return loss, Metrics({"gate": Mean.over(gates, len(soft))})

@@ -1,0 +1,122 @@
+"""Losses that guard the entropy: the few tokens whose advantage and log-prob move together are treated apart.
+
+cov = (A − mean A)(log π_old − mean log π_old), means over the action tokens of the whole rollout batch. Raising likely
+tokens and lowering unlikely ones is what drains a policy's entropy, and a handful of tokens does most of it. They are
+chosen once, before the update and over all ranks, so that neither the loss nor its gradient depends on micro-batches.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from etude.algorithms.base import PolicyLoss, log_ratio
+from etude.algorithms.losses.clip import surrogate
+from etude.algorithms.losses.selection import highest, lowest, token_keys
+from etude.algorithms.view import Ranks, View
+from etude.errors import ConfigError
+from etude.observe import Mean, Metrics
+
+__all__ = ["ClipCov", "KLCov", "clip_cov", "covariance", "kl_cov"]
+
+
+def covariance(advantage: Tensor, old_logp: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
+    """[A] float64: (A − mean)(log π_old − mean) with means over all ranks; and the number of tokens there."""
+    a, p = advantage.double(), old_logp.double()
+    sums = ranks.sum(torch.stack([a.sum(), p.sum(), a.new_tensor(float(len(a)))]))
+    means = sums[:2] / sums[2].clamp(min=1)
+    return (a - means[0]) * (p - means[1]), int(sums[2])
+
+
+def clip_cov(
+    logp: Tensor, old_logp: Tensor, advantage: Tensor, chosen: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """PPO's surrogate, 0 for the chosen; and which of the others the ordinary clip cut."""
+    ratio = log_ratio(logp, old_logp).exp()
+    return surrogate(ratio, advantage.masked_fill(chosen, 0.0), clip_low=clip_low, clip_high=clip_high)
+
+
+def kl_cov(logp: Tensor, old_logp: Tensor, advantage: Tensor, chosen: Tensor, *, coefficient: float) -> Tensor:
+    """−A·r, for the chosen with coefficient·|log r| added."""
+    loss = -advantage * log_ratio(logp, old_logp).exp()
+    return torch.where(chosen, loss + coefficient * (logp - old_logp).abs(), loss)
+
+
+def quota(share: float, tokens: int) -> int:
+    """How many of so many tokens a share is: rounded down, but one at least."""
+    return max(1, int(share * tokens))
+
+
+class ClipCov(PolicyLoss):
+    """Clip-Cov: PPO's surrogate (no dual clip) with a few tokens of high covariance left out at random.
+
+    Source: 2505.22617; share 2e-4 and the band (1, 5) are the paper's. As many tokens as `share` of all action tokens
+    of the rollout batch, but one at least, are picked among those whose covariance lies in the band. Assumes that a
+    random few of them suffice to keep the entropy up.
+    Ours: picked once a step over all ranks by a hash of (seed, step, rollout, position).
+    """
+
+    clip_low: float = Field(0.2, gt=0, lt=1, description="how far below 1 the ratio may fall while it lowers the loss")
+    clip_high: float = Field(0.2, gt=0, description="how far above 1 the ratio may rise while it lowers the loss")
+    share: float = Field(2e-4, gt=0, le=1, description="how many tokens are left out, as a share of all action tokens")
+    cov_low: float = Field(1.0, description="the covariance above which a token may be left out")
+    cov_high: float = Field(5.0, description="the covariance below which a token may be left out")
+
+    @model_validator(mode="after")
+    def _band_is_open(self) -> ClipCov:
+        if self.cov_low >= self.cov_high:
+            raise ConfigError(
+                f"`cov_low` is {self.cov_low:g} and `cov_high` is {self.cov_high:g}: no covariance lies between them. "
+                f"Set cov_low < cov_high (1 and 5 are usual)."
+            )
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return super().needs() | {"rollout_id", "chosen"}
+
+    def choose(self, view: View, *, seed: int, step: int) -> Tensor:
+        cov, tokens = covariance(view.column("advantage"), view.column("old_logp"), view.ranks)
+        within = ((cov > self.cov_low) & (cov < self.cov_high)).nonzero()[:, 0]
+        keys = token_keys(view, within, seed=seed, step=step)
+        chosen = torch.zeros_like(cov, dtype=torch.bool)
+        chosen[within] = lowest(keys, quota(self.share, tokens), view.ranks)
+        return chosen
+
+    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+        old, advantage = view.column("old_logp"), view.column("advantage")
+        chosen = view.column("chosen", by="Clip-Cov")
+        loss, cut = clip_cov(view.logp, old, advantage, chosen, clip_low=self.clip_low, clip_high=self.clip_high)
+        return loss, Metrics(
+            {
+                "clip_share": Mean.over(cut.count_nonzero(), len(cut)),
+                "chosen_share": Mean.over(chosen.count_nonzero(), len(chosen)),
+            }
+        )
+
+
+class KLCov(PolicyLoss):
+    """KL-Cov: −A·r, with c·|log r| added on the tokens of highest covariance.
+
+    Source: 2505.22617; the share 2e-4 and c = 1 are the paper's. Assumes that holding the few tokens that drain the
+    entropy is enough, and that no others need a clip. |log r| has a gradient of one size however far a token went; at
+    r = 1 it has none, so the first update of a step is the plain one.
+    Ours: the top share is taken once a step over all ranks, ties broken by a hash of (seed, step, rollout, position);
+    |log r| is not exponentiated and so not clamped.
+    """
+
+    share: float = Field(2e-4, gt=0, le=1, description="how many tokens are held, as a share of all action tokens")
+    coefficient: float = Field(1.0, gt=0, description="how strongly they are held to π_old")
+
+    def needs(self) -> frozenset[str]:
+        return super().needs() | {"rollout_id", "chosen"}
+
+    def choose(self, view: View, *, seed: int, step: int) -> Tensor:
+        cov, tokens = covariance(view.column("advantage"), view.column("old_logp"), view.ranks)
+        return highest(view, cov, quota(self.share, tokens), seed=seed, step=step)
+
+    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+        old, advantage = view.column("old_logp"), view.column("advantage")
+        chosen = view.column("chosen", by="KL-Cov")
+        loss = kl_cov(view.logp, old, advantage, chosen, coefficient=self.coefficient)
+        return loss, Metrics({"chosen_share": Mean.over(chosen.count_nonzero(), len(chosen))})

@@ -1,0 +1,78 @@
+"""Learning from a teacher's likeliest tokens.
+
+Two ways to distil stand side by side. *On-policy* distillation is an advantage (`distillation`), with any policy loss:
+it needs the teacher's log-prob of the sampled token only. *Supervised* distillation is the loss on this page: it
+compares whole distributions, as far as the teacher told them, on tokens that anyone may have sampled.
+
+Self-distillation is either of the two with the policy itself as the teacher, shown more than the student: a
+demonstration (SDFT, 2601.19897), or feedback on its own attempt (SDPO, 2601.20802). What makes it theirs is the prompt
+under which the teacher's columns are computed; the loss does not change.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from etude.algorithms.base import LossValue, TokenLoss
+from etude.algorithms.reduce import Denominators
+from etude.algorithms.view import View
+from etude.observe import Mean, Metrics
+
+__all__ = ["TopKDistillation", "tail", "topk_kl"]
+
+Direction = Literal["forward", "reverse"]
+
+
+def tail(logp: Tensor) -> Tensor:
+    """[A, k] → [A]: the probability of all tokens that are not listed."""
+    return (1 - logp.exp().sum(-1)).clamp(min=0)
+
+
+def topk_kl(student: Tensor, teacher: Tensor, direction: Direction) -> Tensor:
+    """[A, k] → [A]: the KL divergence over the k listed tokens and one bucket for all others.
+
+    forward: KL(teacher ‖ student); reverse: KL(student ‖ teacher). Both are 0 or more, which a sum over the listed
+    tokens alone is not.
+    """
+    least = 8 * torch.finfo(student.dtype).eps  # a bucket below this is rounding, and its logarithm noise
+    rest, rest_teacher = tail(student), tail(teacher)
+    p, q, listed = (rest_teacher, rest, teacher) if direction == "forward" else (rest, rest_teacher, student)
+    known = listed.exp() * (listed - (student if direction == "forward" else teacher))
+    bucket = p.clamp(min=least) * (p.clamp(min=least) / q.clamp(min=least)).log()
+    return known.sum(-1) + torch.where(p > least, bucket, 0.0)
+
+
+class TopKDistillation(TokenLoss):
+    """Supervised distillation: the KL divergence to the teacher over its k likeliest tokens and a bucket for the rest.
+
+    forward: Σ q(log q − log p), q the teacher's; the student covers all that the teacher would say.
+    reverse: Σ p(log p − log q); the student keeps to what the teacher would say.
+    Sources: 1503.02531 (forward), 2306.08543 and 2306.13649 (reverse); as self-distillation 2601.19897 and 2601.20802,
+    with the policy itself, shown more, as the teacher.
+    Assumes that both distributions are at one temperature. Without the bucket the truncated divergence can go below 0,
+    and is least not where the two agree.
+    """
+
+    direction: Direction = Field("forward", description="KL of the teacher to the student (forward), or back (reverse)")
+
+    def needs(self) -> frozenset[str]:
+        return super().needs() | {"teacher_topk_ids", "teacher_topk_logp"}
+
+    def outputs(self) -> frozenset[str]:
+        return frozenset({"topk_logp"})
+
+    def __call__(self, view: View, whole: Denominators) -> LossValue:
+        student = view.output("topk_logp", by="Top-k distillation")
+        teacher = view.column("teacher_topk_logp", by="Top-k distillation").to(student.dtype)
+        loss = topk_kl(student, teacher, self.direction)
+        metrics = Metrics(
+            {
+                "distillation_kl": Mean.over(loss.detach().sum(), len(loss)),
+                "teacher_tail": Mean.over(tail(teacher).sum(), len(loss)),
+            }
+        )
+        return LossValue(self.reduced(loss, view, whole), metrics)

@@ -1,0 +1,119 @@
+"""Losses over pairs: a group is two answers to one task, and the one with the higher reward was preferred."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from etude.algorithms.base import Loss, LossValue
+from etude.algorithms.reduce import Denominators
+from etude.algorithms.view import View, wide
+from etude.errors import BatchError
+from etude.observe import Mean, Metrics
+
+__all__ = ["DPO", "RewardModel", "pairs", "preference"]
+
+
+def pairs(view: View) -> tuple[Tensor, Tensor]:
+    """The preferred and the other rollout of each group [G]; refused unless each is two of different rewards."""
+    group, reward = view.batch.group, view.batch.need("reward", by="A loss over pairs")
+    sizes = torch.bincount(group)
+    odd = (sizes != 2).nonzero()
+    if len(odd):
+        g = int(odd[0])
+        raise BatchError(
+            f"Group {g}{_rollouts(view, g)} has {int(sizes[g])} rollouts, but a preference is between two. "
+            f"Give each group exactly one preferred and one other answer."
+        )
+    both = group.argsort(stable=True).view(-1, 2)
+    first, second = reward[both[:, 0]], reward[both[:, 1]]
+    level = (first == second).nonzero()
+    if len(level):
+        g = int(level[0])
+        raise BatchError(
+            f"Group {g}{_rollouts(view, g)} has two rewards of {float(first[g]):g}, which prefers neither. "
+            f"Give the preferred answer the higher reward, or leave the pair out."
+        )
+    swap = first < second
+    return torch.where(swap, both[:, 1], both[:, 0]), torch.where(swap, both[:, 0], both[:, 1])
+
+
+def _rollouts(view: View, group: int) -> str:
+    named = [str(view.name(u)) for u in (view.batch.group == group).nonzero()[:, 0].tolist()]
+    return f" (rollouts {', '.join(named)})" if named else ""
+
+
+def preference(margin: Tensor, *, label_smoothing: float) -> Tensor:
+    """−(1 − ε)·log σ(margin) − ε·log σ(−margin)."""
+    return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+
+
+class DPO(Loss):
+    """Direct preference optimisation: −log σ(β·(Δ_chosen − Δ_rejected)), Δ = Σ log π_θ/π_ref over a rollout's actions.
+
+    Source: 2305.18290; label smoothing (the conservative form) from its authors' note. Assumes preferences that follow
+    Bradley and Terry's model, whose reward is then β·log π_θ/π_ref. The mean is over the groups of the update batch.
+    """
+
+    split_unit: ClassVar[Literal["rollout", "group"]] = "group"
+
+    beta: float = Field(0.1, gt=0, description="how strongly the policy is held to the reference")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="how often a stated preference is taken to be wrong")
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reward", "ref_logp"})
+
+    def __call__(self, view: View, whole: Denominators) -> LossValue:
+        chosen, rejected = pairs(view)
+        implied = self.beta * view.rollouts.sum(view.logp - view.column("ref_logp", by="DPO"))
+        margin = implied[chosen] - implied[rejected]
+        loss = preference(margin, label_smoothing=self.label_smoothing).sum() / max(whole.groups, 1)
+        seen, count = implied.detach(), len(margin)
+        return LossValue(
+            loss,
+            Metrics(
+                {
+                    "accuracy": Mean.over((margin > 0).sum(), count),
+                    "margin": Mean.over(margin.detach().sum(), count),
+                    "chosen_reward": Mean.over(seen[chosen].sum(), count),
+                    "rejected_reward": Mean.over(seen[rejected].sum(), count),
+                }
+            ),
+        )
+
+
+class RewardModel(Loss):
+    """A reward model from preferences: −log σ(score_chosen − score_rejected).
+
+    Source: Bradley and Terry (1952), as in 2203.02155. Assumes one score for a whole rollout, read where the model's
+    head puts it; only differences within a pair are learned, so scores of different tasks have no common zero.
+    The mean is over the groups of the update batch.
+    """
+
+    split_unit: ClassVar[Literal["rollout", "group"]] = "group"
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reward"})
+
+    def outputs(self) -> frozenset[str]:
+        return frozenset({"score"})
+
+    def __call__(self, view: View, whole: Denominators) -> LossValue:
+        chosen, rejected = pairs(view)
+        score = wide(view.forward("score", by="The reward model's loss"))
+        margin = score[chosen] - score[rejected]
+        loss = preference(margin, label_smoothing=0.0).sum() / max(whole.groups, 1)
+        count = len(margin)
+        return LossValue(
+            loss,
+            Metrics(
+                {
+                    "accuracy": Mean.over((margin > 0).sum(), count),
+                    "margin": Mean.over(margin.detach().sum(), count),
+                }
+            ),
+        )

@@ -1,0 +1,60 @@
+"""Picking a few tokens out of a rollout batch that may be spread over ranks, the same ones however it is spread.
+
+A random pick orders the tokens by a hash of (seed, step, rollout, position): a token's number depends on what it is
+called and not on where it stands, so order, packing and ranks cannot change what is picked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from etude.algorithms.view import Ranks, View
+
+__all__ = ["highest", "lowest", "mix", "token_keys"]
+
+# The constants of splitmix64, as signed 64-bit integers: torch has no unsigned ones that multiply.
+STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+
+def mix(x: Tensor) -> Tensor:
+    """splitmix64, entry by entry: a bijection of 64-bit integers that leaves no trace of their order."""
+    x = x + STEP
+    x = (x ^ _right(x, 30)) * FIRST
+    x = (x ^ _right(x, 27)) * SECOND
+    return x ^ _right(x, 31)
+
+
+def _right(x: Tensor, bits: int) -> Tensor:
+    """A shift that brings in zeros, as on unsigned integers."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def token_keys(view: View, where: Tensor, *, seed: int, step: int) -> Tensor:
+    """[n]: a random number for each of these action tokens (places in [A]), the same wherever the token stands."""
+    offsets = view.rollouts.offsets
+    rollout = torch.searchsorted(offsets, where, right=True) - 1
+    key = mix(mix(torch.tensor(seed, device=where.device)) ^ step)
+    key = mix(key ^ view.batch.need("rollout_id", by="A random choice").long()[rollout])
+    return mix(key ^ (where - offsets[rollout]))
+
+
+def lowest(keys: Tensor, count: int, ranks: Ranks) -> Tensor:
+    """[n] bool: those among the `count` lowest keys over all ranks."""
+    best = ranks.gather(keys.topk(min(count, len(keys)), largest=False).values)
+    if len(best) < count:
+        return torch.ones_like(keys, dtype=torch.bool)
+    return keys <= best.kthvalue(count).values
+
+
+def highest(view: View, values: Tensor, count: int, *, seed: int, step: int) -> Tensor:
+    """[A] bool: the `count` highest values over all ranks; among equals at the edge, those with the lowest hash."""
+    best = view.ranks.gather(values.topk(min(count, len(values))).values)
+    if len(best) < count:
+        return torch.ones_like(values, dtype=torch.bool)
+    edge = best.topk(count).values[-1]
+    picked = values > edge
+    left = count - int(view.ranks.sum(picked.sum()))
+    tied = (values == edge).nonzero()[:, 0]
+    picked[tied] = lowest(token_keys(view, tied, seed=seed, step=step), left, view.ranks)
+    return picked

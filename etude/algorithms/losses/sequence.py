@@ -1,0 +1,171 @@
+"""Losses whose ratio is a sequence's: one number for all action tokens of a rollout, or of a turn."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from etude.algorithms.base import CLAMP, PolicyLoss, log_ratio
+from etude.algorithms.losses.clip import surrogate
+from etude.algorithms.reduce import Reduction
+from etude.algorithms.segments import Segments
+from etude.algorithms.view import View
+from etude.errors import BatchError, ConfigError
+from etude.observe import Max, Mean, Metrics
+
+__all__ = ["GMPO", "GSPO", "VESPO", "gmpo", "gspo", "vespo"]
+
+
+def gspo(
+    logp: Tensor, old_logp: Tensor, advantage: Tensor, units: Segments, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """The surrogate of sg(s)·π_θ/sg(π_θ), s = exp(mean log r) over the unit; and which tokens were cut.
+
+    The ratio's value is the sequence's and its gradient the token's own: s itself is not differentiated, which would
+    count the gradient twice.
+    """
+    own = logp.detach()
+    s = units.spread(units.mean(log_ratio(own, old_logp)).exp())
+    ratio = torch.addcmul(s, s, logp - own)  # π_θ/sg(π_θ) is 1 with the slope of log π_θ, and so is 1 + (its log)
+    return surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high)
+
+
+def gmpo(logp: Tensor, old_logp: Tensor, advantage: Tensor, units: Segments, *, clip: float) -> tuple[Tensor, Tensor]:
+    """−A·exp(mean of log r clipped on the side A points to), the unit's one value at each of its tokens."""
+    outward = advantage.sign() * (logp - old_logp)
+    each = units.last(advantage)
+    value = -each * (each.sign() * units.mean(outward.clamp(-CLAMP, clip))).exp()
+    return units.spread(value), outward.detach() > clip
+
+
+def vespo(
+    logp: Tensor,
+    behavior_logp: Tensor,
+    advantage: Tensor,
+    units: Segments,
+    *,
+    power_positive: float,
+    decay_positive: float,
+    power_negative: float,
+    decay_negative: float,
+) -> tuple[Tensor, Tensor]:
+    """−sg(φ(W))·A·log π_θ, φ(W) = W^k·e^{λ(1 − W)}, W = ∏ π_θ/μ over the unit; and φ at each token."""
+    log_w = units.sum(logp.detach() - behavior_logp).clamp(-CLAMP, CLAMP)
+    room = 1 - log_w.exp()
+    up = units.spread((power_positive * log_w + decay_positive * room).exp())
+    down = units.spread((power_negative * log_w + decay_negative * room).exp())
+    weight = torch.where(advantage > 0, up, down)
+    return -advantage * weight * logp, weight
+
+
+class GSPO(PolicyLoss):
+    """Group sequence policy optimisation: PPO's surrogate with s = exp(mean log r) over the unit as the ratio.
+
+    Source: 2507.18071, in its token form sg(s)·π_θ/sg(π_θ): at equal advantages its value and gradient are the sequence
+    form's, and advantages may still differ from token to token.
+    Assumes that a reward given to a sequence wants a ratio of the sequence; the mean over tokens keeps s near 1, so the
+    clip is of the order 1e-4: PPO's 0.2 would never act. Reduced by `seq-mean-token-mean`; with sums over tokens
+    instead, longer rollouts weigh more, which is nearly LUSPO (2602.05261).
+    """
+
+    of_units: ClassVar[bool] = True
+
+    reduction: Reduction = Field("seq-mean-token-mean", description="how the numbers of the tokens become one loss")
+    clip_low: float = Field(3e-4, gt=0, lt=1, description="how far below 1 the sequence's ratio may fall")
+    clip_high: float = Field(4e-4, gt=0, description="how far above 1 the sequence's ratio may rise")
+
+    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+        old, advantage = view.column("old_logp"), view.column("advantage")
+        loss, cut = gspo(
+            view.logp, old, advantage, view.units(self.unit), clip_low=self.clip_low, clip_high=self.clip_high
+        )
+        return loss, Metrics({"clip_share": Mean.over(cut.count_nonzero(), len(cut))})
+
+
+class GMPO(PolicyLoss):
+    """Geometric-mean policy optimisation: −A·exp(mean of clipped log r), one value for each unit, then their mean.
+
+    Source: 2507.20673, with its clip of e^{±0.4}: log r is bounded from above where A > 0 and from below where A < 0.
+    Assumes one advantage for the whole unit, and is refused where that does not hold: the geometric mean of ratios has
+    no meaning under several.
+    Ours: a token that a correction rejected enters the mean as log r = 0, so that it gets no gradient, and the unit's
+    value counts by the share of its tokens that were kept. Weights are one number a rollout.
+    """
+
+    of_units: ClassVar[bool] = True
+
+    weight_levels: ClassVar[frozenset[str]] = frozenset({"sequence", "geometric"})
+
+    reduction: Reduction = Field("seq-mean-token-mean", description="the mean over units; nothing else is taken")
+    clip: float = Field(
+        0.4, gt=0, lt=CLAMP, description="the most by which log r may leave 0 on the side its advantage points to"
+    )
+
+    @model_validator(mode="after")
+    def _reduction_is_a_mean_of_values(self) -> GMPO:
+        if self.reduction != "seq-mean-token-mean":
+            raise ConfigError(
+                f"`reduction={self.reduction}` sums over tokens, but GMPO has one value for a whole rollout. Leave it "
+                f"at `seq-mean-token-mean`, the mean of those values, or choose a loss of tokens such as `ppo`."
+            )
+        return self
+
+    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+        old, advantage, units = view.column("old_logp"), view.column("advantage"), view.units(self.unit)
+        self._refuse_several_advantages(advantage, units, view)
+        logp = view.logp if view.batch.keep is None else torch.where(view.column("keep"), view.logp, old)
+        loss, cut = gmpo(logp, old, advantage, units, clip=self.clip)
+        return loss, Metrics({"clip_share": Mean.over(cut.count_nonzero(), len(cut))})
+
+    def _refuse_several_advantages(self, advantage: Tensor, units: Segments, view: View) -> None:
+        after = (advantage[1:] != advantage[:-1]).nonzero()[:, 0] + 1
+        inside = after[~torch.isin(after, units.offsets)]
+        if len(inside):
+            at = int(inside[0])
+            rollout = int(torch.searchsorted(view.rollouts.offsets, at, right=True)) - 1
+            raise BatchError(
+                f"Rollout {view.name(rollout)} has the advantages {float(advantage[at - 1]):g} and "
+                f"{float(advantage[at]):g} within one {self.unit}, but GMPO takes one for all of it. Choose an "
+                f"estimator that judges whole rollouts, such as `grpo`, or a loss of tokens, such as `ppo`."
+            )
+
+
+class VESPO(PolicyLoss):
+    """Variational sequence-level soft policy optimisation: −sg(φ(W))·A·log π_θ, φ(W) = W^k·e^{λ(1 − W)}.
+
+    Source: 2602.10693; (k, λ) = (2, 3) for A > 0 and (3, 2) for A < 0 are those of the authors' code. W = ∏ π_θ/μ is
+    the whole sequence's weight, not normalised by length; φ(1) = 1, and a vanishing or an exploding W fades out.
+    Assumes that the variance of W is what has to be bounded; everything is against the sampler, so a correction of the
+    mismatch has nothing left to weigh.
+    Ours: k and λ go by the sign of each token's advantage; log W is cut to ±20.
+    """
+
+    of_units: ClassVar[bool] = True
+
+    reads_old = False
+    reads_behavior = True
+
+    power_positive: float = Field(2.0, ge=0, description="k for A > 0: how fast unlikely rollouts fade out")
+    decay_positive: float = Field(3.0, ge=0, description="λ for A > 0: how fast overweight rollouts fade out")
+    power_negative: float = Field(3.0, ge=0, description="k for A < 0: how fast unlikely rollouts fade out")
+    decay_negative: float = Field(2.0, ge=0, description="λ for A < 0: how fast overweight rollouts fade out")
+
+    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+        behavior, advantage = view.column("behavior_logp"), view.column("advantage")
+        loss, weight = vespo(
+            view.logp,
+            behavior,
+            advantage,
+            view.units(self.unit),
+            power_positive=self.power_positive,
+            decay_positive=self.decay_positive,
+            power_negative=self.power_negative,
+            decay_negative=self.decay_negative,
+        )
+        metrics = Metrics({"soft_weight": Mean.over(weight.sum(), len(weight))})
+        if len(weight):
+            metrics.add("soft_weight_max", Max.of(weight.max()))
+        return loss, metrics

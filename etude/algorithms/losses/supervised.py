@@ -1,0 +1,91 @@
+"""Losses that learn from what is written down: demonstrations, tool output, returns."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from etude.algorithms.base import Loss, LossValue, TokenLoss
+from etude.algorithms.reduce import Denominators
+from etude.algorithms.view import View, wide
+from etude.observe import Mean, Metrics
+
+__all__ = ["SFT", "Echo", "Value", "value_error"]
+
+
+def value_error(value: Tensor, old_value: Tensor | None, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
+    """½·max((V − G)², (V_old + clip(V − V_old) − G)²), and where the clip took the gradient; no V_old, no clip."""
+    plain = (value - returns) ** 2
+    if old_value is None:
+        return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
+    with torch.no_grad():  # where it is the larger the value is out of bounds, and it has no gradient
+        near = (value.clamp(old_value - clip, old_value + clip) - returns) ** 2
+        cut = near > plain
+    return 0.5 * torch.where(cut, near, plain), cut
+
+
+class SFT(TokenLoss):
+    """Supervised fine-tuning: −log π_θ of the tokens that were shown.
+
+    The shown tokens are the batch's action tokens. Assumes that each is worth imitating; `token-mean` weighs tokens
+    alike, `seq-mean-token-mean` demonstrations alike.
+    """
+
+    def __call__(self, view: View, whole: Denominators) -> LossValue:
+        told = view.logp
+        nll = Mean.over(-told.detach().sum(), len(told))
+        return LossValue(-self.reduced(told, view, whole), Metrics({"nll": nll}))
+
+
+class Value(TokenLoss):
+    """The critic's regression to the returns: ½·max((V − G)², (V_old + clip(V − V_old, ±c) − G)²).
+
+    Source: 1506.02438 for the targets, the clip from the code of 1707.06347. Assumes returns that stay put during the
+    update. The maximum is pessimistic, as PPO's: a value that has moved further than c towards its target gets no more
+    gradient, one that moved away gets all of it.
+    """
+
+    clip: float | None = Field(
+        0.2, gt=0, description="how far a value may move from the start of the step; none does not bound it"
+    )
+
+    def needs(self) -> frozenset[str]:
+        return super().needs() | {"returns"} | ({"value"} if self.clip is not None else set())
+
+    def outputs(self) -> frozenset[str]:
+        return frozenset({"value"})
+
+    def __call__(self, view: View, whole: Denominators) -> LossValue:
+        value, returns = view.output("value", by="The value loss"), view.column("returns")
+        if self.clip is None:
+            loss, cut = value_error(value, None, returns, clip=0.0)
+        else:
+            loss, cut = value_error(value, view.column("value"), returns, clip=self.clip)
+        metrics = Metrics(
+            {
+                "value_loss": Mean.over(loss.detach().sum(), len(loss)),
+                "value_clip_share": Mean.over(cut.count_nonzero(), len(cut)),
+            }
+        )
+        return LossValue(self.reduced(loss, view, whole), metrics)
+
+
+class Echo(Loss):
+    """ECHO: −log π_θ of the tool-output tokens, averaged over those of the update batch.
+
+    Assumes that predicting what its tools answer teaches an agent about its world. It is added to a policy loss with a
+    weight, and is the one term by which tokens that the policy did not choose have a gradient: those that are marked as
+    observation and are not actions. Its denominator counts them alone, so their number does not dilute the policy loss.
+    """
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"observation"})
+
+    def __call__(self, view: View, whole: Denominators) -> LossValue:
+        seen = view.batch.need("observation", by="ECHO") & ~view.batch.action
+        logp = wide(view.forward("logp", by="ECHO").index_select(0, seen.nonzero()[:, 0]))
+        total = -logp.sum()
+        return LossValue(
+            total / max(whole.observations, 1), Metrics({"echo_nll": Mean.over(total.detach(), len(logp))})
+        )

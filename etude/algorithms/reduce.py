@@ -1,0 +1,89 @@
+"""From one number a token to the loss: reductions whose denominators are taken over the whole update batch.
+
+A micro-batch contributes its sum divided by the *update batch's* count, so that adding the micro-batches up (or the
+ranks) gives the loss of the whole, however it was cut. A rollout that was rejected, or chose no token, still counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from etude.algorithms.segments import Segments
+from etude.algorithms.view import Unit, View
+from etude.errors import ConfigError
+
+__all__ = ["Denominators", "Reduction", "reduce"]
+
+Reduction = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+"""`token-…`: over all action tokens alike. `seq-mean-…`: first within each unit, then the mean over units."""
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What an update batch has to divide by: counts over all its micro-batches on all ranks."""
+
+    tokens: int
+    """Action tokens."""
+    rollouts: int
+    turns: int
+    """0 where the batch does not say which turn a token belongs to."""
+    observations: int
+    """Tool-output tokens."""
+    groups: int
+
+    @classmethod
+    def of(cls, view: View) -> Denominators:
+        """The counts of an update batch that one process holds whole."""
+        batch = view.batch
+        seen = 0 if batch.observation is None else int((batch.observation & ~batch.action).sum())
+        turns = 0 if batch.turn is None else view.turns.count
+        return cls(len(view.index), batch.rollouts, turns, seen, batch.groups)
+
+    @classmethod
+    def total(cls, parts: Sequence[Denominators]) -> Denominators:
+        """Over the ranks of a data-parallel update, each holding whole groups or whole rollouts."""
+        return cls(
+            sum(p.tokens for p in parts),
+            sum(p.rollouts for p in parts),
+            sum(p.turns for p in parts),
+            sum(p.observations for p in parts),
+            sum(p.groups for p in parts),
+        )
+
+    def of_unit(self, unit: Unit) -> int:
+        """How many units there are."""
+        return self.rollouts if unit == "rollout" else self.turns
+
+
+def reduce(
+    values: Tensor,
+    units: Segments,
+    how: Reduction,
+    *,
+    tokens: int,
+    count: int,
+    constant: float | None = None,
+) -> Tensor:
+    """One number a token [A] to one number, as this micro-batch's share of the update batch's loss.
+
+    tokens, count: action tokens and units of the update batch. constant: what `seq-mean-token-sum-norm` divides by
+    besides, a configured length and never the width of a tensor.
+    """
+    if how == "token-sum":
+        return values.sum()
+    if how == "token-mean":
+        return values.sum() / max(tokens, 1)
+    if how == "seq-mean-token-mean":
+        return units.mean(values).sum() / max(count, 1)
+    if how == "seq-mean-token-sum":
+        return values.sum() / max(count, 1)
+    if constant is None:
+        raise ConfigError(
+            "The reduction `seq-mean-token-sum-norm` divides by a constant of yours: set `norm_length`, "
+            "usually to the longest completion allowed."
+        )
+    return values.sum() / (max(count, 1) * constant)

@@ -1,0 +1,150 @@
+"""Segments: consecutive stretches of a flat column, and the only reductions the algorithms are written with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Segments"]
+
+PIECE = 64
+"""How many entries are walked one after another in sums that carry on; longer segments are cut into such pieces."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """S stretches that cover a flat column [A] from left to right. A stretch may be empty: it sums to 0.
+
+    Example: `Segments(torch.tensor([2, 0, 3]))` is a column of five entries: two, none, three.
+    """
+
+    lengths: Tensor  # [S] int64
+
+    @property
+    def count(self) -> int:
+        """S."""
+        return len(self.lengths)
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """[S + 1]: where each begins, and where the last ends."""
+        return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+
+    @cached_property
+    def size(self) -> int:
+        """A: the length of the column."""
+        return int(self.offsets[-1])
+
+    @cached_property
+    def index(self) -> Tensor:
+        """[A]: the segment of each entry."""
+        return self.spread(torch.arange(self.count, device=self.lengths.device))
+
+    @cached_property
+    def position(self) -> Tensor:
+        """[A]: each entry's place in its segment, from 0."""
+        return torch.arange(self.size, device=self.lengths.device) - self.spread(self.offsets[:-1])
+
+    def holding(self, entries: Tensor) -> Tensor:
+        """The segment that each of some entries is in: a search, for fewer entries than `index` would be made of."""
+        return torch.searchsorted(self.offsets, entries, right=True) - 1
+
+    def spread(self, values: Tensor) -> Tensor:
+        """One value for each segment, given to each of its entries: [S] → [A]. Differentiable."""
+        spread: Tensor = _Spread.apply(values, self)  # type: ignore[no-untyped-call]
+        return spread
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[A] → [S]. An empty segment gives 0."""
+        if self.count == 0 or self.size == 0:
+            return values.new_zeros(self.count) + 0 * values.sum()
+        return torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[A] → [S]. An empty segment gives 0, so that it contributes nothing."""
+        return self.sum(values) / self.lengths.clamp(min=1)
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """[A] → [S]. An empty segment gives -inf."""
+        if self.count == 0 or self.size == 0:
+            return values.new_full((self.count,), -torch.inf)
+        return torch.segment_reduce(values, "max", lengths=self.lengths, unsafe=True, initial=-torch.inf)
+
+    def minimum(self, values: Tensor) -> Tensor:
+        """[A] → [S]. An empty segment gives inf."""
+        return -self.maximum(-values)
+
+    def last(self, values: Tensor, empty: float = 0.0) -> Tensor:
+        """[A] → [S]: the last entry of each; `empty` where there is none."""
+        if self.size == 0:
+            return values.new_full((self.count,), empty)
+        picked = values[(self.offsets[1:] - 1).clamp(min=0)]
+        return torch.where(self.lengths > 0, picked, torch.full_like(picked, empty))
+
+    def shift(self, values: Tensor, empty: float = 0.0) -> Tensor:
+        """[A] → [A]: at each entry the next one of its segment; `empty` at the last."""
+        ahead = torch.cat([values[1:], values.new_full((1,), empty)])[: self.size]
+        return ahead.index_fill(0, self.offsets[1:][self.lengths > 0] - 1, empty)
+
+    def to_go(self, values: Tensor, decay: float = 1.0) -> Tensor:
+        """[A] → [A]: G_t = x_t + decay · G_{t+1} within each segment. No gradient flows through it.
+
+        Segments are cut, from their ends, into pieces of 64. One sweep over the pieces, all at once, finds what each is
+        worth; the same sum over the chain of pieces finds what each has behind it; a second sweep starts from there.
+        So the steps taken grow with the logarithm of the longest segment, each entry is touched a few times, and the
+        result depends on nothing but the segment's own entries.
+        """
+        values = values.detach()
+        pieces = -(-self.lengths // PIECE)
+        chain, first = Segments(pieces), pieces.cumsum(0) - pieces
+        lengths = torch.full((chain.size,), PIECE, dtype=torch.int64, device=values.device)
+        acted = pieces > 0
+        lengths[first[acted]] = (self.lengths - (pieces - 1) * PIECE)[acted]
+        sweep = _Sweep(Segments(lengths))
+        behind = values.new_zeros(chain.size)
+        if chain.size > int(acted.sum()):
+            behind = chain.shift(chain.to_go(sweep(values, behind, decay), decay**PIECE))
+        total = torch.empty_like(values)
+        sweep(values, behind, decay, total)
+        return total
+
+    def so_far(self, values: Tensor) -> Tensor:
+        """[A] → [A]: the running sum within each segment, the entry itself included. No gradient flows through it."""
+        return Segments(self.lengths.flip(0)).to_go(values.flip(0)).flip(0)
+
+
+class _Sweep:
+    """A walk over short segments from their ends, one entry of every segment at a time."""
+
+    def __init__(self, segments: Segments) -> None:
+        self.order = torch.argsort(segments.lengths, descending=True, stable=True)
+        self.ends = (segments.offsets[1:] - 1)[self.order]
+        longer = torch.bincount(segments.lengths).flip(0).cumsum(0).flip(0)  # [s]: how many have s entries or more
+        self.active = longer[1:].tolist()
+
+    def __call__(self, values: Tensor, behind: Tensor, decay: float, into: Tensor | None = None) -> Tensor:
+        """What each segment is worth at its first entry, given what lies behind it; `into` gets every entry's worth."""
+        worth = behind[self.order]
+        for step, n in enumerate(self.active):
+            at = self.ends[:n] - step
+            worth[:n].mul_(decay).add_(values.index_select(0, at))
+            if into is not None:
+                into.index_copy_(0, at, worth[:n])
+        return torch.empty_like(worth).index_copy_(0, self.order, worth)
+
+
+class _Spread(torch.autograd.Function):
+    """`Segments.spread`, with the sum over segments as its gradient: torch's own adds up entry by entry."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        return torch.repeat_interleave(values, segments.lengths, output_size=segments.size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.segments.sum(gradient), None

@@ -1,0 +1,145 @@
+"""What an algorithm is written in terms of: the action tokens of a batch, packed together.
+
+Everything else in a batch is context, and context must teach nothing. The surest way is not to look: a `View` gathers
+the action tokens of each column into one flat column [A], in time order, and the formulas never meet another token. A
+NaN in the context can then neither enter a sum nor come back through a gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from etude.algorithms.segments import Segments
+from etude.batch import Batch
+from etude.errors import MissingColumnError
+
+__all__ = ["Alone", "Outputs", "Ranks", "Unit", "View", "wide"]
+
+Unit = Literal["rollout", "turn"]
+"""What a per-sequence quantity is taken over."""
+
+
+class Ranks(Protocol):
+    """How a statistic of the whole rollout batch is taken when each rank holds some of its groups."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks, entry by entry."""
+        ...
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The ranks' values [n, …], which may differ in n, end to end in rank order."""
+        ...
+
+
+class Alone:
+    """The only rank: it holds the whole batch."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The values: there is nobody else."""
+        return values
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The values: there is nobody else."""
+        return values
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Outputs:
+    """What the models said of a batch in this forward pass, with gradients: flat columns [T] like the batch's own.
+
+    A loss declares which of them it needs in `outputs`; the engine computes no others.
+    """
+
+    logp: Tensor | None = None
+    """log π_θ of each token, scaled by the temperature as the sampler's is."""
+    entropy: Tensor | None = None
+    """The entropy of π_θ at each token."""
+    full_kl: Tensor | None = None
+    """KL(π_θ ‖ π_ref) over the whole vocabulary at each token."""
+    topk_logp: Tensor | None = None
+    """[T, k]: log π_θ of the tokens in `teacher_topk_ids`."""
+    value: Tensor | None = None
+    """The critic's estimate of the state before each token."""
+    score: Tensor | None = None
+    """[U]: a reward model's score of each rollout."""
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """The action tokens of a batch (or of a micro-batch), A of them, and the segments they fall into."""
+
+    batch: Batch
+    outputs: Outputs = field(default_factory=Outputs)
+    ranks: Ranks = field(default_factory=Alone)
+    """Whoever holds the rest of the rollout batch; a statistic of all of it goes through here."""
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """What results are given in: float64 where the batch's log-probs are, else float32."""
+        told = self.batch.behavior_logp if self.batch.old_logp is None else self.batch.old_logp
+        return torch.float64 if told is not None and told.dtype == torch.float64 else torch.float32
+
+    @cached_property
+    def index(self) -> Tensor:
+        """[A] int64: where the action tokens stand in the batch."""
+        return self.batch.action.nonzero()[:, 0]
+
+    @cached_property
+    def rollouts(self) -> Segments:
+        """The rollouts of the batch as stretches of action tokens; one without an action is empty."""
+        return Segments(torch.diff(torch.searchsorted(self.index, self.batch.unit_tokens)))
+
+    @cached_property
+    def turns(self) -> Segments:
+        """The turns of all rollouts as stretches of action tokens, in time order."""
+        turn, rollout = self.column("turn", by="A quantity over turns"), self.rollouts.index
+        begins = torch.ones(len(turn), dtype=torch.bool, device=turn.device)
+        begins[1:] = (turn[1:] != turn[:-1]) | (rollout[1:] != rollout[:-1])
+        starts = begins.nonzero()[:, 0]
+        return Segments(torch.diff(starts, append=starts.new_full((1,), len(turn))))
+
+    def units(self, unit: Unit) -> Segments:
+        """The rollouts or the turns."""
+        return self.rollouts if unit == "rollout" else self.turns
+
+    def column(self, name: str, by: str = "") -> Tensor:
+        """[A]: a token column of the batch at the action tokens; half precision is widened to float32."""
+        return wide(self.batch.need(name, by).index_select(0, self.index))
+
+    def forward(self, name: str, by: str = "") -> Tensor:
+        """One of the forward pass's columns whole and as it is, with its gradient."""
+        values: Tensor | None = self.outputs.__dict__[name]
+        if values is None:
+            raise MissingColumnError(
+                f"{by or 'A loss'} needs the model's `{name}`, which this forward pass did not compute. "
+                f"Declare it in the loss's `outputs`, or pass it in `Outputs({name}=…)`."
+            )
+        return values
+
+    def output(self, name: str, by: str = "") -> Tensor:
+        """[A] or [A, k]: one of the forward pass's columns at the action tokens, with its gradient."""
+        return wide(self.forward(name, by).index_select(0, self.index))
+
+    @cached_property
+    def logp(self) -> Tensor:
+        """[A]: log π_θ, with gradient."""
+        return self.output("logp")
+
+    def name(self, rollout: int) -> int:
+        """What an error calls a rollout of the batch: its run-wide name, or its place where it has none."""
+        return rollout if self.batch.rollout_id is None else int(self.batch.rollout_id[rollout])
+
+    def spread(self, values: Tensor, fill: float = 0.0) -> Tensor:
+        """A quantity of the action tokens, put back among all tokens: [A] → [T]."""
+        whole = torch.full((self.batch.tokens,), fill, dtype=values.dtype, device=values.device)
+        return whole.index_copy_(0, self.index, values)
+
+
+def wide(values: Tensor) -> Tensor:
+    """Half precision widened to float32, in which all maths is done; wider types as they are."""
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values

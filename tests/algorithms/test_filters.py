@@ -1,0 +1,50 @@
+"""DAPO's over-long penalty and its filter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from etude.algorithms.filters import Overlong, informative
+from etude.errors import ConfigError, MissingColumnError
+from etude.observe import Metrics
+from tests.algorithms.flat import flat_view, float64
+
+
+def test_penalty_is_zero_up_to_the_buffer_and_the_factor_at_the_limit() -> None:
+    overlong = Overlong(max_length=20, buffer=8, factor=0.5)
+    found = overlong.penalty(torch.tensor([0, 11, 12, 13, 16, 20, 24]))
+    assert found.tolist() == [0, 0, 0, -0.0625, -0.25, -0.5, -0.75]
+
+
+def test_the_reward_is_lowered_by_action_tokens_and_the_metric_is_not() -> None:
+    view = flat_view([3, 0, 5], reward=float64([1, 1, 0]), metric=float64([1, 1, 0]))
+    metrics = Metrics()
+    batch = Overlong(max_length=6, buffer=4).penalised(view, metrics)
+    assert batch.reward is not None and batch.reward.tolist() == [0.75, 1, -0.75]
+    assert batch.metric is not None and batch.metric.tolist() == [1, 1, 0]
+    assert metrics.reduce() == {"overlong_penalty": pytest.approx(-1 / 3), "overlong_share": pytest.approx(2 / 3)}
+
+
+def test_the_penalty_needs_a_reward() -> None:
+    with pytest.raises(MissingColumnError, match=r"The over-long penalty needs the column `reward`"):
+        Overlong(max_length=6, buffer=4).penalised(flat_view([1]), Metrics())
+
+
+def test_a_buffer_longer_than_the_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`buffer` is 4096, more than the whole of `max_length` = 1024"):
+        Overlong(max_length=1024)
+
+
+def test_groups_whose_metric_is_all_the_same_are_dropped_and_groups_of_one_are_kept() -> None:
+    metric = float64([1, 100.1, 0, 100.1, 1, 100.1, 7])
+    group = torch.tensor([0, 1, 0, 1, 2, 1, 3])
+    assert informative(metric, group).tolist() == [True, False, True, False, True, False, True]
+
+
+def test_the_filter_looks_at_the_task_and_not_at_a_penalised_reward() -> None:
+    view = flat_view([1, 6], reward=float64([1, 1]), metric=float64([1, 1]))
+    batch = Overlong(max_length=6, buffer=4).penalised(view, Metrics())
+    assert batch.metric is not None and batch.reward is not None
+    assert not informative(batch.metric, batch.group).any()
+    assert informative(batch.reward, batch.group).all()

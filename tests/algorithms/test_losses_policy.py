@@ -1,0 +1,300 @@
+"""Every policy loss as an object: knobs, units, splits, extremes, empty rollouts, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from etude.algorithms.base import PolicyLoss
+from etude.algorithms.losses import LOSSES
+from etude.algorithms.losses.clip import ppo
+from etude.algorithms.losses.proximal import log_linear
+from etude.algorithms.losses.trust import dppo_drops
+from etude.algorithms.reduce import Denominators
+from etude.algorithms.view import Outputs, View
+from etude.batch import Batch
+from etude.errors import BatchError, ConfigError, MissingColumnError
+from tests.algorithms.losses import found, found_in_parts, off_policy, said, slope
+
+KNOBS: dict[str, list[dict[str, Any]]] = {
+    "ppo": [{"clip_low": 0.05}, {"clip_high": 0.05}, {"dual_clip": 1.21}],
+    "gspo": [{"clip_low": 0.2}, {"clip_high": 0.2}],
+    "cispo": [{"low": 0.9}, {"high": 1.1}],
+    "sapo": [{"tau_positive": 2.0}, {"tau_negative": 2.0}],
+    "gmpo": [{"clip": 0.1}],
+    "dppo": [{"divergence": "kl"}, {"threshold": 0.05}, {"cap": 1.1}],
+    "clip_cov": [{"clip_low": 0.05}, {"clip_high": 0.05}, {"share": 0.4}, {"cov_low": -9.0}, {"cov_high": 9.0}],
+    "kl_cov": [{"share": 0.2}, {"coefficient": 3.0}],
+    "dro": [{"beta": 2.0}],
+    "reinforce": [{"cap": 1.1}],
+    "gpg": [],
+    "decoupled_ppo": [{"prox": "log_linear"}, {"clip_low": 0.05}, {"clip_high": 0.05}],
+    "vespo": [{"power_positive": 1.0}, {"decay_positive": 1.0}, {"power_negative": 1.0}, {"decay_negative": 1.0}],
+    "m2po": [{"bound": 0.01}],
+}
+SHARED: list[dict[str, Any]] = [
+    {"reduction": "token-sum"},
+    {"reduction": "seq-mean-token-sum"},
+    {"reduction": "seq-mean-token-sum-norm", "norm_length": 7.0},
+]
+BASE: dict[str, dict[str, Any]] = {
+    "gspo": {"clip_low": 0.05, "clip_high": 0.05},
+    "clip_cov": {"share": 0.1, "cov_low": 0.1, "cov_high": 0.5},
+}
+"""Where a loss must start from for each of its knobs to be felt on a small batch."""
+
+
+def started(name: str, **options: Any) -> PolicyLoss:
+    return LOSSES[name](**{**BASE.get(name, {}), **options})
+
+
+def chosen(loss: PolicyLoss, batch: Batch) -> Batch:
+    """The batch with what the loss picks from it."""
+    view = View(batch)
+    picked = loss.choose(view, seed=1, step=0)
+    return batch if picked is None else batch.replace(chosen=view.spread(picked, fill=False))
+
+
+def test_every_knob_has_a_trial() -> None:
+    for name, kind in LOSSES.items():
+        own = kind.model_fields.keys() - PolicyLoss.model_fields.keys()
+        assert own == {knob for options in KNOBS[name] for knob in options}, name
+        assert all(field.description for field in kind.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [(n, o) for n in LOSSES for o in KNOBS[n] + (SHARED if n != "gmpo" else [])], ids=str
+)
+def test_every_knob_changes_the_gradient(name: str, options: dict[str, Any]) -> None:
+    batch = off_policy(3, (4, 4, 5), drift=0.5)
+    spoken = said(batch, drift=0.5)
+    before, after = started(name), started(name, **options)
+    _, first = found(before, chosen(before, batch), spoken)
+    _, second = found(after, chosen(after, batch), spoken)
+    assert float((first - second).abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("unit", ["rollout", "turn"])
+def test_a_split_into_micro_batches_changes_nothing(name: str, unit: str) -> None:
+    batch = off_policy(5, (3, 2, 4, 1))
+    spoken = said(batch)
+    loss = LOSSES[name](unit=unit, reduction="seq-mean-token-mean")
+    value, gradient = found(loss, batch, spoken)
+    for parts in (2, 5, batch.rollouts):
+        total, own = found_in_parts(loss, batch, spoken, parts)
+        assert total == pytest.approx(value, abs=1e-12)
+        torch.testing.assert_close(own, gradient, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_log_ratios_of_a_thousand_stay_finite(name: str, sign: float, dtype: torch.dtype) -> None:
+    batch = off_policy(1)
+    narrow = {n: batch.need(n).to(dtype) for n in ("old_logp", "behavior_logp", "advantage")}
+    batch = batch.replace(**narrow)
+    spoken = {"logp": batch.need("old_logp") + sign * 1e3}
+    value, gradient = found(LOSSES[name](), batch, spoken)
+    assert np.isfinite(value)
+    assert bool(torch.isfinite(gradient).all())
+    assert bool((gradient[~batch.action] == 0).all())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_half_precision_is_widened(name: str) -> None:
+    batch = off_policy(1)
+    spoken = said(batch)
+    half = {n: batch.need(n).bfloat16() for n in ("old_logp", "behavior_logp", "advantage")}
+    exact = batch.replace(**{n: column.float() for n, column in half.items()})
+    value, _ = found(LOSSES[name](), batch.replace(**half), {"logp": spoken["logp"].bfloat16()})
+    wanted, _ = found(LOSSES[name](), exact, {"logp": spoken["logp"].bfloat16().float()})
+    assert value == wanted
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_rollouts_that_chose_nothing(name: str) -> None:
+    """One among others contributes 0 and counts; a batch of nothing else has a loss of 0."""
+    batch = off_policy(2, (2, 2))
+    loss = LOSSES[name](reduction="seq-mean-token-mean")
+    silent = batch.replace(action=batch.action & (torch.arange(batch.tokens) < int(batch.unit_tokens[2])))
+    spoken = said(batch)
+    value, _ = found(loss, silent, spoken)
+    alone, _ = found(loss, silent.select([0, 1]), {"logp": spoken["logp"][: int(batch.unit_tokens[2])]})
+    assert value == pytest.approx(alone / 2)
+    nobody = batch.replace(action=torch.zeros_like(batch.action))
+    nothing, gradient = found(loss, nobody, spoken)
+    assert nothing == 0
+    assert bool((gradient == 0).all())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_rejected_tokens_have_no_gradient(name: str) -> None:
+    batch = off_policy(4)
+    keep = torch.from_numpy(np.random.default_rng(0).random(batch.tokens) < 0.6)
+    _, gradient = found(LOSSES[name](), batch.replace(keep=keep), said(batch))
+    assert bool((gradient[~keep] == 0).all())
+    assert bool((gradient[keep & batch.action] != 0).any())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_reads_what_it_declares_and_no_more(name: str) -> None:
+    loss = LOSSES[name]()
+    batch = off_policy(0)
+    spoken = said(batch)
+    names = {n for n, _ in batch.columns()} & {"old_logp", "behavior_logp", "ref_logp", "version", "chosen", "turn"}
+    bare = batch.replace(**dict.fromkeys(names - loss.needs()))
+    assert found(loss, bare, spoken)[0] == found(loss, batch, spoken)[0]
+    for column in names & loss.needs():
+        with pytest.raises(MissingColumnError, match=column):
+            view = View(batch.replace(**{column: None}), Outputs(logp=spoken["logp"]))
+            loss.choose(view, seed=0, step=0)
+            loss(view, Denominators.of(view))
+
+
+# -- over turns -------------------------------------------------------------------------------------------------------
+
+
+def stretches(batch: Batch) -> list[slice]:
+    ends = np.cumsum(View(batch).turns.lengths.numpy())
+    return [slice(int(b - n), int(b)) for b, n in zip(ends, View(batch).turns.lengths.tolist(), strict=True)]
+
+
+def columns(batch: Batch, spoken: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    view = View(batch)
+    names = ("old_logp", "behavior_logp", "advantage")
+    return {n: view.column(n).numpy() for n in names} | {"logp": spoken["logp"][view.index].numpy()}
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "vespo"])
+def test_a_turn_can_be_the_unit(name: str) -> None:
+    """The written formula over turns, with the factors that carry no gradient frozen."""
+    batch = off_policy(6)
+    spoken = said(batch, drift=0.2)
+    x, turns = columns(batch, spoken), stretches(batch)
+    a, frozen = x["advantage"], x["logp"]
+
+    def gspo(logp: np.ndarray, t: slice) -> np.ndarray:
+        s = np.exp(np.mean(frozen[t] - x["old_logp"][t])) * np.exp(logp[t] - frozen[t])
+        return np.maximum(-a[t] * s, -a[t] * np.clip(s, 1 - 0.05, 1 + 0.07))
+
+    def gmpo(logp: np.ndarray, t: slice) -> np.ndarray:
+        r = logp[t] - x["old_logp"][t]
+        return -a[t] * np.exp(np.mean(np.where(a[t] > 0, np.minimum(r, 0.1), np.maximum(r, -0.1))))
+
+    def vespo(logp: np.ndarray, t: slice) -> np.ndarray:
+        w = np.exp(np.sum(frozen[t] - x["behavior_logp"][t]))
+        k, decay = np.where(a[t] > 0, 2, 3), np.where(a[t] > 0, 3, 2)
+        return -(w**k) * np.exp(decay * (1 - w)) * a[t] * logp[t]
+
+    formula, options = {
+        "gspo": (gspo, {"clip_low": 0.05, "clip_high": 0.07}),
+        "gmpo": (gmpo, {"clip": 0.1}),
+        "vespo": (vespo, {"reduction": "seq-mean-token-mean"}),
+    }[name]
+
+    def written(logp: np.ndarray) -> float:
+        return sum(float(formula(logp, t).mean()) for t in turns) / len(turns)
+
+    value, gradient = found(LOSSES[name](unit="turn", **options), batch, spoken)
+    assert value == pytest.approx(written(frozen), abs=1e-12)
+    np.testing.assert_allclose(gradient[batch.action].numpy(), slope(written, frozen), atol=1e-8)
+
+
+# -- the pieces -------------------------------------------------------------------------------------------------------
+
+
+def test_ppo_by_hand() -> None:
+    """Ratios 2 and ½ with both signs of A, ε = 0.2, c = 1.5."""
+    logp = torch.tensor([2.0, 2.0, 0.5, 0.5], dtype=torch.float64).log().requires_grad_()
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    loss, cut = ppo(logp, torch.zeros_like(logp), advantage, clip_low=0.2, clip_high=0.2, dual_clip=1.5)
+    torch.testing.assert_close(loss.detach(), torch.tensor([-1.2, 1.5, -0.5, 0.8], dtype=torch.float64))
+    assert cut.tolist() == [True, True, False, True]
+    (gradient,) = torch.autograd.grad(loss.sum(), logp)
+    torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, -0.5, 0.0], dtype=torch.float64))
+
+
+def test_the_proximal_policy_lies_where_its_version_does() -> None:
+    logp, behavior = torch.tensor([-1.0] * 4).double(), torch.tensor([-3.0] * 4).double()
+    found = log_linear(
+        logp.requires_grad_(),
+        behavior,
+        prox_version=torch.tensor([5, 5, 5, 5]),
+        behavior_version=torch.tensor([5, 4, 2, 6]),
+        version=torch.tensor([6, 6, 6, 6]),
+    )
+    torch.testing.assert_close(found, torch.tensor([-3.0, -2.0, -1.5, -1.0]).double())
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_drops_only_what_moves_further_away(divergence: Any) -> None:
+    mu = torch.tensor([0.3, 0.3, 0.3, 0.3, 1e-4, 0.3]).log()
+    now = torch.tensor([0.8, 0.8, 0.02, 0.02, 5e-3, 0.8]).log()
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
+    drop = dppo_drops(now, mu, advantage, divergence=divergence, threshold=0.2 if divergence == "tv" else 0.05)
+    assert drop.tolist() == [True, False, False, True, False, False]
+
+
+def test_weights_multiply_after_the_maximum() -> None:
+    batch = off_policy(0)
+    spoken = said(batch)
+    weight = torch.full((batch.tokens,), 0.5, dtype=torch.float64)
+    plain, _ = found(LOSSES["ppo"](), batch, spoken)
+    assert found(LOSSES["ppo"](), batch.replace(weight=weight), spoken)[0] == pytest.approx(plain / 2)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("ppo", {"dual_clip": 1.1}, "within the ordinary clip"),
+        ("cispo", {"low": 5.0}, "Set low < high"),
+        ("gmpo", {"reduction": "token-mean"}, "one value for a whole rollout"),
+        ("clip_cov", {"cov_low": 5.0}, "no covariance lies between"),
+        ("gspo", {"reduction": "seq-mean-token-sum-norm"}, "belong together"),
+        ("sapo", {"norm_length": 5.0}, "belong together"),
+        ("dppo", {"divergence": "js"}, "divergence"),
+        ("m2po", {"bound": 0.0}, "bound"),
+        ("vespo", {"power_positve": 1.0}, "power_positive"),
+    ],
+)
+def test_options_that_make_no_sense(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LOSSES[name](**options)
+
+
+def test_gmpo_takes_one_advantage_a_rollout() -> None:
+    batch = off_policy(0, (2, 2))
+    view = View(batch)
+    told = view.column("advantage").clone()
+    assert int(view.rollouts.lengths[2]) > 1
+    told[int(view.rollouts.offsets[3]) - 1] += 1
+    several = View(batch.replace(advantage=view.spread(told)), Outputs(logp=said(batch)["logp"]))
+    with pytest.raises(
+        BatchError, match=f"Rollout {int(batch.need('rollout_id')[2])} has the advantages .* such as `ppo`"
+    ):
+        LOSSES["gmpo"]()(several, Denominators.of(several))
+
+
+def test_gmpo_takes_weights_of_whole_rollouts_only() -> None:
+    assert LOSSES["gmpo"].weight_levels == {"sequence", "geometric"}
+
+
+def test_what_compares_with_the_sampler_says_so() -> None:
+    reading = {name for name, kind in LOSSES.items() if "behavior_logp" in kind().needs()}
+    assert reading == {"dppo", "decoupled_ppo", "vespo", "m2po"}
+    assert "behavior_logp" in LOSSES["reinforce"](cap=2.0).needs()
+    assert {name for name, kind in LOSSES.items() if "old_logp" not in kind().needs()} == {
+        "dppo",
+        "reinforce",
+        "gpg",
+        "vespo",
+    }
+    assert "old_logp" not in LOSSES["decoupled_ppo"](prox="log_linear").needs()

@@ -1,0 +1,124 @@
+"""The tokens that are picked over a whole rollout batch: how many, which, and the same ones however it is spread."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from etude.algorithms.base import PolicyLoss
+from etude.algorithms.losses.covariance import ClipCov, KLCov, quota
+from etude.algorithms.losses.selection import lowest, mix
+from etude.algorithms.losses.trust import M2PO, outliers
+from etude.algorithms.view import Alone, Ranks, View
+from etude.batch import Batch
+from tests.algorithms.losses import off_policy, on_ranks
+
+PICKY = [ClipCov(share=0.1, cov_low=0.0, cov_high=2.0), KLCov(share=0.1), M2PO(bound=0.03)]
+
+
+def names(batch: Batch, picked: Tensor | None) -> set[tuple[int, int]]:
+    """What was picked, as (rollout's name, place among its actions)."""
+    assert picked is not None
+    view = View(batch)
+    rollout = batch.need("rollout_id")[view.rollouts.index][picked]
+    return set(zip(rollout.tolist(), view.rollouts.position[picked].tolist(), strict=True))
+
+
+def wide_batch(seed: int = 0) -> Batch:
+    batch = off_policy(seed, (3, 4, 2, 5, 3, 4))
+    rng = np.random.default_rng(seed)
+    return batch.replace(rollout_id=torch.from_numpy(rng.permutation(10_000)[: batch.rollouts]))
+
+
+@pytest.mark.parametrize("loss", PICKY, ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize("seed", range(3))
+def test_order_and_ranks_do_not_change_what_is_picked(loss: PolicyLoss, seed: int) -> None:
+    batch = wide_batch(seed)
+    wanted = names(batch, loss.choose(View(batch), seed=7, step=3))
+    assert wanted
+    rng = np.random.default_rng(seed)
+    shuffled = batch.select(rng.permutation(batch.rollouts).tolist())
+    assert names(shuffled, loss.choose(View(shuffled), seed=7, step=3)) == wanted
+
+    def pick(share: Batch, ranks: Ranks) -> set[tuple[int, int]]:
+        return names(share, loss.choose(View(share, ranks=ranks), seed=7, step=3))
+
+    for ranks in (2, 3):
+        assert set().union(*on_ranks(batch.split(ranks, by="group"), pick)) == wanted
+
+
+def test_equal_covariances_are_told_apart_by_the_hash() -> None:
+    """All covariances are 0: any tokens are the top, and every rank must mean the same ones."""
+    batch = wide_batch()
+    batch = batch.replace(advantage=torch.where(batch.action, 1.0, batch.need("advantage")))
+    loss = KLCov(share=0.25)
+    wanted = names(batch, loss.choose(View(batch), seed=1, step=0))
+    assert len(wanted) == int(0.25 * len(View(batch).index))
+
+    def pick(share: Batch, ranks: Ranks) -> set[tuple[int, int]]:
+        return names(share, loss.choose(View(share, ranks=ranks), seed=1, step=0))
+
+    assert set().union(*on_ranks(batch.split(3, by="group"), pick)) == wanted
+
+
+@pytest.mark.parametrize("changed", [{"seed": 8}, {"step": 4}])
+def test_another_seed_or_step_picks_others(changed: dict[str, int]) -> None:
+    batch = wide_batch()
+    loss = ClipCov(share=0.1, cov_low=-9.0, cov_high=9.0)
+    before = names(batch, loss.choose(View(batch), seed=7, step=3))
+    assert names(batch, loss.choose(View(batch), **{"seed": 7, "step": 3, **changed})) != before
+
+
+def test_a_share_is_rounded_down_but_never_to_nothing() -> None:
+    assert [quota(2e-4, n) for n in (0, 10, 9_999, 10_000)] == [1, 1, 1, 2]
+    batch = wide_batch()
+    picked = KLCov().choose(View(batch), seed=0, step=0)
+    assert int(picked.sum()) == 1
+
+
+@pytest.mark.parametrize("loss", PICKY, ids=lambda loss: type(loss).__name__)
+def test_a_batch_without_actions_picks_nothing(loss: PolicyLoss) -> None:
+    batch = wide_batch()
+    picked = loss.choose(View(batch.replace(action=torch.zeros_like(batch.action))), seed=0, step=0)
+    assert picked is not None
+    assert picked.shape == (0,)
+
+
+def test_an_empty_band_picks_nothing() -> None:
+    batch = wide_batch()
+    assert not bool(ClipCov(cov_low=100.0, cov_high=101.0).choose(View(batch), seed=0, step=0).any())
+
+
+def test_lowest_takes_exactly_so_many_over_ranks_that_hold_unequal_numbers() -> None:
+    """One rank alone holds all of the lowest."""
+    shares = [off_policy(seed) for seed in (1, 2)]
+    keys = {id(shares[0]): torch.arange(6), id(shares[1]): torch.arange(100, 102)}
+    picked = on_ranks(shares, lambda share, ranks: lowest(keys[id(share)], 4, ranks))
+    assert [p.sum().item() for p in picked] == [4, 0]
+    assert bool(lowest(torch.arange(3), 5, Alone()).all())
+
+
+def test_mix_is_splitmix64() -> None:
+    """The first three outputs of the reference generator seeded with 0, which are mix(0), mix(γ), mix(2γ)."""
+    gamma = -0x61C8864680B583EB
+    inputs = torch.tensor([0, gamma]).cumsum(0)
+    inputs = torch.cat([inputs, inputs[-1:] + gamma])
+    unsigned = [value % 2**64 for value in mix(inputs).tolist()]
+    assert unsigned == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+@pytest.mark.parametrize(
+    ("values", "bound", "dropped"),
+    [
+        ([0.0, 0.01, 0.02, 1.0, 3.0], 0.04, [False, False, False, True, True]),
+        ([0.0, 0.0, 0.05], 0.04, [False, False, False]),
+        ([0.5, 0.5, 0.01], 0.3, [True, True, False]),
+        ([2.0, 3.0], 0.04, [True, True]),
+        ([], 0.04, []),
+    ],
+)
+def test_outliers(values: list[float], bound: float, dropped: list[bool]) -> None:
+    """The fewest of the largest; equals go together, even where one of them could have stayed."""
+    assert outliers(torch.tensor(values, dtype=torch.float64), bound, Alone()).tolist() == dropped

@@ -1,0 +1,274 @@
+"""The losses that follow no advantage, against their formulas in numpy and finite differences of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from etude.algorithms.base import Loss
+from etude.algorithms.losses import SUPERVISED
+from etude.algorithms.losses.distill import TopKDistillation, topk_kl
+from etude.algorithms.losses.pairs import DPO, RewardModel
+from etude.algorithms.losses.supervised import SFT, Echo, Value
+from etude.algorithms.reduce import Denominators
+from etude.algorithms.view import Outputs, View
+from etude.batch import Batch
+from etude.errors import BatchError, ConfigError, MissingColumnError
+from tests.algorithms.losses import Array, couples, found, found_in_parts, off_policy, said, slope
+
+
+def at_actions(batch: Batch, name: str) -> Array:
+    values: Array = View(batch).column(name).numpy()
+    return values
+
+
+def agree(loss: Loss, batch: Batch, written: object, spoken: dict[str, torch.Tensor], tokens: bool = True) -> None:
+    """Value and slope of the written formula of the action tokens (or rollouts)."""
+    assert callable(written)
+    (name,) = loss.outputs()
+    at = (spoken[name][batch.action] if tokens else spoken[name]).numpy()
+    value, gradient = found(loss, batch, spoken)
+    assert value == pytest.approx(written(at), abs=1e-12)
+    own = (gradient[batch.action] if tokens else gradient).numpy()
+    wanted = slope(written, at)
+    assert np.abs(wanted).max() > 1e-3
+    np.testing.assert_allclose(own, wanted, atol=1e-8)
+
+
+def by_rollout(batch: Batch, values: Array) -> list[Array]:
+    return np.split(values, np.cumsum(View(batch).rollouts.lengths.numpy())[:-1])
+
+
+def test_sft() -> None:
+    batch = off_policy(0)
+    agree(SFT(), batch, lambda p: float(-p.mean()), said(batch))
+    each = SFT(reduction="seq-mean-token-mean")
+    agree(
+        each,
+        batch,
+        lambda p: sum(-float(r.mean()) for r in by_rollout(batch, p) if len(r)) / batch.rollouts,
+        said(batch),
+    )
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_dpo(smoothing: float) -> None:
+    batch = couples(1)
+    ref, reward, beta = at_actions(batch, "ref_logp"), batch.need("reward").numpy(), 0.3
+
+    def written(logp: Array) -> float:
+        implied = [beta * float(r.sum()) for r in by_rollout(batch, logp - ref)]
+        total = 0.0
+        for g in range(batch.groups):
+            a, b = (batch.group == g).nonzero()[:, 0].tolist()
+            best, worst = (a, b) if reward[a] > reward[b] else (b, a)
+            margin = implied[best] - implied[worst]
+            total += (1 - smoothing) * np.log1p(np.exp(-margin)) + smoothing * np.log1p(np.exp(margin))
+        return total / batch.groups
+
+    agree(DPO(beta=beta, label_smoothing=smoothing), batch, written, said(batch))
+
+
+def test_a_pair_need_not_stand_together() -> None:
+    batch = couples(2)
+    spoken = said(batch)
+    value, _ = found(DPO(), batch, spoken)
+    order = [0, 2, 4, 6, 7, 5, 3, 1]
+    moved = batch.select(order)
+    tokens = torch.cat([torch.arange(int(batch.unit_tokens[u]), int(batch.unit_tokens[u + 1])) for u in order])
+    assert found(DPO(), moved, {"logp": spoken["logp"][tokens]})[0] == pytest.approx(value)
+
+
+def test_reward_model() -> None:
+    batch = couples(3)
+    reward = batch.need("reward").numpy()
+
+    def written(score: Array) -> float:
+        total = 0.0
+        for g in range(batch.groups):
+            a, b = (batch.group == g).nonzero()[:, 0].tolist()
+            total += np.log1p(np.exp(-(score[a] - score[b]) * np.sign(reward[a] - reward[b])))
+        return total / batch.groups
+
+    agree(RewardModel(), batch, written, said(batch), tokens=False)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_value(clip: float | None) -> None:
+    batch = off_policy(4)
+    old, returns = at_actions(batch, "value"), at_actions(batch, "returns")
+
+    def written(value: Array) -> float:
+        near = value if clip is None else old + np.clip(value - old, -clip, clip)
+        return float(0.5 * np.maximum((value - returns) ** 2, (near - returns) ** 2).mean())
+
+    agree(Value(clip=clip), batch, written, said(batch))
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_topk_distillation(direction: str) -> None:
+    batch = off_policy(5)
+    teacher = View(batch).column("teacher_topk_logp").numpy()
+
+    def written(student: Array) -> float:
+        p, q = np.exp(teacher), np.exp(student)
+        p, q = (np.concatenate([x, 1 - x.sum(-1, keepdims=True)], -1) for x in (p, q))
+        first, second = (p, q) if direction == "forward" else (q, p)
+        return float((first * np.log(first / second)).sum(-1).mean())
+
+    agree(TopKDistillation(direction=direction), batch, written, said(batch))
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_topk_kl_is_least_where_the_two_agree_and_never_negative(direction: str) -> None:
+    rng = np.random.default_rng(0)
+    teacher, student = (torch.from_numpy(np.log(rng.dirichlet(np.ones(9), 500)[:, :3])) for _ in range(2))
+    assert bool((topk_kl(student, teacher, direction) > 0).all())
+    leaf = teacher.clone().requires_grad_()
+    same = topk_kl(leaf, teacher, direction)
+    assert float(same.detach().abs().max()) < 1e-12
+    (gradient,) = torch.autograd.grad(same.sum(), leaf)
+    assert float(gradient.abs().max()) < 1e-12
+    truncated = (teacher.exp() * (teacher - student)).sum(-1)
+    assert bool((truncated < 0).any()), "without the bucket the divergence goes below 0"
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_topk_kl_over_the_whole_vocabulary_has_no_bucket(direction: str, dtype: torch.dtype) -> None:
+    """The listed tokens are all there are: the bucket is rounding, and must bring no gradient of its own."""
+    rng = np.random.default_rng(1)
+    logits = torch.from_numpy(rng.normal(size=(50, 5))).to(dtype).requires_grad_()
+    teacher = torch.from_numpy(rng.normal(size=(50, 5))).to(dtype).log_softmax(-1)
+    student = logits.log_softmax(-1)
+    first, second = (teacher, student) if direction == "forward" else (student, teacher)
+    full = (first.exp() * (first - second)).sum()
+    (wanted,) = torch.autograd.grad(full, logits, retain_graph=True)
+    (gradient,) = torch.autograd.grad(topk_kl(student, teacher, direction).sum(), logits)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5 if dtype is torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_topk_kl_of_the_impossible_is_finite(direction: str) -> None:
+    teacher = torch.tensor([[-1e-9, -50.0], [-1.0, -1.0], [-1e3, -1e3]]).double()
+    student = torch.tensor([[-1e3, -1e3], [-1e-12, -1e3], [-1e-9, -60.0]]).double().requires_grad_()
+    loss = topk_kl(student, teacher, direction)
+    (gradient,) = torch.autograd.grad(loss.sum(), student)
+    assert bool(torch.isfinite(loss).all())
+    assert bool(torch.isfinite(gradient).all())
+
+
+def test_echo_learns_tool_output_and_nothing_else() -> None:
+    batch = off_policy(6)
+    seen = batch.need("observation") & ~batch.action
+    logp = torch.where(seen, -torch.rand(batch.tokens).double() - 0.1, float("nan"))
+    value, gradient = found(Echo(), batch, {"logp": logp})
+    assert value == pytest.approx(float(-logp[seen].mean()))
+    torch.testing.assert_close(gradient, torch.where(seen, -1 / int(seen.sum()), 0.0).double())
+    total, parts = found_in_parts(Echo(), batch, {"logp": logp}, 4)
+    assert total == pytest.approx(value)
+    torch.testing.assert_close(parts, gradient)
+
+
+def test_echo_ignores_observations_that_were_chosen() -> None:
+    batch = off_policy(6)
+    both = batch.replace(observation=batch.action.clone())
+    value, gradient = found(Echo(), both, said(batch))
+    assert value == 0
+    assert bool((gradient == 0).all())
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_a_split_into_micro_batches_changes_nothing(name: str) -> None:
+    batch = couples(7, groups=6)
+    spoken = said(batch)
+    loss = SUPERVISED[name]()
+    value, gradient = found(loss, batch, spoken)
+    for parts in (2, 3, 6):
+        total, own = found_in_parts(loss, batch, spoken, parts)
+        assert total == pytest.approx(value)
+        torch.testing.assert_close(own, gradient, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_a_batch_without_actions_has_no_loss_of_tokens(name: str) -> None:
+    batch = couples(8)
+    nobody = batch.replace(action=torch.zeros_like(batch.action))
+    value, gradient = found(SUPERVISED[name](), nobody, said(batch))
+    assert np.isfinite(value)
+    if name != "reward_model":
+        assert bool((gradient == 0).all())
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward_model"])
+def test_log_ratios_of_a_thousand_stay_finite(name: str) -> None:
+    batch = couples(9)
+    spoken = {"logp": batch.need("ref_logp") - 1e3, "score": torch.linspace(-1e3, 1e3, batch.rollouts).double()}
+    value, gradient = found(SUPERVISED[name](), batch, spoken)
+    assert np.isfinite(value)
+    assert bool(torch.isfinite(gradient).all())
+
+
+@pytest.mark.parametrize("loss", [DPO(), RewardModel()])
+def test_groups_that_are_no_pairs(loss: Loss) -> None:
+    three = off_policy(0, (2, 3))
+    named = ", ".join(str(int(u)) for u in three.need("rollout_id")[2:])
+    with pytest.raises(BatchError, match=rf"Group 1 \(rollouts {named}\) has 3 rollouts, but a preference is between"):
+        found(loss, three.replace(reward=torch.arange(5.0).double()), said(three))
+    level = couples(0)
+    with pytest.raises(BatchError, match=r"Group 0 \(rollouts \d+, \d+\) has two rewards of 2, which prefers neither"):
+        found(loss, level.replace(reward=torch.full((level.rollouts,), 2.0).double()), said(level))
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (DPO, {"beta": 0.5}),
+        (DPO, {"label_smoothing": 0.2}),
+        (Value, {"clip": 0.01}),
+        (Value, {"clip": None}),
+        (TopKDistillation, {"direction": "reverse"}),
+        (SFT, {"reduction": "token-sum"}),
+        (SFT, {"reduction": "seq-mean-token-mean", "unit": "turn"}),
+    ],
+    ids=str,
+)
+def test_every_knob_changes_the_gradient(loss: type[Loss], options: dict[str, object]) -> None:
+    batch = couples(3)
+    base = {"reduction": "seq-mean-token-mean"} if "unit" in options else {}
+    _, first = found(loss(**base), batch, said(batch))
+    _, second = found(loss(**options), batch, said(batch))
+    assert float((first - second).abs().max()) > 1e-6
+
+
+def test_what_is_missing_is_named() -> None:
+    batch = couples(0)
+    view = View(batch, Outputs())
+    with pytest.raises(MissingColumnError, match="reward model's loss needs the model's `score`"):
+        RewardModel()(view, Denominators.of(view))
+    with pytest.raises(MissingColumnError, match="The value loss needs the model's `value`"):
+        Value()(view, Denominators.of(view))
+    with pytest.raises(MissingColumnError, match="ECHO needs the column `observation`"):
+        Echo()(View(batch.replace(observation=None)), Denominators.of(view))
+    with pytest.raises(ConfigError, match="label_smoothing"):
+        DPO(label_smoothing=0.5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "columns", "outputs"),
+    [
+        (SFT(), set(), {"logp"}),
+        (SFT(unit="turn", reduction="seq-mean-token-mean"), {"turn"}, {"logp"}),
+        (DPO(), {"reward", "ref_logp"}, {"logp"}),
+        (RewardModel(), {"reward"}, {"score"}),
+        (Value(), {"returns", "value"}, {"value"}),
+        (Value(clip=None), {"returns"}, {"value"}),
+        (TopKDistillation(), {"teacher_topk_ids", "teacher_topk_logp"}, {"topk_logp"}),
+        (Echo(), {"observation"}, {"logp"}),
+    ],
+    ids=str,
+)
+def test_what_each_declares(loss: Loss, columns: set[str], outputs: set[str]) -> None:
+    assert (loss.needs(), loss.outputs()) == (columns, outputs)
+    assert loss.split_unit == ("group" if isinstance(loss, DPO | RewardModel) else "rollout")
