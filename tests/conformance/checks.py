@@ -1,0 +1,288 @@
+"""What is proven of each item, how closely, and by which tests: the table that `docs/conformance.md` is written from.
+
+family (a)  its expected gradient is the gradient it claims to be, summed over everything that can happen
+family (b)  its numbers are those of its formula, restated independently in numpy
+family (c)  its value and slope are those of its formula, by finite differences; on-policy it is REINFORCE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.conformance import test_advantages_exact as exact
+from tests.conformance import test_advantages_restated as restated
+from tests.conformance import test_corrections as corrections
+from tests.conformance import test_kl as kl
+from tests.conformance import test_losses as losses
+from tests.conformance import test_shaping as shaping
+from tests.conformance import test_supervised as supervised
+from tests.conformance.mdp import EXACT
+
+Check = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that is proven."""
+
+    family: str
+    tolerance: float
+    """How far a float64 result may be from what it is compared with; the largest of the item's checks."""
+    claim: str
+    checks: tuple[Check, ...]
+
+
+def gradient(claim: str, *checks: Check) -> Item:
+    return Item("a", EXACT, claim, checks)
+
+
+def both(claim: str, *checks: Check) -> Item:
+    return Item("a, b", max(EXACT, restated.TIGHT), claim, checks)
+
+
+def formula(claim: str, *checks: Check) -> Item:
+    return Item("b", restated.TIGHT, claim, checks)
+
+
+def surrogate(claim: str, *checks: Check) -> Item:
+    """A policy loss: besides its own checks, the one gradient that all of them share."""
+    return Item("c", losses.SLOPE, claim, (*checks, losses.test_every_policy_loss_is_reinforce_on_policy))
+
+
+def slope(claim: str, *checks: Check) -> Item:
+    return Item("c", losses.SLOPE, claim, checks)
+
+
+def biased(*checks: Check) -> tuple[Check, ...]:
+    return (*checks, exact.test_biased_baselines_are_not_the_gradient)
+
+
+ADVANTAGES: dict[str, Item] = {
+    "gae": both(
+        "∇J for γ = λ = 1 with any critic, and for any λ with V = V^π; otherwise the recursion",
+        exact.test_gae_without_a_critic_is_the_gradient,
+        exact.test_gae_with_any_critic_is_the_gradient_where_lambda_is_one,
+        exact.test_gae_with_the_true_value_is_the_gradient_for_any_lambda,
+        restated.test_gae,
+        restated.test_gae_whitened,
+        restated.test_gae_bootstraps_what_was_cut_off,
+    ),
+    "grpo": formula("the formula; not a multiple of ∇J", *biased(restated.test_grpo)),
+    "dr_grpo": both(
+        "(n − 1)/n · ∇J, divided by the configured constant",
+        exact.test_dr_grpo_is_the_gradient_times_n_less_one_over_n,
+        exact.test_dr_grpo_divides_by_the_configured_constant,
+        restated.test_dr_grpo,
+    ),
+    "batch_std": formula("the formula", restated.test_batch_std),
+    "rloo": both(
+        "∇J; under token-mean not a multiple of it",
+        exact.test_rloo_is_the_gradient,
+        exact.test_token_mean_is_not_proportional_to_the_gradient,
+        restated.test_rloo,
+    ),
+    "reinforce++": formula("the formula", restated.test_reinforce_pp),
+    "reinforce++_baseline": formula("the formula", restated.test_reinforce_pp_baseline),
+    "remax": both("∇J", exact.test_remax_is_the_gradient, restated.test_remax),
+    "opo": formula("the formula; not a multiple of ∇J", *biased(restated.test_opo)),
+    "gpg": formula("the formula", restated.test_gpg),
+    "maxrl": both(
+        "for rewards of 0 and 1, ∇ of the series of log p cut after order n − 1",
+        exact.test_maxrl_is_the_truncated_gradient_of_log_p,
+        restated.test_maxrl,
+    ),
+    "gdpo": formula("the formula", restated.test_gdpo),
+    "pass_at_k": both(
+        "∇E[the best of the group]",
+        exact.test_pass_at_k_is_the_gradient_of_the_best,
+        restated.test_pass_at_k,
+    ),
+    "pkpo": both(
+        "∇E[the best of k], k ≤ n",
+        exact.test_pkpo_is_the_gradient_of_the_best_of_k,
+        restated.test_pkpo,
+    ),
+    "token_baseline": formula("the formula; not a multiple of ∇J", *biased(restated.test_token_baseline)),
+    "step_rewards": both(
+        "∇J as rewards to go, with and without the group's baseline; otherwise the formula",
+        exact.test_step_rewards_to_go_are_the_gradient,
+        restated.test_step_rewards,
+    ),
+    "turn_baseline": both(
+        "∇J, rollouts of different numbers of turns included",
+        exact.test_turn_baseline_is_the_gradient,
+        restated.test_turn_baseline,
+    ),
+    "turn_baseline_biased": formula(
+        "the formula; not a multiple of ∇J",
+        exact.test_the_biased_turn_baseline_is_biased,
+        restated.test_turn_baseline_biased,
+    ),
+    "gigpo": formula("the formula", restated.test_gigpo),
+    "mt_grpo": formula("the formula", restated.test_mt_grpo),
+    "rae": both("∇J, and the averages it carries on", exact.test_rae_is_the_gradient, restated.test_rae),
+    "distillation": both(
+        "∇KL(π ‖ teacher), token by token with the visited states held fixed",
+        exact.test_distillation_is_the_gradient_of_the_reverse_kl_to_the_teacher,
+        restated.test_distillation,
+    ),
+}
+
+POLICY_LOSSES: dict[str, Item] = {
+    "ppo": surrogate("both clips, under four reductions", losses.test_ppo),
+    "gspo": surrogate("the token form", losses.test_gspo),
+    "cispo": surrogate("the bounded weight carries no gradient, log π_θ keeps its own", losses.test_cispo),
+    "sapo": surrogate("both temperatures", losses.test_sapo),
+    "gmpo": surrogate("one value a rollout, clipped on the side A points to", losses.test_gmpo),
+    "dppo": surrogate("both divergences, the cap, default and other thresholds", losses.test_dppo),
+    "clip_cov": surrogate(
+        "the loss, and which tokens are picked",
+        losses.test_clip_cov,
+        losses.test_clip_cov_picks_by_hash_within_the_band,
+    ),
+    "kl_cov": surrogate(
+        "the loss, which tokens are picked, and how ties are broken",
+        losses.test_kl_cov,
+        losses.test_kl_cov_picks_the_highest,
+        losses.test_kl_cov_breaks_ties_by_hash,
+    ),
+    "dro": surrogate("the formula", losses.test_dro),
+    "reinforce": surrogate(
+        "∇J exactly, in expectation; with a cap, the formula",
+        exact.test_reinforce_is_the_gradient,
+        losses.test_reinforce,
+        losses.test_reinforce_with_a_capped_weight,
+    ),
+    "gpg": surrogate("the formula", losses.test_gpg),
+    "decoupled_ppo": surrogate(
+        "a recomputed and an interpolated proximal policy",
+        losses.test_decoupled_ppo,
+        losses.test_decoupled_ppo_log_linear,
+        losses.test_log_linear_decoupled_ppo_is_reinforce_on_policy,
+    ),
+    "vespo": surrogate("the soft weight carries no gradient", losses.test_vespo),
+    "m2po": surrogate(
+        "the loss, and that the fewest tokens are dropped",
+        losses.test_m2po,
+        losses.test_m2po_drops_the_fewest_that_bring_the_second_moment_down,
+    ),
+}
+
+SUPERVISED: dict[str, Item] = {
+    "sft": slope("the formula", supervised.test_sft),
+    "dpo": slope("the formula, with and without label smoothing", supervised.test_dpo),
+    "reward_model": slope("the formula", supervised.test_reward_model),
+    "value": slope("the larger of both squares, and without a clip", supervised.test_value),
+    "distill_topk": slope(
+        "both directions with a bucket for the tail, and why the bucket is needed",
+        supervised.test_distill_topk,
+        supervised.test_without_the_tail_the_truncated_divergence_can_be_negative,
+    ),
+    "echo": slope("tool output is learned from, and nothing else", supervised.test_echo),
+}
+
+KLS: dict[str, Item] = {
+    "reverse": gradient(
+        "∇KL(π_θ ‖ π_ref) with the visited states held fixed, off-policy with a detached weight; summed it is not the "
+        "sequences' gradient",
+        kl.test_reverse_is_the_reverse_gradient,
+        kl.test_reverse_off_policy,
+        kl.test_a_token_weight_leaves_the_samplers_states,
+        kl.test_summed_reverse_is_not_that_of_sequences,
+        kl.test_the_two_wrong_combinations_are_wrong,
+        kl.test_the_coefficient_multiplies_the_reduced_term,
+    ),
+    "forward": gradient(
+        "∇KL(π_ref ‖ π_θ); the reverse gradient to first order only; its pull never ends",
+        kl.test_forward_is_the_forward_gradient,
+        kl.test_forward_is_the_reverse_gradient_to_first_order_only,
+        kl.test_summed_forward_is_not_that_of_sequences,
+        kl.test_k3_pulls_however_far_it_is,
+    ),
+    "total_variation": gradient(
+        "2 ∇TV(π_θ, π_ref)",
+        kl.test_total_variation_is_twice_its_gradient,
+        kl.test_total_variation_off_policy,
+    ),
+    "full": gradient(
+        "∇KL(π_θ ‖ π_ref), and no weight is needed off-policy",
+        kl.test_full_is_the_reverse_gradient,
+        kl.test_full_needs_no_weight,
+    ),
+    "weighted_reverse": gradient(
+        "∇KL(π_θ ‖ π_ref) through an attached weight, of k1 and of k3",
+        kl.test_weighted_reverse_is_the_reverse_gradient,
+        kl.test_weighted_reverse_off_policy,
+        kl.test_k1_as_a_loss_does_nothing,
+    ),
+    "sequence": gradient(
+        "∇KL between distributions of whole sequences, also off-policy",
+        kl.test_sequence_is_the_reverse_gradient_of_sequences,
+        kl.test_sequence_off_policy,
+    ),
+    "in_reward": gradient(
+        "∇KL of whole sequences, as a reward to go and as a total; k3 in its place would be biased",
+        kl.test_k1_in_the_reward_is_the_reverse_gradient_of_sequences,
+        kl.test_k3_in_the_reward_is_biased,
+    ),
+}
+
+CONTROLLERS: dict[str, Item] = {
+    "fixed": formula("the coefficient stays", kl.test_fixed_coefficient),
+    "adaptive": formula("the update, within and beyond its bound", kl.test_adaptive_coefficient),
+}
+
+CORRECTIONS: dict[str, Item] = {
+    "weights": both(
+        "untruncated over a sequence ∇J, untruncated on a token the gradient in the sampler's states; truncated, "
+        "masked and rescaled the formula; applied after PPO's maximum",
+        corrections.test_sequence_weights_give_the_gradient,
+        corrections.test_token_weights_give_the_gradient_in_the_samplers_states,
+        corrections.test_truncation_is_biased,
+        corrections.test_truncated_weights,
+        corrections.test_masked_weights,
+        corrections.test_weights_rescaled_to_mean_one,
+        corrections.test_the_weight_multiplies_after_the_maximum,
+    ),
+    "rejection": formula(
+        "every statistic over every scope, and rules in company",
+        corrections.test_rejection,
+        corrections.test_rules_combine_and_vetoes_drop_whole_rollouts,
+    ),
+    "opsm": formula("which rollouts are dropped", corrections.test_opsm),
+    "two policies": formula("PPO's ratio is π_θ/μ", corrections.test_bypass_measures_from_the_sampler),
+    "sampling mask": gradient(
+        "the gradient of the policy that samples from the set",
+        corrections.test_sampling_mask_is_the_gradient_of_the_masked_policy,
+    ),
+    "mismatch": formula("what is measured", corrections.test_what_is_measured_of_the_mismatch),
+}
+
+REDUCTIONS: dict[str, Item] = {
+    "reductions": formula(
+        "all of them, over rollouts and over turns; what is rejected still counts",
+        losses.test_reductions,
+        losses.test_reduction_by_a_constant,
+        losses.test_rejected_tokens_still_count,
+    ),
+    "entropy bonus": formula("reduced as the loss is", shaping.test_entropy_bonus_is_reduced_as_the_loss_is),
+    "top entropy": formula("which tokens are kept", shaping.test_top_entropy_keeps_the_most_uncertain_tokens),
+    "overlong": formula("DAPO's penalty", shaping.test_overlong_penalty),
+    "informative": formula("DAPO's filter", shaping.test_the_filter_keeps_groups_that_differ),
+    "the world itself": gradient(
+        "the enumeration is complete, and its gradients are slopes",
+        exact.test_the_enumeration_is_complete,
+        exact.test_the_true_gradient_is_the_slope_of_the_objective,
+    ),
+}
+
+CHECKS: dict[str, dict[str, Item]] = {
+    "Advantages": ADVANTAGES,
+    "Policy losses": POLICY_LOSSES,
+    "Supervised losses": SUPERVISED,
+    "KL terms": KLS,
+    "KL coefficients": CONTROLLERS,
+    "Corrections": CORRECTIONS,
+    "Reductions and shaping": REDUCTIONS,
+}

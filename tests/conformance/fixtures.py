@@ -1,0 +1,23 @@
+"""The off-policy batches that formulas are compared on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from etude.batch import Batch
+from tests.batches import random_batch
+
+
+def awkward(seed: int, groups: Sequence[int] = (3, 1, 4), *, longest: int = 9, drift: float = 0.3) -> Batch:
+    """A random batch of several rows and turns a rollout, NaN in the context, in which rollout 1 chose no token.
+
+    What rollout 1 had to say is left in its columns, as noise: nothing there may be looked at. Its reward stays.
+    """
+    batch = random_batch(seed, groups, longest=longest, drift=drift)
+    silent = torch.zeros(batch.tokens, dtype=torch.bool)
+    silent[int(batch.unit_tokens[1]) : int(batch.unit_tokens[2])] = True
+    return batch.replace(
+        action=batch.action & ~silent, token_reward=batch.need("token_reward").masked_fill(silent, torch.nan)
+    )

@@ -1,0 +1,179 @@
+"""What the property tests of the laws share: every algorithm there is, and how its gradient is taken.
+
+A gradient here is the derivative of the loss by what the model said of each token (log-prob, entropy, value …), token
+by token: the finest thing a loss can be wrong about. The batches are off-policy, with NaN wherever nothing is known.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etude.algorithms import ADVANTAGES, KLS, LOSSES, Algorithm, Denominators, Estimated, Outputs, State, View
+from etude.algorithms.corrections import Correction
+from etude.algorithms.entropy import Entropy
+from etude.batch import Batch, Column, Kind
+from tests.batches import random_batch
+
+LENGTHS = (4, 2, 3, 5)
+"""Group sizes of the fixture: no group of one, so that every estimator accepts it."""
+
+
+def fixture(seed: int = 0, sizes: Sequence[int] = LENGTHS, **options: object) -> Batch:
+    """An off-policy batch that every algorithm accepts, with each token's number in the plug-in column `where`.
+
+    One rollout of it chose nothing, unless `idle` is false.
+    """
+    batch = random_batch(seed, sizes, **options)  # type: ignore[arg-type]
+    if options.get("idle", True):
+        quiet = torch.arange(batch.rollouts) == seed % batch.rollouts
+        batch = batch.replace(action=batch.action & ~torch.repeat_interleave(quiet, torch.diff(batch.unit_tokens)))
+    return batch.replace(
+        reward=batch.need("reward").abs(),  # maxrl refuses negative rewards
+        token_reward=torch.where(batch.action, batch.need("token_reward").abs(), torch.nan),
+        anchor=torch.where(batch.action, batch.ids.long() % 3, 0),
+        final_value=torch.linspace(-1, 1, batch.rollouts, dtype=torch.float64),
+        trainer_version=torch.full((batch.rollouts,), 6),
+        extra={"where": Column(Kind.TOKEN, torch.arange(batch.tokens))},
+    )
+
+
+def said(batch: Batch, seed: int = 1, drift: float = 0.4) -> dict[str, Tensor]:
+    """What a model might say of the batch: leaves that take gradients, NaN at every context token."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def near(values: Tensor, scale: float) -> Tensor:
+        moved = values + scale * torch.randn(values.shape, generator=rng, dtype=values.dtype)
+        return torch.where(batch.action, moved, torch.nan)
+
+    return {
+        "logp": near(batch.need("old_logp"), drift).requires_grad_(),
+        "entropy": near(batch.need("entropy"), 0.1).requires_grad_(),
+        "full_kl": near(batch.need("entropy"), 0.1).requires_grad_(),
+    }
+
+
+def shown(leaves: dict[str, Tensor], part: Batch) -> Outputs:
+    """The forward pass over a part of the batch."""
+    where = part.extra["where"].tensor
+    return Outputs(**{name: leaf[where] for name, leaf in leaves.items()})
+
+
+@dataclass(frozen=True)
+class Found:
+    """A loss and its gradient by every number the model said."""
+
+    loss: Tensor
+    grads: dict[str, Tensor]
+
+    def close_to(self, other: Found, tolerance: float) -> bool:
+        """Whether loss and gradients agree, in units of the larger gradient's size."""
+        scale = 1 + max(float(g.abs().max()) for g in other.grads.values())
+        near = torch.allclose(self.loss, other.loss, rtol=tolerance, atol=tolerance)
+        return near and all(
+            torch.allclose(self.grads[name], g, rtol=tolerance, atol=tolerance * scale)
+            for name, g in other.grads.items()
+        )
+
+
+def gradient(
+    algorithm: Algorithm, ready: Estimated, leaves: dict[str, Tensor], parts: Sequence[Sequence[int]] | None = None
+) -> Found:
+    """The loss of an update batch, taken in these micro-batches of rollouts (or in one), and its gradient."""
+    batch = ready.batch
+    whole = Denominators.of(View(batch))
+    pieces = [batch] if parts is None else [batch.select(list(part)) for part in parts]
+    fresh = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
+    losses = [algorithm.objective(piece, shown(fresh, piece), whole, ready.state).loss for piece in pieces]
+    total = torch.stack(losses).sum()
+    if total.requires_grad:
+        total.backward()
+    grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in fresh.items()}
+    return Found(total.detach(), grads)
+
+
+def through(algorithm: Algorithm, batch: Batch, seed: int = 1) -> Found:
+    """Estimate over the whole batch, then the objective in one piece."""
+    return gradient(algorithm, algorithm.estimate(batch, State()), said(batch, seed))
+
+
+def every_algorithm() -> dict[str, Algorithm]:
+    """One algorithm for each choice there is, the other parts being ordinary."""
+    found: dict[str, Algorithm] = {}
+    for name, loss in LOSSES.items():
+        found[f"loss={name}"] = Algorithm(loss=loss(), advantage=ADVANTAGES["rloo"]())
+    for name, advantage in ADVANTAGES.items():
+        found[f"advantage={name}"] = Algorithm(advantage=advantage())
+    for name, kl in KLS.items():
+        found[f"kl={name}"] = Algorithm(kl=kl(coefficient=0.3), loss=LOSSES["ppo"](reduction="seq-mean-token-sum"))
+    found["correction=tis"] = Algorithm(correction=Correction(weight="truncate"))
+    found["correction=sequence"] = Algorithm(correction=Correction(weight="truncate", level="sequence"))
+    found["correction=icepop"] = Algorithm(correction=Correction(weight="mask"))
+    found["correction=opsm"] = Algorithm(correction=Correction(sequence_mask=0.01))
+    found["correction=two"] = Algorithm(correction=Correction(policies="two"))
+    found["entropy=bonus"] = Algorithm(entropy=Entropy(coefficient=0.1))
+    found["entropy=top"] = Algorithm(entropy=Entropy(top_share=0.3))
+    found["mask_truncated"] = Algorithm(mask_truncated=True)
+    reductions = ("token-sum", "seq-mean-token-mean", "seq-mean-token-sum")
+    for how in reductions:
+        found[f"reduction={how}"] = Algorithm(loss=LOSSES["ppo"](reduction=how))
+    found["reduction=norm"] = Algorithm(loss=LOSSES["ppo"](reduction="seq-mean-token-sum-norm", norm_length=50))
+    for unit in ("ppo", "gspo"):
+        loss = LOSSES[unit](unit="turn", reduction="seq-mean-token-mean")
+        found[f"unit=turn,loss={unit}"] = Algorithm(loss=loss, advantage=ADVANTAGES["rloo"]())
+    return found
+
+
+class _Seat:
+    """One rank of a `Table`."""
+
+    def __init__(self, table: Table, place: int) -> None:
+        self.table, self.place = table, place
+
+    def sum(self, values: Tensor) -> Tensor:
+        return torch.stack(self.table.exchange(self.place, values)).sum(0)
+
+    def gather(self, values: Tensor) -> Tensor:
+        return torch.cat(self.table.exchange(self.place, values))
+
+
+class Table:
+    """Ranks as threads that meet at a barrier: real collectives, in one process, that a lost rank cannot hang."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks, timeout=30)
+        self.values: list[Tensor] = [torch.empty(0)] * ranks
+        self.ranks = ranks
+
+    def exchange(self, place: int, values: Tensor) -> list[Tensor]:
+        self.values[place] = values
+        self.barrier.wait()
+        seen = list(self.values)
+        self.barrier.wait()
+        return seen
+
+    def run(self, work: Callable[[int, _Seat], Estimated]) -> list[Estimated]:
+        """`work(rank, seat)` on every rank at once; the first error of any of them is raised."""
+        found: list[Estimated | None] = [None] * self.ranks
+        errors: list[BaseException] = []
+
+        def sit(place: int) -> None:
+            try:
+                found[place] = work(place, _Seat(self, place))
+            except BaseException as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=sit, args=(place,), daemon=True) for place in range(self.ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        first = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)] or errors
+        if first:
+            raise first[0]
+        return [estimated for estimated in found if estimated is not None]

@@ -1,0 +1,140 @@
+"""Mistakes in estimators."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from etude.algorithms.advantages import best, group, role, statistics, token, turns, whole
+from tests.conformance import test_advantages_exact as exact
+from tests.conformance import test_advantages_restated as restated
+from tests.conformance.mutations import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "sign flip",
+        group.dr_grpo,
+        "return Groups",
+        "return -Groups",
+        partial(exact.test_dr_grpo_is_the_gradient_times_n_less_one_over_n, 3),
+    ),
+    Mutation(
+        "wrong normaliser",
+        group.rloo,
+        " * groups.size / (groups.size - 1).clamp(min=1)",
+        "",
+        partial(exact.test_rloo_is_the_gradient, 2),
+    ),
+    Mutation("off by one", group.rloo, "(groups.size - 1)", "(groups.size + 1)", restated.test_rloo),
+    Mutation(
+        "wrong normaliser",
+        group.grpo,
+        "groups.std(reward) + EPSILON",
+        "groups.std(reward) ** 2 + EPSILON",
+        restated.test_grpo,
+    ),
+    Mutation("biased deviation", statistics.Groups.std, "self.size - 1", "self.size", restated.test_grpo),
+    Mutation("group of one", group.grpo, "groups.alone, reward", "groups.alone, 0.0 * reward", restated.test_grpo),
+    Mutation("sign flip", group.remax, "reward - greedy_reward", "reward + greedy_reward", restated.test_remax),
+    Mutation("dropped weight", group.opo, "length * above", "above", restated.test_opo),
+    Mutation(
+        "wrong normaliser",
+        group.maxrl,
+        "torch.where(mean > 0, mean, 1.0)",
+        "1.0",
+        partial(exact.test_maxrl_is_the_truncated_gradient_of_log_p, 3),
+    ),
+    Mutation(
+        "off by one",
+        best.pass_at_k,
+        "lengths) - 1",
+        "lengths) - 2",
+        partial(exact.test_pass_at_k_is_the_gradient_of_the_best, 3),
+    ),
+    Mutation(
+        "off by one",
+        best.pkpo,
+        "place >= k - 1",
+        "place >= k",
+        partial(exact.test_pkpo_is_the_gradient_of_the_best_of_k, 4, 2),
+    ),
+    Mutation(
+        "wrong normaliser",
+        best.pkpo,
+        "_log_choose(size, k)",
+        "_log_choose(size, k - 1)",
+        partial(exact.test_pkpo_is_the_gradient_of_the_best_of_k, 4, 3),
+    ),
+    Mutation(
+        "off by one",
+        token.gae,
+        "rollouts.shift(values)",
+        "values",
+        partial(exact.test_gae_with_the_true_value_is_the_gradient_for_any_lambda, 0.7),
+    ),
+    Mutation(
+        "sign flip",
+        token.gae,
+        "gamma * following - values",
+        "values - gamma * following",
+        partial(restated.test_gae, 1.0, 1.0),
+    ),
+    Mutation("dropped discount", token.gae, "gamma * lam", "lam", partial(restated.test_gae, 0.9, 0.8)),
+    Mutation(
+        "dropped discount",
+        token.reinforce_pp,
+        "to_go(rewards, gamma)",
+        "to_go(rewards)",
+        partial(restated.test_reinforce_pp, 0.9),
+    ),
+    Mutation(
+        "no running sum",
+        token.optimal_token_baseline,
+        "rollouts.so_far(energy.to(rewards.dtype))",
+        "energy.to(rewards.dtype)",
+        restated.test_token_baseline,
+    ),
+    Mutation(
+        "sign flip",
+        token.optimal_token_baseline,
+        "1 - 2 * logp.exp()",
+        "1 + 2 * logp.exp()",
+        restated.test_token_baseline,
+    ),
+    Mutation(
+        "sign flip",
+        token.distillation,
+        "-log_ratio",
+        "log_ratio",
+        exact.test_distillation_is_the_gradient_of_the_reverse_kl_to_the_teacher,
+    ),
+    Mutation(
+        "wrong centre",
+        statistics.whiten,
+        "values - mean.to(values.dtype)",
+        "values",
+        restated.test_reinforce_pp_baseline,
+    ),
+    Mutation("biased variance", statistics.moments, "(count - 1)", "count", restated.test_batch_std),
+    Mutation("dropped weight", whole.reinforce_pp_baseline, ", weight=length", "", restated.test_reinforce_pp_baseline),
+    Mutation("dropped weight", whole.gdpo, "normal * weights", "normal", restated.test_gdpo),
+    Mutation("wrong normaliser", whole.gpg, "(every / teaching.clamp(min=1))", "1", partial(restated.test_gpg, 1.0)),
+    Mutation(
+        "wrong normaliser",
+        whole.batch_std,
+        "moments(centred, ranks)",
+        "moments(reward, ranks)",
+        restated.test_batch_std,
+    ),
+    Mutation("off by one", turns.against_others, "(size - 1)", "size", exact.test_turn_baseline_is_the_gradient),
+    Mutation(
+        "own sample in the baseline",
+        turns.against_others,
+        "stage.sum(above) - above",
+        "stage.sum(above)",
+        restated.test_turn_baseline,
+    ),
+    Mutation(
+        "wrong normaliser", turns.against_alike, "alike.std(values) + EPSILON", "1", partial(restated.test_mt_grpo, 1.0)
+    ),
+    Mutation("off by one", role.moved_on, "decay**n", "decay ** (n + 1)", restated.test_rae),
+]

@@ -1,0 +1,151 @@
+"""Mistakes in policy losses, and in what all of them share."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from etude.algorithms.base import PolicyLoss, log_ratio
+from etude.algorithms.losses import clip, covariance, plain, proximal, selection, sequence, trust
+from etude.algorithms.reduce import reduce
+from tests.conformance import test_advantages_exact as exact
+from tests.conformance import test_corrections as corrections
+from tests.conformance import test_losses as losses
+from tests.conformance.mutations import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "minimum for maximum",
+        clip.surrogate,
+        "clipped > plain",
+        "clipped < plain",
+        partial(losses.test_ppo, None, "token-mean"),
+    ),
+    Mutation(
+        "swapped bounds",
+        clip.surrogate,
+        "1 - clip_low, 1 + clip_high",
+        "1 - clip_high, 1 + clip_low",
+        partial(losses.test_ppo, None, "token-mean"),
+    ),
+    Mutation("dropped condition", clip.ppo, "(advantage < 0) & ", "", partial(losses.test_ppo, 1.5, "token-mean")),
+    Mutation(
+        "detached ratio",
+        clip.ppo,
+        "log_ratio(logp, old_logp)",
+        "log_ratio(logp.detach(), old_logp)",
+        partial(losses.test_ppo, None, "token-mean"),
+    ),
+    Mutation("attached weight", clip.cispo, "logp.detach()", "logp", losses.test_cispo),
+    Mutation("wrong normaliser", clip.sapo, "-4 * advantage / tau", "-2 * advantage", losses.test_sapo),
+    Mutation("differentiated s", sequence.gspo, "own = logp.detach()", "own = logp", losses.test_gspo),
+    Mutation("sum for mean", sequence.gspo, "units.mean", "units.sum", losses.test_gspo),
+    Mutation("sum for mean", sequence.gmpo, "units.mean", "units.sum", losses.test_gmpo),
+    Mutation("clip on the wrong side", sequence.gmpo, "clamp(-CLAMP, clip)", "clamp(-clip, CLAMP)", losses.test_gmpo),
+    Mutation("mean for product", sequence.vespo, "units.sum(", "units.mean(", losses.test_vespo),
+    Mutation(
+        "wrong direction",
+        trust.dppo_drops,
+        "(p - mu) * advantage.sign()",
+        "(mu - p) * advantage.sign()",
+        partial(losses.test_dppo, "tv", 0.2, 0.01),
+    ),
+    Mutation(
+        "dropped half",
+        trust.dppo_drops,
+        " + others_mu * (others_mu / others).log()",
+        "",
+        partial(losses.test_dppo, "kl", 0.05, 0.01),
+    ),
+    Mutation(
+        "dropped mask", covariance.clip_cov, "advantage.masked_fill(chosen, 0.0)", "advantage", losses.test_clip_cov
+    ),
+    Mutation(
+        "dropped mask",
+        covariance.kl_cov,
+        "torch.where(chosen, loss + coefficient * (logp - old_logp).abs(), loss)",
+        "loss + coefficient * (logp - old_logp).abs()",
+        losses.test_kl_cov,
+    ),
+    Mutation("wrong centre", covariance.covariance, "p - means[1]", "p", losses.test_kl_cov_picks_the_highest),
+    Mutation(
+        "off by one",
+        selection.token_keys,
+        "where - offsets[rollout]",
+        "where - offsets[rollout] + 1",
+        losses.test_clip_cov_picks_by_hash_within_the_band,
+    ),
+    Mutation(
+        "off by one",
+        selection.lowest,
+        "kthvalue(count)",
+        "kthvalue(count - 1)",
+        losses.test_clip_cov_picks_by_hash_within_the_band,
+    ),
+    Mutation("dropped half", plain.dro, "0.5 * beta", "beta", losses.test_dro),
+    Mutation(
+        "attached weight", plain.capped_ratio, "logp.detach()", "logp", losses.test_reinforce_with_a_capped_weight
+    ),
+    Mutation(
+        "sign flip",
+        plain.reinforce,
+        "-advantage",
+        "advantage",
+        partial(exact.test_reinforce_is_the_gradient, "reinforce"),
+    ),
+    Mutation(
+        "wrong reference",
+        proximal.decoupled_ppo,
+        "log_ratio(prox_logp, behavior_logp)",
+        "log_ratio(behavior_logp, prox_logp)",
+        losses.test_decoupled_ppo,
+    ),
+    Mutation(
+        "attached proximal policy", proximal.log_linear, "logp.detach()", "logp", losses.test_decoupled_ppo_log_linear
+    ),
+    Mutation(
+        "detached ratio",
+        trust.m2po,
+        "log_ratio(logp, behavior_logp)",
+        "log_ratio(logp.detach(), behavior_logp)",
+        losses.test_m2po,
+    ),
+    Mutation(
+        "drops too few",
+        trust.outliers,
+        "distance >= ordered[over][0]",
+        "distance > ordered[over][0]",
+        partial(losses.test_m2po_drops_the_fewest_that_bring_the_second_moment_down, 0.04),
+    ),
+    Mutation("wrong ratio", log_ratio, "logp - other", "other - logp", losses.test_sapo),
+    Mutation(
+        "dropped mask",
+        PolicyLoss.__call__,
+        'torch.where(view.column("keep"), terms, 0.0)',
+        "terms",
+        losses.test_rejected_tokens_still_count,
+    ),
+    Mutation(
+        "dropped weight",
+        PolicyLoss.__call__,
+        'terms * view.column("weight")',
+        "terms",
+        corrections.test_the_weight_multiplies_after_the_maximum,
+    ),
+    Mutation(
+        "wrong denominator",
+        reduce,
+        "values.sum() / max(tokens, 1)",
+        "values.mean() * max(count, 1)",
+        partial(losses.test_reductions, "token-mean", "rollout"),
+    ),
+    Mutation(
+        "sum for mean",
+        reduce,
+        "units.mean(values).sum()",
+        "values.sum()",
+        partial(losses.test_reductions, "seq-mean-token-mean", "turn"),
+    ),
+    Mutation(
+        "dropped constant", reduce, "(max(count, 1) * constant)", "max(count, 1)", losses.test_reduction_by_a_constant
+    ),
+]

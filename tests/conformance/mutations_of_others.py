@@ -1,0 +1,143 @@
+"""Mistakes in supervised losses, KL terms, corrections and filters."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from etude.algorithms import filters, kl, logits
+from etude.algorithms.corrections import Correction, accepted, importance, mean_one, mismatch, opsm
+from etude.algorithms.entropy import top_entropy
+from etude.algorithms.losses import distill, pairs
+from etude.algorithms.losses.supervised import SFT, Echo, value_error
+from tests.conformance import test_corrections as corrections
+from tests.conformance import test_kl as kls
+from tests.conformance import test_shaping as shaping
+from tests.conformance import test_supervised as supervised
+from tests.conformance.mutations import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "sign flip", SFT.__call__, "told = view.logp", "told = -view.logp", partial(supervised.test_sft, "token-mean")
+    ),
+    Mutation(
+        "sign flip", pairs.preference, "-(1 - label_smoothing)", "(1 - label_smoothing)", supervised.test_reward_model
+    ),
+    Mutation("minimum for maximum", value_error, "near > plain", "near < plain", partial(supervised.test_value, 0.2)),
+    Mutation(
+        "dropped tail",
+        distill.topk_kl,
+        " + torch.where(p > least, bucket, 0.0)",
+        "",
+        partial(supervised.test_distill_topk, "forward"),
+    ),
+    Mutation(
+        "dropped mask",
+        Echo.__call__,
+        'view.batch.need("observation", by="ECHO") & ~view.batch.action',
+        "~view.batch.action",
+        supervised.test_echo,
+    ),
+    Mutation("dropped half", kl.k2, "0.5 * ", "", kls.test_reverse_is_the_reverse_gradient),
+    Mutation("sign flip", kl.k3, "expm1(-cut) + cut", "expm1(cut) - cut", kls.test_forward_is_the_forward_gradient),
+    Mutation(
+        "gradient cut off",
+        kl._cut_in_value,
+        "x + (bare.clamp(-CLAMP, CLAMP) - bare)",
+        "x.clamp(-CLAMP, CLAMP)",
+        partial(kls.test_k3_pulls_however_far_it_is, -25.0),
+    ),
+    Mutation("attached weight", kl.OffPolicy.weight, "view.logp.detach()", "view.logp", kls.test_reverse_off_policy),
+    Mutation(
+        "detached weight",
+        kl.WeightedReverse.terms,
+        "(view.logp - start).exp()",
+        "(view.logp - start).exp().detach()",
+        partial(kls.test_weighted_reverse_off_policy, "k1"),
+    ),
+    Mutation(
+        "wrong normaliser",
+        kl.sequence_k2,
+        " / rollouts.lengths.clamp(min=1)",
+        "",
+        kls.test_sequence_is_the_reverse_gradient_of_sequences,
+    ),
+    Mutation(
+        "tokens for sequences",
+        kl.sequence_k2,
+        "k2(rollouts.sum(delta))",
+        "rollouts.sum(k2(delta))",
+        kls.test_sequence_is_the_reverse_gradient_of_sequences,
+    ),
+    Mutation(
+        "sign flip",
+        kl.InReward.charged,
+        "-value * delta",
+        "value * delta",
+        partial(kls.test_k1_in_the_reward_is_the_reverse_gradient_of_sequences, "rloo"),
+    ),
+    Mutation("wrong bound", kl.adapted, "-0.2), 0.2)", "-0.5), 0.5)", kls.test_adaptive_coefficient),
+    Mutation(
+        "mean for product",
+        importance,
+        "rollouts.sum(log_rho)",
+        "rollouts.mean(log_rho)",
+        partial(corrections.test_sequence_weights_give_the_gradient, 2),
+    ),
+    Mutation(
+        "dropped truncation",
+        Correction._weight,
+        "rho.clamp(max=high)",
+        "rho",
+        partial(corrections.test_truncated_weights, "token", 1.1),
+    ),
+    Mutation(
+        "dropped mask",
+        Correction._weight,
+        "torch.where(cut, 0.0, rho)",
+        "rho",
+        partial(corrections.test_masked_weights, "token"),
+    ),
+    Mutation(
+        "wrong denominator",
+        mean_one,
+        "int((rollouts.lengths > 0).sum())",
+        "rollouts.count",
+        partial(corrections.test_weights_rescaled_to_mean_one, "rollouts"),
+    ),
+    Mutation(
+        "wrong statistic",
+        accepted,
+        "0.5 * log_rho.square()",
+        "log_rho.square()",
+        partial(corrections.test_rejection, "k2", "token"),
+    ),
+    Mutation("any for all", accepted, "== 0", "< 2", partial(corrections.test_rejection, "k1", "seq_max")),
+    Mutation("sign flip", opsm, "drift > delta", "drift < delta", partial(corrections.test_opsm, 0.05)),
+    Mutation(
+        "wrong centre", mismatch, "squares - n, n", "squares, n", corrections.test_what_is_measured_of_the_mismatch
+    ),
+    Mutation(
+        "dropped normaliser",
+        logits.sampling_mask,
+        " - sets.sum((inside - sets.spread(top)).exp()).log()",
+        "",
+        corrections.test_sampling_mask_is_the_gradient_of_the_masked_policy,
+    ),
+    Mutation(
+        "lowest for highest",
+        top_entropy,
+        "entropy >= ",
+        "entropy <= ",
+        shaping.test_top_entropy_keeps_the_most_uncertain_tokens,
+    ),
+    Mutation(
+        "off by one",
+        filters.overlong_penalty,
+        "(max_length - buffer)",
+        "(max_length - buffer + 1)",
+        shaping.test_overlong_penalty,
+    ),
+    Mutation(
+        "inverted filter", filters.informative, "~Groups", "Groups", shaping.test_the_filter_keeps_groups_that_differ
+    ),
+]

@@ -1,0 +1,76 @@
+"""Law 4: context tokens receive no gradient from policy terms, and what stands there changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.algorithms import Algorithm, State
+from etude.batch import COLUMNS, Batch, Kind
+from tests.conformance.laws import every_algorithm, fixture, gradient, said, through
+
+ALGORITHMS = every_algorithm()
+
+
+def scribbled(batch: Batch, with_what: float) -> Batch:
+    """The batch with something else in every number that is said of a context token."""
+    changes = {}
+    for name, column in batch.columns():
+        numbers = COLUMNS.get(name) is Kind.TOKEN and column.tensor.dtype == torch.float64
+        if numbers and name != "token_reward":
+            changes[name] = torch.where(batch.action, column.tensor, with_what)
+    return batch.replace(**changes)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(seed=st.integers(0, 50), scribble=st.sampled_from([0.0, -1e9, float("inf"), float("nan")]))
+def test_what_stands_in_the_context_changes_nothing(name: str, seed: int, scribble: float) -> None:
+    algorithm, batch = ALGORITHMS[name], fixture(seed)
+    clean = through(algorithm, batch)
+    other = scribbled(batch, scribble)
+    leaves = {k: torch.where(batch.action, v.detach(), scribble) for k, v in said(batch).items()}
+    found = gradient(algorithm, algorithm.estimate(other, State()), leaves)
+    assert torch.equal(found.loss, clean.loss)
+    for key, grad in found.grads.items():
+        assert torch.equal(grad, clean.grads[key]), key
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(seed=st.integers(0, 50))
+def test_context_gets_no_gradient_and_actions_get_a_finite_one(name: str, seed: int) -> None:
+    batch = fixture(seed)
+    found = through(ALGORITHMS[name], batch)
+    assert torch.isfinite(found.loss)
+    for grad in found.grads.values():
+        assert bool((grad[~batch.action] == 0).all())
+        assert bool(torch.isfinite(grad).all())
+
+
+@given(seed=st.integers(0, 50))
+def test_echo_is_the_named_exception_and_teaches_tool_output_only(seed: int) -> None:
+    batch, algorithm = fixture(seed), Algorithm(echo=0.5)
+    seen = batch.need("observation") & ~batch.action
+    leaves = said(batch)
+    leaves["logp"] = torch.where(seen, -1.0, leaves["logp"].detach())
+    ready = algorithm.estimate(batch, State())
+    found, without = gradient(algorithm, ready, leaves), gradient(Algorithm(), ready, leaves)
+    extra = found.grads["logp"] - without.grads["logp"]
+    expected = torch.where(seen, -0.5 / max(int(seen.sum()), 1), 0.0)
+    assert torch.allclose(extra, expected.double(), atol=1e-12)
+
+
+def test_a_reward_paid_on_tool_output_belongs_to_the_action_before() -> None:
+    batch = fixture(3)
+    act = batch.action.nonzero()[:, 0]
+    at = next(int(t) for t in act if int(t) + 1 < batch.tokens and not batch.action[t + 1]
+              and torch.searchsorted(batch.unit_tokens, t, right=True)
+              == torch.searchsorted(batch.unit_tokens, t + 1, right=True))  # fmt: skip
+    algorithm = every_algorithm()["advantage=reinforce++"]
+    columns = []
+    for token in (at, at + 1):
+        paid = torch.zeros(batch.tokens, dtype=torch.float64)
+        paid[token] = 2.0
+        columns.append(algorithm.estimate(batch.replace(token_reward=paid), State()).batch.need("advantage"))
+    assert torch.equal(columns[0], columns[1])

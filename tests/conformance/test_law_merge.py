@@ -1,0 +1,90 @@
+"""Laws 5 and 6: how turns became rows changes nothing, and statistics count rollouts before anything is dropped."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.algorithms import ADVANTAGES, Algorithm, State, View
+from etude.algorithms.corrections import Correction
+from etude.batch import Batch, Column, Kind
+from tests.conformance.laws import every_algorithm, fixture, gradient, said
+
+ALGORITHMS = every_algorithm()
+
+
+def apart(batch: Batch, rng: np.random.Generator) -> tuple[Batch, torch.Tensor]:
+    """The same rollouts with turns kept apart: each row is cut at random places, and every later piece repeats
+    some of what came before it as context. Also, for each token of the new batch, which old token it repeats."""
+    rows: list[tuple[int, list[tuple[int, bool]]]] = []  # (rollout, its (old token, is it an action here))
+    for r in range(batch.rows):
+        start, end = int(batch.offsets[r]), int(batch.offsets[r + 1])
+        cuts = sorted(set(rng.integers(start, end + 1, 2).tolist())) if end > start else []
+        for a, b in zip([start, *cuts], [*cuts, end], strict=True):
+            before = range(int(rng.integers(start, a + 1)), a)
+            row = [(t, False) for t in before] + [(t, bool(batch.action[t])) for t in range(a, b)]
+            rows.append((int(batch.unit[r]), row))
+    old = torch.tensor([t for _, row in rows for t, _ in row], dtype=torch.int64)
+    action = torch.tensor([act for _, row in rows for _, act in row], dtype=torch.bool)
+    columns: dict[str, object] = {}
+    for name, column in batch.columns():
+        if column.kind is Kind.TOKEN and name not in batch.extra:
+            columns[name] = column.tensor[old]
+        elif column.kind is Kind.UNIT and name not in batch.extra:
+            columns[name] = column.tensor
+    extra = {
+        name: Column(c.kind, c.tensor[old] if c.kind is Kind.TOKEN else c.tensor) for name, c in batch.extra.items()
+    }
+    columns |= {"action": action, "token_reward": torch.where(action, batch.need("token_reward")[old], torch.nan)}
+    columns |= {"observation": torch.zeros_like(action), "part_names": batch.part_names, "extra": extra}
+    lengths = [len(row) for _, row in rows]
+    return Batch(
+        offsets=torch.tensor([0, *np.cumsum(lengths).tolist()]),
+        unit=torch.tensor([u for u, _ in rows]),
+        group=batch.group,
+        **columns,  # type: ignore[arg-type]
+    ), old
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(seed=st.integers(0, 50))
+def test_merged_or_apart_the_gradient_is_the_same(name: str, seed: int) -> None:
+    algorithm, merged = ALGORITHMS[name], fixture(seed)
+    rows, _ = apart(merged, np.random.default_rng(seed))
+    assert int(rows.action.sum()) == int(merged.action.sum())
+    leaves = said(merged)
+    a = gradient(algorithm, algorithm.estimate(merged, State()), leaves)
+    b = gradient(algorithm, algorithm.estimate(rows, State()), leaves)
+    assert b.close_to(a, 1e-10)
+
+
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "distillation"])
+@given(seed=st.integers(0, 50))
+def test_advantages_are_estimated_before_anything_is_dropped(name: str, seed: int) -> None:
+    batch = fixture(seed)
+    batch = batch.replace(truncated=torch.arange(batch.rollouts) % 2 == 0)
+    gentle = Algorithm(advantage=ADVANTAGES[name]()).estimate(batch, State()).batch
+    harsh = Algorithm(
+        advantage=ADVANTAGES[name](), mask_truncated=True, correction=Correction(weight="mask", low=0.95, high=1.05)
+    )
+    dropped = harsh.estimate(batch, State()).batch
+    assert torch.equal(dropped.need("advantage"), gentle.need("advantage"))
+    assert not bool(dropped.need("keep")[batch.action].all())
+
+
+@given(seed=st.integers(0, 50))
+def test_a_rollout_that_did_nothing_still_counts_in_its_group(seed: int) -> None:
+    batch = fixture(seed, (3, 3), idle=False)
+    idle = batch.replace(action=batch.action & ~(batch.unit[row_of(batch)] == 0))
+    found = Algorithm(advantage=ADVANTAGES["dr_grpo"]()).estimate(idle.replace(token_reward=None), State()).batch
+    mean = batch.need("reward")[:3].mean()
+    view = View(found)
+    first = view.column("advantage")[int(view.rollouts.offsets[1])]
+    assert torch.allclose(first, batch.need("reward")[1] - mean)
+
+
+def row_of(batch: Batch) -> torch.Tensor:
+    return torch.searchsorted(batch.offsets, torch.arange(batch.tokens), right=True) - 1

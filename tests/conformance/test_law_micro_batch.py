@@ -1,0 +1,90 @@
+"""Law 1: loss and gradient do not change with micro-batch size, order, packing, or number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.algorithms import Algorithm, Estimated, State
+from etude.batch import Batch
+from tests.conformance.laws import Table, every_algorithm, fixture, gradient, said
+
+ALGORITHMS = every_algorithm()
+TOLERANCE = 1e-10
+FILLED = ("advantage", "returns", "weight", "keep", "chosen")
+
+
+def whole_columns(ready: Estimated) -> dict[tuple[int, int], tuple[float, ...]]:
+    """What estimation filled in, by rollout id and place in the rollout, so that order does not matter."""
+    batch = ready.batch
+    told: dict[tuple[int, int], tuple[float, ...]] = {}
+    for u, name in enumerate(batch.need("rollout_id").tolist()):
+        start, end = int(batch.unit_tokens[u]), int(batch.unit_tokens[u + 1])
+        places = batch.action[start:end].nonzero()[:, 0] + start
+        for n, token in enumerate(places.tolist()):
+            columns = [batch.__dict__[column] for column in FILLED]
+            told[name, n] = tuple(float(c[token]) for c in columns if c is not None)
+    return told
+
+
+def assert_same_columns(
+    a: dict[tuple[int, int], tuple[float, ...]], b: dict[tuple[int, int], tuple[float, ...]]
+) -> None:
+    assert a.keys() == b.keys()
+    for key in a:
+        assert a[key] == pytest.approx(b[key], rel=1e-9, abs=1e-9), key
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(data=st.data())
+def test_any_micro_batches_give_the_gradient_of_the_whole(name: str, data: st.DataObject) -> None:
+    algorithm, batch = ALGORITHMS[name], fixture(data.draw(st.integers(0, 50)))
+    ready, leaves = algorithm.estimate(batch, State(), seed=3, step=2), said(batch)
+    order = data.draw(st.permutations(range(batch.rollouts)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, batch.rollouts - 1), max_size=5)))
+    parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, batch.rollouts], strict=True)]
+    assert gradient(algorithm, ready, leaves, parts).close_to(gradient(algorithm, ready, leaves), TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(data=st.data())
+def test_the_order_of_rollouts_does_not_matter(name: str, data: st.DataObject) -> None:
+    algorithm, batch = ALGORITHMS[name], fixture(data.draw(st.integers(0, 50)))
+    order = data.draw(st.permutations(range(batch.rollouts)))
+    straight = algorithm.estimate(batch, State(), seed=3, step=2)
+    shuffled = algorithm.estimate(batch.select(order), State(), seed=3, step=2)
+    assert_same_columns(whole_columns(straight), whole_columns(shuffled))
+    leaves = said(batch)
+    assert gradient(algorithm, shuffled, leaves).close_to(gradient(algorithm, straight, leaves), TOLERANCE)
+
+
+def of_groups(batch: Batch, groups: list[int]) -> list[int]:
+    return [u for u in range(batch.rollouts) if int(batch.group[u]) in groups]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(seed=st.integers(0, 50), ranks=st.integers(2, 3))
+def test_ranks_that_hold_some_groups_each_estimate_what_one_rank_would(name: str, seed: int, ranks: int) -> None:
+    algorithm, batch = ALGORITHMS[name], fixture(seed)
+    alone = algorithm.estimate(batch, State(), seed=3, step=2)
+    shares = [of_groups(batch, list(range(rank, batch.groups, ranks))) for rank in range(ranks)]
+
+    def work(rank: int, seat: object) -> Estimated:
+        return algorithm.estimate(batch.select(shares[rank]), State(), seed=3, step=2, ranks=seat)  # type: ignore[arg-type]
+
+    together: dict[tuple[int, int], tuple[float, ...]] = {}
+    for ready in Table(ranks).run(work):
+        together |= whole_columns(ready)
+        assert ready.state.kl_value == alone.state.kl_value
+        assert ready.state.role_means == pytest.approx(alone.state.role_means)
+    assert_same_columns(whole_columns(alone), together)
+
+
+def test_random_picks_depend_on_seed_and_step() -> None:
+    batch = fixture(4, (8, 8, 8), longest=40)
+    picks: Algorithm = every_algorithm()["loss=clip_cov"]
+    chosen = [picks.estimate(batch, State(), seed=s, step=t).batch.chosen for s, t in ((1, 1), (1, 1), (2, 1), (1, 2))]
+    assert all(column is not None for column in chosen)
+    assert torch.equal(chosen[0], chosen[1])  # type: ignore[arg-type]
