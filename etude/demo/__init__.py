@@ -1,0 +1,1 @@
+"""Demonstrations small enough to be watched, and exact enough to be believed."""

@@ -1,0 +1,121 @@
+"""The whole loop on one screen: collect, score, estimate, update, publish; and the run that configures it.
+
+A table of logits is trained on a world of thirty answers, by any advantage, loss, KL and correction that Etude has. All
+of it is real: groups are sampled, advantages estimated from them, gradients taken on micro-batches, steps made by Adam.
+Only the judge is better than in life: J(θ), the expected reward, is a sum over all answers and therefore exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import Field, model_validator
+
+from etude.algorithms import Algorithm, Denominators, State, View
+from etude.batch import Batch
+from etude.demo.tabular import TabularPolicy
+from etude.demo.world import WANTED, World
+from etude.errors import ConfigError
+from etude.observe import Last, Mean, Metrics, Observe, RunLog
+
+__all__ = ["DemoRun", "Progress", "train"]
+
+
+class DemoRun(Algorithm):
+    """An algorithm, and a tabular policy to train by it."""
+
+    seed: int = Field(0, ge=0, description="what all chance in the run is derived from")
+    steps: int = Field(32, ge=1, description="how often rollouts are collected and trained on")
+    groups: int = Field(8, ge=1, description="groups a step; the prompts take turns")
+    group_size: int = Field(8, ge=1, description="rollouts in a group, all of one prompt")
+    updates: int = Field(6, ge=1, description="optimizer steps a step; from the second on, the policy is off its data")
+    micro_batches: int = Field(2, ge=1, description="parts that an update is computed in; they change nothing")
+    learning_rate: float = Field(0.1, gt=0, description="of Adam")
+    lag: int = Field(0, ge=0, description="how many steps older than the trainer's the sampler's policy is")
+    noise: float = Field(0.0, ge=0, description="standard deviation of an error in the sampler's logits")
+    observe: Observe = Field(Observe(), description="what is shown, and where numbers go")
+    directory: Path = Field(Path("runs/demo"), description="the folder in which each run makes a folder of its own")
+
+    @model_validator(mode="after")
+    def _rollouts_suffice(self) -> DemoRun:
+        rollouts, parts = self.groups * self.group_size, self.updates * self.micro_batches
+        if rollouts < parts:
+            raise ConfigError(
+                f"A step has {rollouts} rollouts, fewer than `updates` × `micro_batches` = {parts} parts. "
+                f"Raise `groups` or `group_size`, or lower `updates` or `micro_batches`."
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: after `step` steps the policy expects the reward `expected`."""
+
+    step: int
+    expected: float
+    optimum: float
+
+
+def train(run: DemoRun, log: RunLog) -> Iterator[Progress]:
+    """Collect, score, estimate, update, publish, until the steps are done."""
+    policy = TabularPolicy(World(), run.seed)
+    generator = torch.Generator().manual_seed(run.seed)
+    optimizer = torch.optim.Adam([policy.table], lr=run.learning_rate)
+    published, state = [policy.logp().detach()], State()
+    optimum = policy.world.optimum
+    yield Progress(0, policy.expected(), optimum)
+    for step in range(1, run.steps + 1):
+        with log.step(step) as at:
+            batch = collect(run, policy, published, generator)
+            batch = policy.annotate(batch, run.needs())
+            found = run.estimate(batch, state, seed=run.seed, step=step)
+            state = found.state
+            at.add(found.metrics)
+            for part in found.batch.split(run.updates, by=run.loss.split_unit):
+                at.add(update(run, policy, optimizer, part, state))
+            published.append(policy.logp().detach())
+            at.add(_seen(batch, policy, optimum))
+        yield Progress(step, policy.expected(), optimum)
+
+
+def collect(run: DemoRun, policy: TabularPolicy, published: list[torch.Tensor], generator: torch.Generator) -> Batch:
+    """Groups of rollouts, sampled and scored. The sampler may be some versions old, and compute a little wrongly."""
+    version = max(len(published) - 1 - run.lag, 0)
+    error = torch.randn(published[0].shape, dtype=torch.float64, generator=generator)
+    sampler = (published[version] + run.noise * error).log_softmax(-1)
+    group = torch.arange(run.groups).repeat_interleave(run.group_size)
+    batch = policy.sample(sampler, group % len(WANTED), generator)
+    versions = torch.full((batch.tokens,), version, dtype=torch.int32)
+    first = (len(published) - 1) * batch.rollouts
+    return batch.replace(group=group, version=versions, rollout_id=torch.arange(first, first + batch.rollouts))
+
+
+def update(
+    run: DemoRun, policy: TabularPolicy, optimizer: torch.optim.Optimizer, batch: Batch, state: State
+) -> Metrics:
+    """One optimizer step: the gradient of the update batch, added up over its micro-batches."""
+    whole, metrics = Denominators.of(View(batch)), Metrics()
+    optimizer.zero_grad()
+    for part in batch.split(run.micro_batches, by=run.loss.split_unit):
+        value = run.objective(part, policy.forward(part, run.outputs()), whole, state)
+        value.loss.backward()  # type: ignore[no-untyped-call]
+        metrics.merge(value.metrics)
+        metrics.add("loss", Mean.over(value.loss.detach(), len(part.group) / len(batch.group)))
+    assert policy.table.grad is not None
+    metrics.add("gradient", Mean.of(policy.table.grad.norm()))
+    optimizer.step()
+    return metrics
+
+
+def _seen(batch: Batch, policy: TabularPolicy, optimum: float) -> Metrics:
+    earned = batch.need("metric")
+    return Metrics(
+        {
+            "expected_reward": Last.of(policy.expected()),
+            "optimum": Last.of(optimum),
+            "reward": Mean.over(earned.sum(), len(earned)),
+        }
+    )

@@ -1,0 +1,155 @@
+"""Several runs of the demonstration, one after the other: which ones, what becomes of each, and the report of all."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from etude.algorithms import LOSSES
+from etude.config.compose import compose, multirun
+from etude.config.override import read
+from etude.config.secrets import mask
+from etude.config.show import to_tree, to_yaml
+from etude.demo.algorithms import DemoRun, train
+from etude.errors import ConfigError, EtudeError
+from etude.observe import RunInfo, open_run_log
+
+__all__ = ["Entry", "entries", "new_directory", "report", "train_entry"]
+
+LEARNT = 0.9
+"""The share of what there was to gain from which on an algorithm is said to have learnt."""
+
+
+@dataclass
+class Entry:
+    """One run of a comparison, and what has become of it."""
+
+    name: str
+    run: DemoRun | None = None
+    refused: str = ""
+    """Why it cannot run, in a sentence: it is shown in its place, and not left out in silence."""
+    curve: list[float] = field(default_factory=list)
+    """J before the first step and after each."""
+    optimum: float = 1.0
+    seconds: float = 0.0
+
+    @property
+    def folder(self) -> str:
+        """The name of its own folder."""
+        return re.sub(r"[^\w.=-]+", "_", self.name)
+
+    @property
+    def share(self) -> float:
+        """How much of what there was to gain has been gained: 1 is the optimum, below 0 is worse than the start."""
+        return (self.curve[-1] - self.curve[0]) / (self.optimum - self.curve[0])
+
+    @property
+    def learnt(self) -> bool:
+        """Whether it came near the optimum."""
+        return not self.refused and self.share >= LEARNT
+
+
+def entries(overrides: Sequence[str], file: Path | None, *, sweep: bool) -> list[Entry]:
+    """The jobs of a sweep; or the loss that was chosen; or, where none was, every loss in turn."""
+    if sweep:
+        return _swept(overrides, file)
+    if _chooses_loss(overrides, file):
+        run = compose(DemoRun, overrides, file=file)
+        return [Entry(to_tree(run)["loss"]["name"], run)]
+    found, refusals = [], []
+    for name in LOSSES:
+        try:
+            found.append(Entry(name, compose(DemoRun, [*overrides, f"loss={name}"], file=file)))
+        except ConfigError as error:
+            found.append(Entry(name, refused=str(error)))
+            refusals.append(error)
+    if len(refusals) == len(found):
+        raise refusals[0]
+    return found
+
+
+def train_entry(entry: Entry, directory: Path, stepped: Callable[[], None]) -> None:
+    """Train one, with its metrics and its configuration in a folder of its own; `stepped` is called after each step."""
+    run = entry.run
+    assert run is not None
+    info = RunInfo(entry.name, directory, run.steps, mask(to_tree(run)))
+    began = time.perf_counter()
+    with open_run_log(run.observe.model_copy(update={"console": "off"}), info) as log:
+        (directory / "run.yaml").write_text(to_yaml(run), encoding="utf-8")
+        try:
+            for at in train(run, log):
+                entry.curve.append(at.expected)
+                entry.optimum = at.optimum
+                entry.seconds = time.perf_counter() - began
+                stepped()
+        except EtudeError as error:
+            entry.refused = str(error)
+            stepped()
+
+
+def report(all_entries: Sequence[Entry], directory: Path, figure: Path) -> dict[str, Any]:
+    """What happened, as plain data."""
+    return {
+        "directory": str(directory),
+        "figure": str(figure),
+        "runs": [
+            {
+                "name": entry.name,
+                "refused": entry.refused,
+            }
+            if entry.refused or entry.run is None
+            else {
+                "name": entry.name,
+                "loss": to_tree(entry.run)["loss"]["name"],
+                "before": entry.curve[0],
+                "after": entry.curve[-1],
+                "optimum": entry.optimum,
+                "share": entry.share,
+                "learnt": entry.learnt,
+                "seconds": entry.seconds,
+            }
+            for entry in all_entries
+        ],
+    }
+
+
+def new_directory(parent: Path) -> Path:
+    """A folder that was not there before, named by the time."""
+    name, count = time.strftime("%Y-%m-%d_%H-%M-%S"), 1
+    while True:
+        directory = parent / (name if count == 1 else f"{name}_{count}")
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            count += 1
+        except OSError as error:
+            raise ConfigError(
+                f"`directory` is {parent}, and no folder can be made there: {error.strerror}. Choose another."
+            ) from error
+        else:
+            return directory
+
+
+def _swept(overrides: Sequence[str], file: Path | None) -> list[Entry]:
+    """One entry for each job, named by what sets it apart."""
+    with TemporaryDirectory() as scratch:
+        jobs = multirun(DemoRun, overrides, lambda _: None, file=file, directory=Path(scratch))
+    shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+    return [Entry(" ".join(text for text in job.overrides if text not in shared), job.run) for job in jobs]
+
+
+def _chooses_loss(overrides: Sequence[str], file: Path | None) -> bool:
+    """Whether the command line or the file speaks of the loss."""
+    if any(read(text, example="steps").path.split(".")[0] == "loss" for text in overrides):
+        return True
+    if file is None:
+        return False
+    compose(DemoRun, file=file)  # refuses, in a sentence, what cannot be read
+    return "loss" in OmegaConf.load(file)

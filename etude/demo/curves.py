@@ -1,0 +1,155 @@
+"""What a person sees of the demonstration: live curves in the terminal, plain lines elsewhere, and a picture.
+
+In the terminal each run is a line of blocks, from where it began (lowest) to the optimum (highest). The picture has a
+panel for each run, all on the same axes, with the others in grey behind it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.box import ASCII2, SIMPLE_HEAD
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from etude.demo.compare import Entry
+from etude.observe import format_seconds
+
+__all__ = ["Screen", "draw", "sparkline"]
+
+BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
+WIDEST = 40
+REDRAW = 0.1
+"""Seconds between two pictures on the terminal."""
+
+INK, GOOD, POOR, PALE = "#22313f", "#0f766e", "#c2410c", "#d5dbe3"
+MOST_COLUMNS = 5
+TITLE = "Expected reward J, known exactly, after each step. Dashed: the optimum."
+
+
+def sparkline(curve: Sequence[float], low: float, high: float, width: int, blocks: str = BLOCKS) -> str:
+    """A curve as one line of blocks, `width` of them or one for each point; what leaves the range stays at its edge."""
+    count = min(width, len(curve))
+    picked = [curve[round(i * (len(curve) - 1) / max(count - 1, 1))] for i in range(count)]
+    heights = [min(max((value - low) / (high - low), 0.0), 1.0) for value in picked]
+    return "".join(blocks[round(height * (len(blocks) - 1))] for height in heights)
+
+
+class Screen:
+    """The entries as they train: a live table on a terminal; elsewhere a line for each that is done."""
+
+    def __init__(self, console: Console, entries: Sequence[Entry]) -> None:
+        self._console, self._entries = console, entries
+        self._blocks, self._arrow = (BLOCKS, "→") if _carries(console, BLOCKS + "→") else (ASCII_BLOCKS, ">")
+        self._drawn = 0.0
+        self._live = None
+        if console.is_interactive:
+            self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            self._live.stop()
+
+    def stepped(self) -> None:
+        """An entry made a step."""
+        if self._live is not None and time.monotonic() - self._drawn > REDRAW:
+            self._drawn = time.monotonic()
+            self._live.update(self._table(), refresh=True)
+
+    def finished(self, entry: Entry) -> None:
+        """An entry is done, or was refused."""
+        if self._live is None:
+            name = entry.name.ljust(max(len(each.name) for each in self._entries))
+            line = Text("  ").join([Text(name), *self._cells(entry, WIDEST)])
+            self._console.print(line, soft_wrap=True)
+
+    def _table(self) -> Table:
+        box = SIMPLE_HEAD if self._blocks is BLOCKS else ASCII2
+        table = Table(box=box, pad_edge=False, header_style="dim")
+        names = max(len(entry.name) for entry in self._entries)
+        wide = max(12, min(WIDEST, self._console.width - names - 40))
+        table.add_column("trained by", no_wrap=True, overflow="ellipsis")
+        table.add_column("J, step by step", min_width=wide, no_wrap=True, overflow="ellipsis")
+        for title in ("J", "gained", "time"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for entry in self._entries:
+            if entry.curve or entry.refused:
+                table.add_row(Text(entry.name), *self._cells(entry, wide))
+        return table
+
+    def _cells(self, entry: Entry, width: int) -> list[Text]:
+        """What is told of an entry beside its name."""
+        if entry.refused:
+            return [Text("refused, see below", "dim")]
+        curve, low = entry.curve, entry.curve[0]
+        # While it trains, the line grows towards the width that it will have.
+        total = (entry.run.steps if entry.run is not None else 0) + 1
+        grown = max(1, round(min(width, total) * len(curve) / total))
+        style = "green" if entry.learnt else "yellow"
+        return [
+            Text(sparkline(curve, low, entry.optimum, grown, self._blocks), "cyan"),
+            Text(f"{low:.3f} {self._arrow} {curve[-1]:.3f}"),
+            Text(f"{entry.share:4.0%}", style),
+            Text(format_seconds(entry.seconds), "dim"),
+        ]
+
+
+def draw(entries: Sequence[Entry], path: Path) -> None:
+    """The picture of every run that was not refused."""
+    drawn = [entry for entry in entries if not entry.refused]
+    rows = math.ceil(len(drawn) / MOST_COLUMNS)
+    columns = math.ceil(len(drawn) / rows)
+    figure = Figure(figsize=(max(2.35 * columns, 6.0), max(1.75 * rows, 2.6) + 0.95), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(TITLE, x=0.01, ha="left", fontsize=10, color=INK)
+    figure.supxlabel("step", fontsize=8, color=INK)
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for panel in axes[len(drawn) :]:
+        panel.remove()
+    for place, (panel, entry) in enumerate(zip(axes, drawn, strict=False)):
+        for other in drawn:
+            panel.plot(other.curve, color=PALE, linewidth=0.7, zorder=1)
+        _panel(panel, entry)
+        panel.tick_params(labelbottom=place + columns >= len(drawn))
+    figure.savefig(path)
+
+
+def _panel(panel: Axes, entry: Entry) -> None:
+    colour = GOOD if entry.learnt else POOR
+    panel.axhline(entry.optimum, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=2)
+    panel.plot(entry.curve, color=colour, linewidth=1.8, zorder=3, solid_capstyle="round")
+    panel.plot(len(entry.curve) - 1, entry.curve[-1], "o", color=colour, markersize=3.5, zorder=4, clip_on=False)
+    panel.set_title(entry.name, loc="left", fontsize=9, fontweight="bold", color=INK)
+    panel.set_title(f"{entry.curve[-1]:.3f}", loc="right", fontsize=9, color=colour)
+    panel.set_ylim(0, entry.optimum * 1.06)
+    panel.set_xlim(0, len(entry.curve) - 1)
+    panel.tick_params(labelsize=7, colors=INK, length=2, width=0.6)
+    panel.grid(axis="y", color=PALE, linewidth=0.4)
+    panel.set_axisbelow(True)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        panel.spines[side].set_color(PALE)
+
+
+def _carries(console: Console, text: str) -> bool:
+    """Whether the console's file can carry these letters."""
+    return text.encode(console.encoding, "replace").decode(console.encoding) == text

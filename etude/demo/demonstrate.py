@@ -1,0 +1,90 @@
+"""The demonstration as a person meets it: what it is, the curves as they grow, where it all lies, what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from etude.algorithms.kl import warnings
+from etude.demo.algorithms import DemoRun
+from etude.demo.compare import Entry, entries, new_directory, report, train_entry
+from etude.demo.curves import Screen, draw
+from etude.errors import ConfigError
+from etude.observe import configure, make_console
+
+__all__ = ["NEXT", "demonstrate"]
+
+NEXT = (
+    ("etude demo algorithms loss=gspo loss.clip_high=0.01", "one loss, with an option of its own"),
+    ("etude demo algorithms advantage=rloo", "every loss again, with another advantage"),
+    ("etude demo algorithms kl=reverse kl.coefficient=0.1", "every loss, held to where it began"),
+    ("etude demo algorithms --multirun loss=ppo seed=0,1,2", "one run for each seed"),
+    ("etude config show", "every option, with its meaning"),
+)
+"""Commands to try next, and what they show."""
+
+
+def demonstrate(overrides: Sequence[str], file: Path | None = None, *, sweep: bool = False) -> dict[str, Any]:
+    """Train what was asked for, show it, draw it; returns the report."""
+    compared = entries(overrides, file, sweep=sweep)
+    run = next(entry.run for entry in compared if entry.run is not None)
+    configure(run.observe.level)
+    console = make_console(run.observe.console)
+    directory = new_directory(run.directory)
+    figure = directory / "curves.png"
+    _introduce(console, run, compared)
+    with _one_thread(), Screen(console, compared) as screen:
+        for entry in compared:
+            if not entry.refused:
+                train_entry(entry, directory / entry.folder, screen.stepped)
+            screen.finished(entry)
+    trained = [entry for entry in compared if not entry.refused]
+    if not trained:
+        raise ConfigError(compared[0].refused)
+    draw(trained, figure)
+    _conclude(console, compared, directory)
+    return report(compared, directory, figure)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A table of logits is too small to be shared among threads, which would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _introduce(console: Console, run: DemoRun, compared: Sequence[Entry]) -> None:
+    what = "each loss in turn" if len(compared) > 1 else "one run"
+    lines = [
+        "Two prompts, three tokens, thirty answers: a world in which the expected reward J is known exactly.",
+        f"A table of logits learns in it from sampled answers, {what}: {run.steps} steps of "
+        f"{run.groups} groups of {run.group_size}, {run.updates} updates a step.",
+        "`gained` is how much of the way from the first J to the optimum was made.",
+    ]
+    for line in [*lines, *warnings(run.kl, run.advantage)]:
+        console.print(Text(line), soft_wrap=True)
+    console.print()
+
+
+def _conclude(console: Console, compared: Sequence[Entry], directory: Path) -> None:
+    for entry in compared:
+        if entry.refused:
+            console.print(Text.assemble((entry.name, "bold yellow"), f" was refused: {entry.refused}"), soft_wrap=True)
+    console.print()
+    for name, path in (("curves", "curves.png"), ("metrics", "*/metrics.jsonl"), ("options", "*/run.yaml")):
+        console.print(Text.assemble((f"{name:<9}", "dim"), str(directory / path)), soft_wrap=True)
+    console.print()
+    console.print(Text("Try next:"), soft_wrap=True)
+    wide = max(len(command) for command, _ in NEXT)
+    for command, why in NEXT:
+        console.print(Text.assemble(f"  {command:<{wide}}", (f"   # {why}", "dim")), soft_wrap=True)

@@ -1,0 +1,99 @@
+"""The smallest language model: a table with one row of three logits for every state of a `World`.
+
+It offers what a large model's engine offers (sample, annotate, forward), and all that algorithms ask for, exactly:
+values are V^π itself, entropies and divergences are sums over the whole vocabulary of three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from etude.algorithms import Outputs
+from etude.batch import Batch
+from etude.demo.world import SHARPNESS, TOKENS, WANTED, World
+from etude.errors import ConfigError
+
+__all__ = ["TabularPolicy"]
+
+TEACHER_TOP = 2
+"""How many of the teacher's tokens top-k distillation sees, of three."""
+
+
+class TabularPolicy:
+    """A softmax table [N, 3] in float64, the reference it started from, and a teacher that knows the answers."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        start = 0.1 * torch.randn(
+            world.states, len(TOKENS), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
+        self.world = world
+        self.table = start.clone().requires_grad_()
+        self.reference = start.log_softmax(-1)
+        self.teacher = (world.best / SHARPNESS).log_softmax(-1)
+
+    def logp(self) -> Tensor:
+        """[N, 3]: log π_θ of every token at every state, with gradient."""
+        return self.table.log_softmax(-1)
+
+    def expected(self) -> float:
+        """J(θ), exactly."""
+        return self.world.expected(self.logp().detach())
+
+    def sample(self, logp: Tensor, prompts: Tensor, generator: torch.Generator) -> Batch:
+        """One rollout for each prompt [n], drawn token by token from log-probs [N, 3], which it records as μ."""
+        chances = logp.exp()
+        episodes = self.world.walk(prompts, lambda s: torch.multinomial(chances[s], 1, generator=generator)[:, 0])
+        batch = self.world.library.select(episodes)
+        return batch.replace(behavior_logp=_of_tokens(logp, batch))
+
+    def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
+        """The batch with the columns that an algorithm needs of the policy as it stands, and of its elders."""
+        logp = self.logp().detach()
+        state = batch.need("state")
+        top = self.teacher.topk(TEACHER_TOP, dim=-1)
+        known: dict[str, Callable[[], Tensor]] = {
+            "old_logp": lambda: _of_tokens(logp, batch),
+            "ref_logp": lambda: _of_tokens(self.reference, batch),
+            "teacher_logp": lambda: _of_tokens(self.teacher, batch),
+            "teacher_topk_ids": lambda: top.indices[state],
+            "teacher_topk_logp": lambda: top.values[state],
+            "entropy": lambda: _entropy(logp)[state],
+            "sum_pi_squared": lambda: (2 * logp).exp().sum(-1)[state],
+            "value": lambda: self.world.values(logp)[state],
+            "greedy_reward": lambda: self._greedy(logp)[batch.need("role")],
+        }
+        return batch.replace(**{name: known[name]() for name in sorted(needs & known.keys())})
+
+    def forward(self, batch: Batch, names: frozenset[str]) -> Outputs:
+        """What a loss asks of a forward pass, with gradient."""
+        logp, state = self.logp(), batch.need("state")
+        known: dict[str, Callable[[], Tensor]] = {
+            "logp": lambda: _of_tokens(logp, batch),
+            "entropy": lambda: _entropy(logp)[state],
+            "full_kl": lambda: (logp.exp() * (logp - self.reference)).sum(-1)[state],
+            "topk_logp": lambda: logp[state].gather(-1, batch.need("teacher_topk_ids")),
+        }
+        unknown = sorted(names - known.keys())
+        if unknown:
+            raise ConfigError(
+                f"The loss asks for the model's `{unknown[0]}`, and a table of logits has none; it has "
+                f"{', '.join(known)}. Choose another loss for this demonstration."
+            )
+        return Outputs(**{name: known[name]() for name in names})
+
+    def _greedy(self, logp: Tensor) -> Tensor:
+        """[P]: what the likeliest answer to each prompt earns."""
+        episodes = self.world.walk(torch.arange(len(WANTED)), lambda state: logp[state].argmax(-1))
+        return self.world.rewards[episodes]
+
+
+def _of_tokens(logp: Tensor, batch: Batch) -> Tensor:
+    """[N, 3] → [T]: the log-prob of each token of a batch."""
+    return logp[batch.need("state"), batch.ids.long()]
+
+
+def _entropy(logp: Tensor) -> Tensor:
+    return -(logp.exp() * logp).sum(-1)

@@ -1,0 +1,1 @@
+"""Tools around a run: what is installed and found here."""

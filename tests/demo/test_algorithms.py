@@ -1,0 +1,131 @@
+"""Every choice of every table trains through the loop, and what the loop promises holds."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from etude.algorithms import ADVANTAGES, KLS, LOSSES
+from etude.algorithms.kl import CONTROLLERS
+from etude.config.compose import compose
+from etude.demo.algorithms import DemoRun, train
+from etude.errors import ConfigError
+from etude.observe import JsonlSink, RunInfo, RunLog
+
+SMALL = ["steps=2", "groups=4", "group_size=4", "updates=2"]
+OFF = ["lag=1", "noise=0.2"]
+
+
+def trained(tmp_path: Path, *overrides: str) -> list[float]:
+    """J before the first step and after each."""
+    run = compose(DemoRun, [*SMALL, *overrides])
+    with RunLog([JsonlSink()], RunInfo("test", tmp_path)) as log:
+        return [at.expected for at in train(run, log)]
+
+
+def logged(directory: Path) -> list[dict[str, float]]:
+    """What was logged, step by step."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_every_advantage_trains(name: str, tmp_path: Path) -> None:
+    curve = trained(tmp_path, f"advantage={name}")
+    assert len(curve) == 3 and len(set(curve)) == 3
+    assert all(0 < value < 1 for value in curve)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_trains_off_its_data(name: str, tmp_path: Path) -> None:
+    curve = trained(tmp_path, f"loss={name}", *OFF)
+    assert len(set(curve)) == 3
+    rows = logged(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[-1]["expected_reward"] == curve[-1]
+    assert all(math.isfinite(row["loss"]) and row["gradient"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", KLS)
+def test_every_kl_changes_what_is_learnt(name: str, tmp_path: Path) -> None:
+    reduction = "loss.reduction=seq-mean-token-sum"
+    held = trained(tmp_path / "held", reduction, f"kl={name}", "kl.coefficient=0.5")
+    free = trained(tmp_path / "free", reduction)
+    assert held[0] == free[0] and held[-1] != free[-1]
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_every_controller_runs(name: str, tmp_path: Path) -> None:
+    assert len(trained(tmp_path, "kl=reverse", f"kl.controller={name}")) == 3
+    rows = logged(tmp_path)
+    assert (rows[0]["kl_coefficient"] != rows[1]["kl_coefficient"]) == (name == "adaptive")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["correction.weight=truncate"],
+        ["correction.weight=truncate", "correction.level=sequence"],
+        ["correction.weight=mask", "correction.level=geometric"],
+        ["correction.weight=truncate", "correction.normalise=tokens"],
+        ["correction.reject=[{over:seq_mean,low:0.95,high:1.05}]"],
+        ["correction.policies=two"],
+        ["correction.sequence_mask=0.01"],
+        ["mask_truncated=true"],
+        ["entropy.coefficient=0.1"],
+        ["entropy.top_share=0.5"],
+        ["overlong.max_length=3", "overlong.buffer=2"],
+        ["lag=0"],
+        ["noise=0"],
+        ["learning_rate=0.3"],
+        ["updates=3"],
+        ["groups=6"],
+        ["group_size=6"],
+        ["seed=1"],
+    ],
+    ids=" ".join,
+)
+def test_every_option_of_the_run_has_an_effect(option: list[str], tmp_path: Path) -> None:
+    key = option[0].partition("=")[0]
+    others = [each for each in OFF if each.partition("=")[0] != key]
+    plain = trained(tmp_path / "plain", *OFF, "steps=3")
+    changed = trained(tmp_path / "changed", *others, "steps=3", *option)
+    assert plain[-1] != changed[-1]
+
+
+def test_echo_learns_what_the_tool_says_and_nothing_else_changes(tmp_path: Path) -> None:
+    plain, echoed = trained(tmp_path / "plain"), trained(tmp_path / "echoed", "echo=0.5")
+    assert plain == pytest.approx(echoed, abs=1e-9)  # the tool's tokens have rows of their own in the table
+    assert logged(tmp_path / "plain")[0]["loss"] != logged(tmp_path / "echoed")[0]["loss"]
+
+
+def test_micro_batches_change_nothing(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", *OFF, "micro_batches=1")
+    parts = trained(tmp_path / "parts", *OFF, "micro_batches=4")
+    assert whole == pytest.approx(parts, abs=1e-9)
+
+
+def test_the_same_seed_trains_the_same(tmp_path: Path) -> None:
+    assert trained(tmp_path / "a", *OFF) == trained(tmp_path / "b", *OFF)
+
+
+def test_the_mismatch_of_a_noisy_sampler_is_measured(tmp_path: Path) -> None:
+    trained(tmp_path / "exact")
+    trained(tmp_path / "noisy", "noise=0.5")
+    exact, noisy = logged(tmp_path / "exact")[0], logged(tmp_path / "noisy")[0]
+    measured = [name for name in exact if name.startswith("mismatch") and name.endswith("k3")]
+    assert len(measured) == 1
+    assert exact[measured[0]] == pytest.approx(0, abs=1e-12)
+    assert noisy[measured[0]] > 0.01
+
+
+def test_more_parts_than_rollouts_are_refused_in_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"A step has 4 rollouts, fewer than `updates` × `micro_batches` = 16 parts"):
+        compose(DemoRun, ["groups=2", "group_size=2", "updates=8"])
+
+
+def test_a_sequence_kl_under_a_mean_of_tokens_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"Set `loss.reduction`"):
+        compose(DemoRun, ["kl=sequence"])

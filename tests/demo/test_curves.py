@@ -1,0 +1,70 @@
+"""The curves say what happened: as blocks, as lines, and as a picture."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from matplotlib.image import imread
+from rich.console import Console
+
+from etude.config.compose import compose
+from etude.demo.algorithms import DemoRun
+from etude.demo.compare import Entry
+from etude.demo.curves import ASCII_BLOCKS, BLOCKS, Screen, draw, sparkline
+
+RUN = compose(DemoRun, ["steps=4"])
+
+
+def entry(name: str = "ppo", top: float = 0.95) -> Entry:
+    return Entry(name, RUN, curve=[0.1, 0.3, 0.2, 0.6, top], optimum=1.0, seconds=1.5)
+
+
+def test_a_sparkline_goes_from_its_lowest_to_its_highest_block() -> None:
+    assert sparkline([0.0, 0.5, 1.0], 0.0, 1.0, 10) == "▁▅█"
+    assert sparkline([0.0, 1.0], 0.0, 1.0, 10, ASCII_BLOCKS) == "_#"
+
+
+def test_a_sparkline_is_no_wider_than_asked_and_keeps_both_ends() -> None:
+    line = sparkline([step / 100 for step in range(101)], 0.0, 1.0, 8)
+    assert line == BLOCKS
+
+
+def test_what_leaves_the_range_stays_at_its_edge() -> None:
+    assert sparkline([-3.0, 7.0], 0.0, 1.0, 2) == "▁█"
+    assert sparkline([0.5], 0.0, 1.0, 2) in BLOCKS
+
+
+def test_the_share_counts_from_the_start_to_the_optimum() -> None:
+    assert abs(entry(top=0.55).share - 0.5) < 1e-12 and not entry(top=0.55).learnt
+    assert entry().learnt
+    assert entry(top=0.0).share < 0
+
+
+def test_elsewhere_than_on_a_terminal_an_entry_is_one_line_when_it_is_done() -> None:
+    told = io.StringIO()
+    entries = [entry(), Entry("dppo", refused="It cannot be.")]
+    with Screen(Console(file=told, width=80), entries) as screen:
+        screen.stepped()
+        assert told.getvalue() == ""
+        for each in entries:
+            screen.finished(each)
+    first, second = told.getvalue().splitlines()
+    assert first.startswith("ppo ") and "0.100 → 0.950" in first and "94%" in first and "1.5 s" in first
+    assert second.split() == ["dppo", "refused,", "see", "below"]
+
+
+def test_on_a_terminal_the_table_grows() -> None:
+    told = io.StringIO()
+    with Screen(Console(file=told, width=100, force_terminal=True, force_interactive=True), [entry()]) as screen:
+        screen.stepped()
+    shown = told.getvalue()
+    assert "trained by" in shown and "ppo" in shown and "▁" in shown
+
+
+def test_the_picture_has_a_panel_for_each(tmp_path: Path) -> None:
+    draw([entry()], tmp_path / "one.png")
+    draw([entry(str(i), 0.1 * i) for i in range(7)], tmp_path / "seven.png")
+    one, seven = imread(tmp_path / "one.png"), imread(tmp_path / "seven.png")
+    assert one.std() > 0.01  # something is drawn on it
+    assert seven.shape[0] > one.shape[0] and seven.shape[1] > one.shape[1]

@@ -1,0 +1,310 @@
+"""The command line: what it shows, how it fails, and what it leaves behind, with a terminal and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from etude import __version__
+from etude.algorithms import LOSSES
+from etude.cli import main, parser
+from etude.config.compose import compose
+from etude.demo.algorithms import DemoRun
+from etude.demo.demonstrate import NEXT
+
+ETUDE = [sys.executable, "-c", "import sys; from etude.cli import main; sys.exit(main())"]
+SHORT = ["demo", "algorithms", "steps=2", "groups=2", "group_size=4", "updates=2"]
+Captured = pytest.CaptureFixture[str]
+
+
+def refused(capsys: Captured, *arguments: str) -> str:
+    """The sentence that a command line is refused with."""
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("etude: ") and "Traceback" not in told.err
+    return told.err
+
+
+def demonstrated(tmp_path: Path, capsys: Captured, *arguments: str) -> tuple[dict[str, object], str]:
+    """What the demonstration reports as JSON, and everything it printed."""
+    assert main([*SHORT, f"directory={tmp_path}", "--json", *arguments]) == 0
+    printed = capsys.readouterr().out
+    return json.loads(printed.splitlines()[-1]), printed
+
+
+# -- what it shows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [[], ["version"], ["config"], ["config", "show"], ["demo"], ["demo", "algorithms"]])
+def test_help_is_there_for_every_command(command: list[str], capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--help"])
+    assert end.value.code == 0
+    assert "usage: etude" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [[], ["config", "show"], ["demo", "algorithms"]], ids=" ".join)
+def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  etude ")]
+    assert len(lines) >= 4
+    for line in lines:
+        words = line.strip().partition(" > ")[0].partition("   ")[0].split()
+        asked = parser().parse_args(words[1:])
+        if "overrides" in asked and asked.config is None and "--multirun" not in words:
+            compose(DemoRun, asked.overrides)
+
+
+def test_help_is_quick() -> None:
+    """Without the libraries that take seconds to load, however it is asked for."""
+    code = (
+        "import sys; from etude.cli import main\n"
+        "try: main(['demo', 'algorithms', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print({'torch', 'hydra', 'matplotlib', 'transformers', 'ray'} & sys.modules.keys(), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "set()"
+
+
+def test_the_version_is_told(capsys: Captured) -> None:
+    assert main(["version"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["etude"] == __version__
+    assert {"python", "torch", "numpy", "hydra", "pydantic", "wandb", "cpu"} <= lines.keys()
+
+
+def test_the_version_is_told_as_json(capsys: Captured) -> None:
+    assert main(["version", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["etude"] == __version__ and told["packages"]["torch"] and told["devices"][0]["name"] == "cpu"
+
+
+def test_the_options_are_shown_with_their_meaning(capsys: Captured) -> None:
+    assert main(["config", "show", "loss=gspo", "steps=7"]) == 0
+    shown = capsys.readouterr().out
+    assert "loss: gspo" in shown and "steps: 7" in shown
+    assert "how often rollouts are collected and trained on" in shown
+
+
+def test_the_yaml_that_is_shown_can_be_read_again(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["config", "show", "loss=dppo", "kl=reverse", "seed=3", "--yaml"]) == 0
+    first = capsys.readouterr().out
+    (tmp_path / "run.yaml").write_text(first)
+    assert main(["config", "show", "--config", str(tmp_path / "run.yaml"), "--yaml"]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_overrides_stand_before_and_after_flags() -> None:
+    asked = parser().parse_args(["demo", "algorithms", "loss=ppo", "--json", "steps=3"])
+    assert asked.overrides == ["loss=ppo", "steps=3"] and asked.json
+
+
+def test_an_unknown_flag_is_refused(capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["demo", "algorithms", "--fast"])
+    assert end.value.code == 2
+    assert "--fast" in capsys.readouterr().err
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_key_is_told_with_the_nearest(capsys: Captured) -> None:
+    told = refused(capsys, "demo", "algorithms", "learning_rat=0.1")
+    assert "learning_rat is not an option" in told and "learning_rate" in told
+    assert told.count("learning_rat is not an option") == 1
+
+
+def test_a_wrong_type_is_told_with_the_meaning(capsys: Captured) -> None:
+    told = refused(capsys, "config", "show", "steps=many")
+    assert "steps expects a whole number" in told and "'many'" in told and "how often rollouts" in told
+
+
+def test_a_value_out_of_range_is_told(capsys: Captured) -> None:
+    assert "group_size must be at least 1" in refused(capsys, "config", "show", "group_size=0")
+
+
+def test_options_that_exclude_each_other_are_told(capsys: Captured) -> None:
+    told = refused(capsys, "config", "show", "loss=dppo", "correction.weight=truncate")
+    assert "`correction.weight=none`" in told
+
+
+def test_an_unknown_loss_lists_those_there_are(capsys: Captured) -> None:
+    told = refused(capsys, "demo", "algorithms", "loss=pppo")
+    assert "Did you mean ppo" in told
+    assert all(name in told for name in LOSSES)
+
+
+def test_a_file_that_is_not_yaml_is_told_with_the_place(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "bad.yaml").write_text("steps: [1, 2\nseed: 3\n")
+    told = refused(capsys, "demo", "algorithms", "--config", str(tmp_path / "bad.yaml"))
+    assert "is not YAML" in told and "line 2" in told
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path, capsys: Captured) -> None:
+    assert "cannot be read" in refused(capsys, "config", "show", "--config", str(tmp_path / "none.yaml"))
+
+
+def test_a_plug_in_that_does_not_import_is_told(capsys: Captured) -> None:
+    told = refused(capsys, "demo", "algorithms", "loss=no_such_package.losses:MyLoss")
+    assert "no module no_such_package" in told and "PYTHONPATH" in told
+
+
+def test_a_plug_in_of_the_wrong_kind_is_told(capsys: Captured) -> None:
+    assert "must be a subclass of" in refused(capsys, "config", "show", "loss=pathlib:Path")
+
+
+def test_a_sweep_without_its_flag_is_told(capsys: Captured) -> None:
+    assert "--multirun" in refused(capsys, "demo", "algorithms", "loss=ppo,gspo")
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "file").write_text("")
+    told = refused(capsys, *SHORT, "loss=ppo", f"directory={tmp_path / 'file' / 'runs'}")
+    assert "no folder can be made there" in told
+
+
+def test_what_shows_only_in_training_is_refused_like_the_rest(tmp_path: Path, capsys: Captured) -> None:
+    told = refused(capsys, *SHORT, "loss=gmpo", "advantage=gae", f"directory={tmp_path}")
+    assert "GMPO takes one" in told
+
+
+def test_debug_shows_the_traceback() -> None:
+    done = subprocess.run([*ETUDE, "config", "show", "steps=many", "--debug"], capture_output=True, text=True)
+    assert done.returncode != 0 and "Traceback" in done.stderr and "steps expects a whole number" in done.stderr
+
+
+# -- the demonstration -----------------------------------------------------------------------------------------------
+
+
+def test_every_loss_is_shown_where_none_is_chosen(tmp_path: Path, capsys: Captured) -> None:
+    told, printed = demonstrated(tmp_path, capsys)
+    runs = told["runs"]
+    assert isinstance(runs, list) and [run["loss"] for run in runs] == list(LOSSES)
+    for run in runs:
+        assert 0 < run["before"] < run["optimum"] == 1.0 and 0 < run["after"] < 1 and run["seconds"] > 0
+        assert (Path(str(told["directory"])) / run["name"] / "metrics.jsonl").read_text().count("\n") == 2
+    assert str(told["directory"]) in printed
+    assert Path(str(told["figure"])).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("how", ["override", "option", "file"])
+def test_a_loss_that_is_chosen_is_shown_alone(how: str, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "mine.yaml").write_text("loss: gspo\n")
+    arguments = {
+        "override": ["loss=gspo"],
+        "option": ["loss.clip_high=0.3"],
+        "file": ["--config", str(tmp_path / "mine.yaml")],
+    }[how]
+    told, _ = demonstrated(tmp_path / "runs", capsys, *arguments)
+    runs = told["runs"]
+    assert isinstance(runs, list) and [run["loss"] for run in runs] == ["ppo" if how == "option" else "gspo"]
+
+
+def test_a_loss_that_cannot_run_is_shown_with_the_reason(tmp_path: Path, capsys: Captured) -> None:
+    told, printed = demonstrated(tmp_path, capsys, "correction.weight=truncate")
+    runs = told["runs"]
+    assert isinstance(runs, list)
+    left_out = {run["name"]: run["refused"] for run in runs if "refused" in run}
+    assert "dppo" in left_out and "correction.weight=none" in left_out["dppo"]
+    assert "ppo" not in left_out and left_out["dppo"] in printed
+
+
+def test_a_sweep_runs_once_for_each_combination(tmp_path: Path, capsys: Captured) -> None:
+    told, _ = demonstrated(tmp_path, capsys, "--multirun", "loss=ppo,cispo", "seed=0,1")
+    runs = told["runs"]
+    assert isinstance(runs, list)
+    assert [run["name"] for run in runs] == [f"loss={loss} seed={seed}" for loss in ("ppo", "cispo") for seed in (0, 1)]
+    assert runs[0]["before"] != runs[1]["before"]
+
+
+def test_two_runs_never_share_a_folder(tmp_path: Path, capsys: Captured) -> None:
+    first, _ = demonstrated(tmp_path, capsys, "loss=ppo")
+    second, _ = demonstrated(tmp_path, capsys, "loss=ppo")
+    assert first["directory"] != second["directory"]
+
+
+def test_a_plug_in_trains(tmp_path: Path, capsys: Captured) -> None:
+    told, _ = demonstrated(tmp_path, capsys, "loss=etude.algorithms.losses.plain:REINFORCE")
+    runs = told["runs"]
+    assert isinstance(runs, list) and runs[0]["after"] > runs[0]["before"]
+
+
+def test_what_to_try_next_can_be_parsed() -> None:
+    for command, _ in NEXT:
+        parser().parse_args(command.split()[1:])
+
+
+def test_without_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
+    done = subprocess.run([*ETUDE, *SHORT, "loss=ppo", f"directory={tmp_path}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout and done.stderr == ""
+    assert any(line.startswith("ppo ") and "→" in line for line in done.stdout.splitlines())
+
+
+def test_a_file_that_knows_only_ascii_gets_ascii_curves(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*ETUDE, *SHORT, "loss=ppo", f"directory={tmp_path}"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"ppo  _" in done.stdout
+
+
+def test_on_a_terminal_there_is_a_live_table(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    running = subprocess.Popen(
+        [*ETUDE, *SHORT, "loss=ppo", f"directory={tmp_path}"],
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"},
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(ours, 4096)
+        except OSError:  # the terminal closes with its last writer
+            break
+        if not chunk:
+            break
+        shown += chunk
+    assert running.wait(timeout=60) == 0
+    assert b"\x1b[" in shown and b"gained" in shown and b"curves.png" in shown
+
+
+def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        [*ETUDE, *SHORT, "loss=ppo", "steps=1000000", f"directory={tmp_path}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 90
+    while not list(tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    _, told = running.communicate(timeout=30)
+    assert running.returncode == 130 and "Traceback" not in told
+
+
+def test_a_reader_that_leaves_is_no_error_of_ours() -> None:
+    running = subprocess.Popen(
+        [*ETUDE, "config", "show", "--yaml"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert running.stdout is not None and running.stderr is not None
+    running.stdout.close()
+    assert running.wait(timeout=60) == 141
+    assert running.stderr.read() == ""
+    running.stderr.close()
