@@ -38,7 +38,7 @@ lint: $(DEV) ## ruff (lint and format) and mypy --strict; no finding is allowed
 	$(BIN)/mypy
 
 bench: $(CORE) ## time every estimator and loss against one copy of its inputs
-	$(BIN)/python bench/algorithms.py
+	$(BIN)/python -m bench.algorithms
 
 docs: $(DEV) ## write the generated pages, then check every link and command the documents name
 	$(BIN)/python -m tests.conformance.document

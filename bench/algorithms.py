@@ -1,0 +1,177 @@
+"""Time every advantage estimator and every loss against one copy of its inputs.
+
+    python -m bench.algorithms [--sequences 4096] [--longest 2048] [--rounds 5] [--only gae ppo] [--json FILE]
+
+The inputs of an estimator are the columns it declares, at the action tokens: a rollout's reward counts at each of them,
+because an estimator has something to say of each. A loss has the model's outputs besides, and is timed forward and
+backward. A copy is `torch.empty_like(x).copy_(x)` of each. Finding the action tokens in the batch is part of the time,
+as it is in a run. An estimator should cost at most 60 copies, a loss 20.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.common import Case, machine, measure, table, write_json
+from etude.algorithms import ADVANTAGES, LOSSES, Denominators, Outputs, State, View
+from etude.algorithms.base import Advantage, Loss
+from etude.algorithms.losses import SUPERVISED
+from etude.batch import COLUMNS, Batch, Column, Kind, ranges
+from etude.observe import make_console, progress
+
+ESTIMATOR_LIMIT, LOSS_LIMIT = 60.0, 20.0
+SHORTEST, GROUP, TURN, CONTEXT, TOP = 64, 8, 128, 32, 4
+"""Tokens of the shortest sequence; rollouts of a group; tokens of a turn, the first of them context; k of top-k."""
+
+
+def random_batch(sequences: int, longest: int, seed: int = 0) -> Batch:
+    """Multi-turn rollouts in groups of eight, one row each, with every column that an algorithm may need."""
+    chance = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(SHORTEST, longest + 1, (sequences,), generator=chance)
+    tokens = int(lengths.sum())
+    place = ranges(torch.zeros_like(lengths), lengths)
+    action = place % TURN >= CONTEXT
+    rollout = torch.arange(sequences)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(*shape, generator=chance)
+
+    behavior = -normal(tokens).abs()
+    turn_ends = (place % TURN == TURN - 1) & action
+    return Batch(
+        offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        unit=rollout,
+        group=rollout // GROUP,
+        part_names=("right", "brief", "polite"),
+        ids=torch.randint(0, 32_000, (tokens,), generator=chance, dtype=torch.int32),
+        action=action,
+        observation=~action,
+        turn=(place // TURN).int(),
+        version=torch.zeros(tokens, dtype=torch.int32),
+        behavior_logp=behavior,
+        old_logp=behavior + normal(tokens, scale=0.05),
+        ref_logp=behavior + normal(tokens, scale=0.2),
+        teacher_logp=behavior + normal(tokens, scale=0.2),
+        entropy=normal(tokens).abs(),
+        sum_pi_squared=torch.rand(tokens, generator=chance),
+        value=normal(tokens),
+        token_reward=torch.where(turn_ends, torch.rand(tokens, generator=chance), 0.0),
+        advantage=normal(sequences).repeat_interleave(lengths),
+        returns=normal(tokens),
+        teacher_topk_ids=torch.randint(0, 32_000, (tokens, TOP), generator=chance),
+        teacher_topk_logp=torch.randn(tokens, TOP, generator=chance).log_softmax(-1) - 0.1,
+        reward=torch.rand(sequences, generator=chance, dtype=torch.float64),
+        metric=torch.rand(sequences, generator=chance, dtype=torch.float64),
+        reward_parts=torch.rand(sequences, 3, generator=chance, dtype=torch.float64),
+        greedy_reward=torch.rand(sequences, generator=chance, dtype=torch.float64),
+        truncated=torch.rand(sequences, generator=chance) < 0.1,
+        role=rollout % 2,
+        rollout_id=rollout,
+        extra={"anchor": Column(Kind.TOKEN, torch.randint(0, 64, (tokens,), generator=chance))},
+    )
+
+
+def inputs(batch: Batch, names: Iterable[str], view: View) -> list[Tensor]:
+    """The columns of these names, at the action tokens."""
+    found = []
+    for name in sorted(names):
+        of_unit = COLUMNS.get(name, Kind.TOKEN) is Kind.UNIT
+        place = view.rollouts.index if of_unit else view.index
+        found.append(batch.need(name).index_select(0, place))
+    return found
+
+
+def copies(columns: Sequence[Tensor]) -> list[Tensor]:
+    """One copy of each."""
+    return [torch.empty_like(x).copy_(x) for x in columns]
+
+
+def estimator_case(name: str, estimator: Advantage, batch: Batch) -> Case:
+    """One call of an estimator."""
+    columns = inputs(batch, estimator.needs(), View(batch))
+    return Case(
+        f"advantage={name}",
+        "estimators",
+        lambda: estimator(View(batch), State()),
+        lambda: copies(columns),
+        ESTIMATOR_LIMIT,
+    )
+
+
+def loss_case(name: str, loss: Loss, batch: Batch) -> Case:
+    """A loss and its gradient. What is chosen once a step is chosen beforehand."""
+    view = View(batch)
+    if name in LOSSES:
+        chosen = LOSSES[name].choose(loss, view, seed=0, step=0)  # type: ignore[arg-type]
+        batch = batch if chosen is None else batch.replace(chosen=view.spread(chosen, fill=False))
+    whole = Denominators.of(view)
+    given = {output: _output(output, batch) for output in sorted(loss.outputs())}
+    own = list(inputs(batch, loss.needs(), view))
+    own += [x.detach()[view.rollouts.index if output == "score" else view.index] for output, x in given.items()]
+
+    def work() -> None:
+        for x in given.values():
+            x.grad = None
+        loss(View(batch, Outputs(**given)), whole).loss.backward()  # type: ignore[no-untyped-call]
+
+    return Case(f"loss={name}", "losses, forward and backward", work, lambda: copies(own), LOSS_LIMIT)
+
+
+def _output(name: str, batch: Batch) -> Tensor:
+    """What a forward pass would give, near what the batch holds."""
+    near = {
+        "logp": lambda: batch.need("old_logp") + 0.05 * torch.randn(batch.tokens),
+        "entropy": lambda: batch.need("entropy"),
+        "topk_logp": lambda: batch.need("teacher_topk_logp") - 0.1,
+        "value": lambda: batch.need("value") + 0.1,
+        "score": lambda: torch.randn(batch.rollouts),
+    }[name]
+    return near().clone().requires_grad_()
+
+
+def cases(batch: Batch, only: Sequence[str]) -> list[Case]:
+    """Every estimator and every loss, or only those that are named."""
+    pairs = batch.replace(group=torch.arange(batch.rollouts) // 2)  # learning from pairs needs groups of two
+    found = [estimator_case(name, kind(), batch) for name, kind in ADVANTAGES.items() if not only or name in only]
+    for name, kind in {**LOSSES, **SUPERVISED}.items():
+        if not only or name in only:
+            found.append(loss_case(name, kind(), pairs if kind.split_unit == "group" else batch))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=4096, help="rollouts in the batch; a multiple of 8")
+    parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest; the shortest has 64")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; medians are shown")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="time these alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
+    asked = parser.parse_args(argv)
+    console, batch = make_console(), random_batch(asked.sequences, asked.longest)
+    told = cases(batch, asked.only)
+    if not told:
+        parser.error(f"none of these is an estimator or a loss: {' '.join(asked.only)}")
+    about = {"sequences": batch.rollouts, "tokens": batch.tokens, "action_tokens": int(batch.action.sum())}
+    console.print(
+        f"{batch.rollouts:,} sequences of {SHORTEST} to {asked.longest:,} tokens, {about['action_tokens']:,} of "
+        f"{batch.tokens:,} tokens are actions; {machine()['threads']} threads, median of {asked.rounds} rounds.",
+        soft_wrap=True,
+    )
+    with progress("timing", len(told) * (asked.rounds + 1), console) as bar:
+        measured = measure(told, asked.rounds, bar.advance)
+    console.print(table(measured, "one copy"))
+    missed = [each.name for each in measured if not each.met]
+    console.print(f"{len(measured) - len(missed)} of {len(measured)} stay within their limit.", soft_wrap=True)
+    if asked.json:
+        write_json(asked.json, measured, about)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

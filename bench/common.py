@@ -1,0 +1,118 @@
+"""What every benchmark shares: which machine it ran on, interleaved timing, a table, and a JSON file."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from etude import __version__
+from etude.tools.versions import devices, installed
+
+__all__ = ["Case", "Measured", "machine", "measure", "table", "versions", "write_json"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to time, and the yardstick to time it against."""
+
+    name: str
+    kind: str
+    work: Callable[[], object]
+    yardstick: Callable[[], object]
+    limit: float
+    """How many yardsticks it should cost at most."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A case, timed: medians over the rounds, of seconds and of the rounds' ratios."""
+
+    name: str
+    kind: str
+    seconds: float
+    yardstick_seconds: float
+    ratio: float
+    limit: float
+    met: bool
+
+
+def measure(cases: Sequence[Case], rounds: int, progress: Callable[[], None] = lambda: None) -> list[Measured]:
+    """Time every case once a round, its yardstick right before and after it, so that a slow moment slows both."""
+    times: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
+    for number in range(rounds + 1):
+        for case in cases:
+            before, work, after = _seconds(case.yardstick), _seconds(case.work), _seconds(case.yardstick)
+            if number > 0:  # the first round only warms up
+                times[case.name].append((work, (before + after) / 2))
+            progress()
+    found = []
+    for case in cases:
+        taken = times[case.name]
+        ratio = median(work / yard for work, yard in taken)
+        seconds, yard = median(work for work, _ in taken), median(yard for _, yard in taken)
+        found.append(Measured(case.name, case.kind, seconds, yard, ratio, case.limit, ratio <= case.limit))
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on."""
+    return {
+        "platform": platform.platform(),
+        "devices": {device.name: device.what for device in devices()},
+        "threads": torch.get_num_threads(),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """What it ran with."""
+    return {"etude": __version__, "python": platform.python_version()} | {p.name: p.version for p in installed()}
+
+
+def table(measured: Sequence[Measured], yardstick: str) -> Table:
+    """The outcome for a person to read; what misses its limit is marked."""
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("case")
+    for title in ("ms", f"{yardstick}, ms", "ratio", "limit", ""):
+        shown.add_column(title, justify="right")
+    for kind in dict.fromkeys(each.kind for each in measured):
+        shown.add_row(kind, style="bold")
+        for each in measured:
+            if each.kind == kind:
+                shown.add_row(
+                    f"  {each.name}",
+                    f"{1e3 * each.seconds:.2f}",
+                    f"{1e3 * each.yardstick_seconds:.2f}",
+                    f"{each.ratio:.1f}",
+                    f"{each.limit:g}",
+                    "" if each.met else "misses",
+                    style="" if each.met else "yellow",
+                )
+    return shown
+
+
+def write_json(path: Path, measured: Sequence[Measured], about: Mapping[str, Any]) -> None:
+    """Machine, versions, what was measured, every case, and the ratios by name."""
+    whole = {
+        "machine": machine(),
+        "versions": versions(),
+        **about,
+        "cases": [asdict(each) for each in measured],
+        "ratios": {each.name: each.ratio for each in measured},
+    }
+    path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
