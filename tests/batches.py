@@ -26,7 +26,7 @@ def random_batch(
     """A batch with every column filled at its action tokens and NaN elsewhere, off-policy by about `drift`.
 
     Rollouts have one to three turns, each turn is context then actions, and the turns stand in one row or in several.
-    With `idle`, about one rollout in eight chose no token.
+    With `idle`, about one turn in eight has no action, and now and then a whole rollout.
     """
     rng = np.random.default_rng(seed)
     group = np.repeat(np.arange(len(group_sizes)), group_sizes)

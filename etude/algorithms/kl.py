@@ -337,9 +337,8 @@ def _delta(view: View) -> Tensor:
 def _not_finite(view: View, delta: Tensor) -> BatchError:
     place = int((~torch.isfinite(delta)).nonzero()[0])
     u = int(view.rollouts.index[place])
-    told = int(view.batch.rollout_id[u]) if view.batch.rollout_id is not None else u
     return BatchError(
         f"The KL to the reference is not finite at action token {int(view.rollouts.position[place])} of rollout "
-        f"{told}: log π_old − log π_ref = {float(delta[place])}. Check that both models score the token alike, at "
-        f"the same temperature and with the same tokens masked out."
+        f"{view.batch.name_of(u)}: log π_old − log π_ref = {float(delta[place])}. Check that both models score the "
+        f"token alike, at the same temperature and with the same tokens masked out."
     )

@@ -130,10 +130,6 @@ class View:
         """[A]: log π_θ, with gradient."""
         return self.output("logp")
 
-    def name(self, rollout: int) -> int:
-        """What an error calls a rollout of the batch: its run-wide name, or its place where it has none."""
-        return rollout if self.batch.rollout_id is None else int(self.batch.rollout_id[rollout])
-
     def spread(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """A quantity of the action tokens, put back among all tokens: [A] → [T]."""
         whole = torch.full((self.batch.tokens,), fill, dtype=values.dtype, device=values.device)

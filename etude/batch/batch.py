@@ -184,6 +184,10 @@ class Batch:
         assert isinstance(values, Tensor)
         return values
 
+    def name_of(self, rollout: int) -> int:
+        """What an error calls a rollout: its run-wide name, or its place where it has none."""
+        return rollout if self.rollout_id is None else int(self.rollout_id[rollout])
+
     # -- making others of it ------------------------------------------------------------------------------------
 
     def replace(self, **changes: Any) -> Batch:

@@ -93,9 +93,8 @@ def values(batch: Batch) -> None:
     for name, given in rewards.items():
         if given is not None and not bool(torch.isfinite(given).all()):
             u = int((~torch.isfinite(given)).reshape(batch.rollouts, -1).any(1).nonzero()[0])
-            told = int(batch.rollout_id[u]) if batch.rollout_id is not None else u
             raise RewardError(
-                f"Rollout {told} has the {name} {given[u].tolist()}; it must be a finite number. "
+                f"Rollout {batch.name_of(u)} has the {name} {given[u].tolist()}; it must be a finite number. "
                 f"Mend the reward function, or drop the rollout before it is compared with others."
             )
 

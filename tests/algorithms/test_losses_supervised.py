@@ -267,7 +267,7 @@ def test_what_is_missing_is_named() -> None:
         (TopKDistillation(), {"teacher_topk_ids", "teacher_topk_logp"}, {"topk_logp"}),
         (Echo(), {"observation"}, {"logp"}),
     ],
-    ids=str,
+    ids=lambda x: type(x).__name__,
 )
 def test_what_each_declares(loss: Loss, columns: set[str], outputs: set[str]) -> None:
     assert (loss.needs(), loss.outputs()) == (columns, outputs)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from etude.algorithms.advantages.base import RolloutAdvantage
-from etude.algorithms.advantages.rewards import name_of
 from etude.algorithms.advantages.statistics import EPSILON, Groups
 from etude.algorithms.view import View
 from etude.errors import RewardError
@@ -119,7 +118,7 @@ class MaxRL(RolloutAdvantage):
             u = int((reward < 0).nonzero()[0])
             raise RewardError(
                 f"The advantage `maxrl` divides by a group's mean reward and needs rewards of at least 0; rollout "
-                f"{name_of(view.batch, u)} has {float(reward[u])}. Shift the rewards up, or choose another advantage."
+                f"{view.batch.name_of(u)} has {float(reward[u])}. Shift the rewards up, or choose another advantage."
             )
         return maxrl(reward, view.batch.group)
 

@@ -16,15 +16,9 @@ import torch
 from torch import Tensor
 
 from etude.algorithms.view import View
-from etude.batch import Batch
 from etude.errors import RewardError
 
-__all__ = ["Rewards", "name_of"]
-
-
-def name_of(batch: Batch, rollout: int) -> int:
-    """What errors call a rollout: its run-wide id, or its place in the batch where it has none."""
-    return rollout if batch.rollout_id is None else int(batch.rollout_id[rollout])
+__all__ = ["Rewards"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +42,7 @@ class Rewards:
         if bool(bad.any()):
             first = int(bad.nonzero()[0])
             raise RewardError(
-                f"Rollout {name_of(batch, int(rollout[first]))} has a token reward of {float(amount[first])} that no "
+                f"Rollout {batch.name_of(int(rollout[first]))} has a token reward of {float(amount[first])} that no "
                 f"action token can take: it must be finite, and paid at an action token or after one."
             )
         return place, amount

@@ -19,9 +19,6 @@ __all__ = ["EPSILON", "Groups", "compared", "described", "moments", "whiten"]
 EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 
-WHITENING_EPSILON = 1e-8
-"""Added to a variance before its inverse square root is taken."""
-
 
 class Groups:
     """Statistics of values [N] within groups, each given back to all members of its group: [N] → [N]."""
@@ -97,9 +94,9 @@ def moments(values: Tensor, ranks: Ranks, weight: Tensor | None = None) -> tuple
 
 
 def whiten(values: Tensor, ranks: Ranks, weight: Tensor | None = None) -> Tensor:
-    """(x − mean)·rsqrt(var + 1e-8), with the moments of all ranks."""
+    """(x − mean) / (std + ε), unbiased, with the moments of all ranks."""
     mean, variance = moments(values, ranks, weight)
-    return (values - mean.to(values.dtype)) * torch.rsqrt(variance + WHITENING_EPSILON).to(values.dtype)
+    return (values - mean.to(values.dtype)) / (variance.sqrt() + EPSILON).to(values.dtype)
 
 
 def described(advantage: Tensor, ranks: Ranks, weight: Tensor | None = None) -> Metrics:

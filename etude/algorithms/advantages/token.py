@@ -133,7 +133,7 @@ class ReinforcePP(Advantage):
     """REINFORCE++: G_t = r_t + γ G_next, whitened over the action tokens of the rollout batch.
 
     Source: 2501.03262. Assumes rewards of one scale over tasks, since all are compared with one mean.
-    Whitening: (G − mean)·rsqrt(var + 1e-8), unbiased variance, over all ranks and before anything is rejected.
+    Whitening: (G − mean)/(std + ε), with the unbiased std, over all ranks and before anything is rejected.
     Ours: γ counts action tokens, never tool output, and token rewards paid on context count for the action before.
     """
 

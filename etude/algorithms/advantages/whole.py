@@ -76,8 +76,8 @@ class GPG(RolloutAdvantage):
 class ReinforcePPBaseline(RolloutAdvantage):
     """REINFORCE++ with a group baseline: A = R − mean_g, whitened over the action tokens of the rollout batch.
 
-    Source: 2501.03262. Assumes rewards of one scale over tasks. Whitening: (A − mean)·rsqrt(var + 1e-8), unbiased
-    variance, each rollout counted once for each action token, before anything is rejected.
+    Source: 2501.03262. Assumes rewards of one scale over tasks. Whitening: (A − mean)/(std + ε), with the
+    unbiased std, each rollout counted once for each action token, before anything is rejected.
     Ours: a group of one enters the whitening with R. After whitening the mean of all tokens is 0, so that a level group
     need not stay at 0.
     """
@@ -91,7 +91,7 @@ class GDPO(Advantage):
 
     Source: 2601.05242. Assumes that the parts are worth comparing each on its own scale: a part that varies little is
     not drowned by one that varies much. Whitened over the rollouts of the batch, each counted once.
-    Ours: whitening is rsqrt(var + 1e-8) with unbiased variance; a group of one keeps R_p, then is whitened. Only the
+    Ours: whitening divides by the unbiased std + ε; a group of one keeps R_p, then is whitened. Only the
     parts are read: a penalty that changes the reward as a whole, or a token reward, does not reach this advantage.
     """
 

@@ -43,7 +43,7 @@ def pairs(view: View) -> tuple[Tensor, Tensor]:
 
 
 def _rollouts(view: View, group: int) -> str:
-    named = [str(view.name(u)) for u in (view.batch.group == group).nonzero()[:, 0].tolist()]
+    named = [str(view.batch.name_of(u)) for u in (view.batch.group == group).nonzero()[:, 0].tolist()]
     return f" (rollouts {', '.join(named)})" if named else ""
 
 

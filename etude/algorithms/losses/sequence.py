@@ -127,7 +127,7 @@ class GMPO(PolicyLoss):
             at = int(inside[0])
             rollout = int(torch.searchsorted(view.rollouts.offsets, at, right=True)) - 1
             raise BatchError(
-                f"Rollout {view.name(rollout)} has the advantages {float(advantage[at - 1]):g} and "
+                f"Rollout {view.batch.name_of(rollout)} has the advantages {float(advantage[at - 1]):g} and "
                 f"{float(advantage[at]):g} within one {self.unit}, but GMPO takes one for all of it. Choose an "
                 f"estimator that judges whole rollouts, such as `grpo`, or a loss of tokens, such as `ppo`."
             )
