@@ -127,7 +127,7 @@ def _output(name: str, batch: Batch) -> Tensor:
     near = {
         "logp": lambda: batch.need("old_logp") + 0.05 * torch.randn(batch.tokens),
         "entropy": lambda: batch.need("entropy"),
-        "topk_logp": lambda: batch.need("teacher_topk_logp") - 0.1,
+        "topk_logp": lambda: torch.randn(batch.tokens, TOP + 1).log_softmax(-1),
         "value": lambda: batch.need("value") + 0.1,
         "score": lambda: torch.randn(batch.rollouts),
     }[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import Phase, is_hypothesis_test, settings
 
 # Set before torch is imported, and inherited by the processes that tests start: results then do not depend on how many
 # cores the machine has, and test processes side by side do not fight over them.
@@ -15,8 +15,9 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # `default` draws the same examples every time, so that a failure is the change's and not the day's; `soak` draws new
 # ones, and more of them. Chosen with --hypothesis-profile.
 SOAK_FACTOR = 10
-settings.register_profile("default", max_examples=25, derandomize=True, deadline=None, database=None)
-settings.register_profile("soak", derandomize=False, deadline=None, print_blob=True)
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)  # explaining can take minutes
+settings.register_profile("default", max_examples=25, derandomize=True, deadline=None, database=None, phases=PHASES)
+settings.register_profile("soak", derandomize=False, deadline=None, print_blob=True, phases=PHASES)
 settings.load_profile("default")
 
 

@@ -15,11 +15,12 @@ from typing import Annotated
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from etude.algorithms.advantages import ADVANTAGES
-from etude.algorithms.advantages.group import GRPO
-from etude.algorithms.base import Advantage, LossValue, PolicyLoss, State
+from etude.algorithms.advantages.group import GRPO, MaxRL
+from etude.algorithms.advantages.rewards import Rewards
+from etude.algorithms.advantages.statistics import compared
+from etude.algorithms.base import Advantage, LossValue, PolicyLoss, State, log_ratio
 from etude.algorithms.corrections import Correction, opsm
 from etude.algorithms.entropy import Entropy, top_entropy
 from etude.algorithms.filters import Overlong
@@ -29,9 +30,9 @@ from etude.algorithms.losses.clip import PPO
 from etude.algorithms.losses.supervised import Echo
 from etude.algorithms.reduce import Denominators
 from etude.algorithms.view import Alone, Outputs, Ranks, View
-from etude.batch import Batch
+from etude.batch import COLUMNS, Batch, Kind
 from etude.config import Choice, Config
-from etude.errors import ConfigError
+from etude.errors import BatchError, ConfigError
 from etude.observe import Mean, Metrics
 
 __all__ = ["Algorithm", "Estimated"]
@@ -39,10 +40,13 @@ __all__ = ["Algorithm", "Estimated"]
 
 @dataclass(frozen=True)
 class Estimated:
-    """A rollout batch ready to be trained on, and what the next step starts from."""
+    """A rollout batch ready to be trained on."""
 
     batch: Batch
     state: State
+    """What this step's updates are made under: pass it to `objective`."""
+    following: State
+    """What the next step starts from: pass it to the next `estimate`."""
     metrics: Metrics
 
 
@@ -58,7 +62,7 @@ class Algorithm(Config):
     entropy: Entropy = Field(Entropy(), description="the entropy bonus, and training on uncertain tokens only")
     overlong: Overlong | None = Field(None, description="DAPO's soft penalty on answers near the length limit")
     mask_truncated: bool = Field(
-        False, description="leave truncated rollouts out of the loss; they stay in their group"
+        False, description="leave truncated rollouts out of the policy loss; they stay in their group"
     )
     echo: float = Field(0.0, ge=0, description="weight of the cross-entropy on tool output (ECHO); 0 is off")
 
@@ -81,12 +85,23 @@ class Algorithm(Config):
                 f"This loss is one number a rollout, and takes weights of level {allowed}; `correction.level` is "
                 f"`{self.correction.level}`. Set `correction.level=sequence`, or choose a loss of tokens."
             )
+        read = self.advantage.needs() | self.loss.needs() | (self.kl.needs() if self.kl is not None else set())
+        if self.correction.policies == "two" and "old_logp" not in read:
+            raise ConfigError(
+                "`correction.policies=two` lets μ stand in for π_old, and nothing here reads π_old, so that it would "
+                "change nothing. Leave it at `three`: no forward pass is made for a column that nobody needs."
+            )
         judged = "reward" in self.advantage.needs()
         if not judged and (self.overlong is not None or (self.kl is not None and self.kl.in_reward)):
             what = "`overlong`" if self.overlong is not None else "`kl=in_reward`"
             raise ConfigError(
                 f"This advantage does not read the reward, which is all that {what} changes. Leave it out, or choose "
                 f"an advantage that compares rewards, such as `grpo`."
+            )
+        if self.kl is not None and self.kl.in_reward and isinstance(self.advantage, MaxRL):
+            raise ConfigError(
+                "`advantage=maxrl` needs rewards of at least 0, and `kl=in_reward` takes from them. Choose "
+                "`kl=reverse`, or another advantage."
             )
         if self.kl is not None and self.loss.reduction not in self.kl.reductions:
             raise ConfigError(
@@ -125,15 +140,19 @@ class Algorithm(Config):
         ranks, metrics = ranks or Alone(), Metrics()
         for name in sorted(self.needs()):
             batch.need(name, by="This algorithm")
+        self._refuse_non_finite(View(batch))
+        if batch.reward is not None:
+            metrics.merge(compared(Rewards(View(batch)).total, batch.group))
         if self.correction.policies == "two":
             batch = batch.replace(old_logp=batch.need("behavior_logp"))
         if self.overlong is not None:
             batch = self.overlong.penalised(View(batch), metrics)
+        following = state
         if self.kl is not None:
-            batch, state = self.kl.applied(View(batch, ranks=ranks), state, metrics)
+            batch, following = self.kl.applied(View(batch, ranks=ranks), state, metrics)
 
         view = View(batch, ranks=ranks)
-        found = self.advantage(view, state)
+        found = self.advantage(view, following)
         metrics.merge(found.metrics)
         batch = batch.replace(advantage=view.spread(found.advantage))
         if found.returns is not None:
@@ -144,7 +163,22 @@ class Algorithm(Config):
         chosen = self.loss.choose(View(batch, ranks=ranks), seed=seed, step=step)
         if chosen is not None:
             batch = batch.replace(chosen=view.spread(chosen, fill=False))
-        return Estimated(batch, found.state or state, metrics)
+        return Estimated(batch, state, found.state or following, metrics)
+
+    def _refuse_non_finite(self, view: View) -> None:
+        """No number that is read of an action token may be NaN or infinite: it would pass through every mask."""
+        for name in sorted(self.needs() - {"token_reward"}):
+            column = view.batch.need(name)
+            if COLUMNS.get(name) is Kind.TOKEN and column.is_floating_point():
+                bad = ~torch.isfinite(view.column(name))
+                if bool(bad.any()):
+                    at = int(bad.nonzero()[0])
+                    rollout = int(view.rollouts.holding(torch.tensor([at], device=bad.device)))
+                    raise BatchError(
+                        f"The column `{name}` is {float(view.column(name)[at])} at action token "
+                        f"{at - int(view.rollouts.offsets[rollout])} of rollout {view.batch.name_of(rollout)}; it must "
+                        f"be finite. Look at what computed it, or leave the rollout out."
+                    )
 
     def _weighed(self, view: View, metrics: Metrics) -> Batch:
         """The batch with `weight` and `keep`: what corrections, truncation and the entropy mask make of each token."""
@@ -158,28 +192,42 @@ class Algorithm(Config):
         if self.entropy.top_share is not None:
             keep &= top_entropy(view, self.entropy.top_share)
         metrics.add("dropped_share", Mean.over((~keep).sum(), len(keep)))
-        changes: dict[str, Tensor] = {"keep": view.spread(keep, fill=False)}
-        if corrected.weight is not None:
-            changes["weight"] = view.spread(corrected.weight)
-        return view.batch.replace(**changes)
+        weight = None if corrected.weight is None else view.spread(corrected.weight)
+        return view.batch.replace(keep=view.spread(keep, fill=False), weight=weight)
 
     def objective(self, batch: Batch, outputs: Outputs, whole: Denominators, state: State) -> LossValue:
-        """What is minimised, as this micro-batch's share of the update batch: policy, KL, entropy, ECHO."""
-        view = View(batch, outputs)
+        """What is minimised, as this micro-batch's share of the update batch: policy, KL, entropy, ECHO.
+
+        `state` is the one the batch was estimated under. Corrections act on the policy's part alone.
+        """
+        view, metrics = View(batch, outputs), Metrics()
         if self.correction.sequence_mask is not None:
-            kept = opsm(view, self.correction.sequence_mask, self.loss.unit)
-            batch = batch.replace(keep=batch.need("keep") & view.spread(kept, fill=False))
-            view = View(batch, outputs)
+            view = self._masked(view, self.correction.sequence_mask, metrics)
         value = self.loss(view, whole)
-        loss, metrics = value.loss, Metrics(value.metrics)
+        loss = value.loss
+        share = batch.rollouts / max(whole.rollouts, 1)  # of the update batch, so that shares add up to its loss
+        metrics.merge(value.metrics)
+        metrics.add("policy_loss", Mean.over(loss.detach(), share))
+        if batch.old_logp is not None:
+            drift = log_ratio(view.logp.detach(), view.column("old_logp"))
+            metrics.add("policy_kl", Mean.over((drift.expm1() - drift).sum(), len(drift)))
         if self.kl is not None and not self.kl.in_reward:
             term = self.loss.reduced(self.kl.terms(view), view, whole)
+            metrics.add("kl_loss", Mean.over(term.detach(), share))
             loss = loss + self.kl.current(state) * term
         if self.entropy.coefficient:
             entropy = view.output("entropy", by="The entropy bonus")
+            metrics.add("entropy", Mean.over(entropy.detach().sum(), len(entropy)))
             loss = loss - self.entropy.coefficient * self.loss.reduced(entropy, view, whole)
         if self.echo:
             echo = Echo()(view, whole)
             loss = loss + self.echo * echo.loss
             metrics.merge(echo.metrics)
         return LossValue(loss, metrics)
+
+    def _masked(self, view: View, delta: float, metrics: Metrics) -> View:
+        """The view without the rollouts that OPSM drops, which it can say only now that π_θ is known."""
+        kept = opsm(view, delta, self.loss.unit)
+        metrics.add("sequence_mask_share", Mean.over((~kept).sum(), len(kept)))
+        batch = view.batch
+        return View(batch.replace(keep=batch.need("keep") & view.spread(kept, fill=False)), view.outputs)

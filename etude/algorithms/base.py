@@ -1,7 +1,7 @@
 """What every advantage estimator and every loss is: a frozen object that holds its own knobs and is called.
 
 A new one is a subclass with its fields, `needs`, and one method. It is selected by its name in the table of
-`etude/algorithms/__init__.py`, or from outside as `module:Name`.
+its folder (`ADVANTAGES`, `LOSSES`), or from outside as `module:Name`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ class Advantage(Config, ABC):
     def needs(self) -> frozenset[str]:
         """The batch columns it reads. `build` arranges for them or refuses the run."""
         return frozenset({"reward"})
+
+    def scales_with_group(self) -> bool:
+        """Whether it divides by, or switches on, a statistic of a group's rewards: what is added to them then weighs
+        differently from task to task."""
+        return False
 
     @abstractmethod
     def __call__(self, view: View, state: State) -> Estimate:

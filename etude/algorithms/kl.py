@@ -39,14 +39,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from etude.algorithms.advantages.group import GRPO
 from etude.algorithms.base import CLAMP, Advantage, State, log_ratio
 from etude.algorithms.reduce import Reduction
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import View
 from etude.batch import Batch
 from etude.config import Choice, Config
-from etude.errors import BatchError
+from etude.errors import BatchError, ConfigError
 from etude.observe import Last, Mean, Metrics
 
 __all__ = [
@@ -100,7 +99,7 @@ class Adaptive(Controller):
 
     Source: 1909.08593, whose horizon of 10,000 is the default. Its target was for the KL of a sequence; here kl is the
     mean over rollouts of the mean over tokens, and the default target of 0.1 is ours.
-    Assumes n well under 5 · horizon, so that the value stays positive.
+    Assumes n under 5 · horizon, so that the value stays positive; more rollouts are refused.
     """
 
     target: float = Field(0.1, gt=0, description="the KL per token to settle at")
@@ -110,6 +109,11 @@ class Adaptive(Controller):
         return coefficient if held is None else held
 
     def stepped(self, value: float, kl: float, rollouts: int) -> float | None:
+        if rollouts >= 5 * self.horizon:
+            raise ConfigError(
+                f"A step has {rollouts} rollouts and `kl.controller.horizon` is {self.horizon:g}: one step could take "
+                f"the coefficient to 0 or below. Raise the horizon above {rollouts / 5:g}; ten times that is gentle."
+            )
         return adapted(value, kl=kl, target=self.target, horizon=self.horizon, rollouts=rollouts)
 
 
@@ -319,15 +323,15 @@ KLS: dict[str, type[KLTerm]] = {
 }
 
 
-def warnings(kl: KLTerm | None, advantage: Advantage) -> list[str]:
+def warnings(kl: KLTerm, advantage: Advantage) -> list[str]:
     """Sentences on a combination that runs and is probably not what was meant."""
-    if kl is not None and kl.in_reward and isinstance(advantage, GRPO):
-        return [
-            "With `kl=in_reward` the advantage `grpo` divides the KL by the standard deviation of its group's rewards, "
-            "so its weight differs from prompt to prompt. Choose `kl=reverse`, or an advantage that does not divide by "
-            "a group's statistic, such as `rloo` or `dr_grpo`."
-        ]
-    return []
+    if not kl.in_reward or not advantage.scales_with_group():
+        return []
+    return [
+        "With `kl=in_reward` this advantage scales the KL by a statistic of its group's rewards, so that its weight "
+        "differs from prompt to prompt. Choose `kl=reverse`, or an advantage that does not divide by such a statistic, "
+        "such as `rloo` or `dr_grpo`."
+    ]
 
 
 def _delta(view: View) -> Tensor:

@@ -14,7 +14,7 @@ from etude.algorithms.segments import Segments
 from etude.algorithms.view import wide
 from etude.errors import BatchError
 
-__all__ = ["entropy", "full_kl", "sampling_mask", "sum_pi_squared", "token_logp", "topk_logp"]
+__all__ = ["entropy", "full_kl", "sampling_mask", "sum_pi_squared", "token_logp", "topk_and_rest", "topk_logp"]
 
 
 def token_logp(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
@@ -26,6 +26,16 @@ def topk_logp(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
     """[n, V], [n, k] → [n, k]: log π of k tokens of each row."""
     scaled = wide(logits) / temperature
     return scaled.gather(1, ids.long()) - scaled.logsumexp(1, keepdim=True)
+
+
+def topk_and_rest(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """[n, V], [n, k] → [n, k + 1]: log π of k tokens of each row, and last of all its other tokens together."""
+    scaled = wide(logits) / temperature
+    whole = scaled.logsumexp(1, keepdim=True)
+    others = scaled.scatter(1, ids.long(), -torch.inf)
+    none = others.amax(1, keepdim=True) == -torch.inf
+    rest = torch.where(none, 0.0, others).logsumexp(1, keepdim=True) - whole
+    return torch.cat([scaled.gather(1, ids.long()) - whole, torch.where(none, -torch.inf, rest)], 1)
 
 
 def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:

@@ -62,7 +62,7 @@ class Outputs:
     full_kl: Tensor | None = None
     """KL(π_θ ‖ π_ref) over the whole vocabulary at each token."""
     topk_logp: Tensor | None = None
-    """[T, k]: log π_θ of the tokens in `teacher_topk_ids`."""
+    """[T, k + 1]: log π_θ of each token in `teacher_topk_ids`, and last of all other tokens together."""
     value: Tensor | None = None
     """The critic's estimate of the state before each token."""
     score: Tensor | None = None

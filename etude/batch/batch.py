@@ -195,12 +195,14 @@ class Batch:
         unknown = changes.keys() - {f.name for f in fields(self)}
         if unknown:
             raise BatchError(f"`{sorted(unknown)[0]}` is not a column of a batch. Put a plug-in's own into `extra`.")
-        if changes.keys() & {"offsets", "unit", "group", "ids", "action", "reward"}:
+        if changes.keys() & {"offsets", "unit", "group", "ids", "action"}:
             return Batch(**{f.name: changes.get(f.name, self.__dict__[f.name]) for f in fields(self)})
         other = self._derived(changes)
         for name, column in other.columns():
             if name in changes or "extra" in changes:
                 checks.shape(other, name, column)
+        if changes.keys() & checks.CHECKED:
+            checks.values(other)
         return other
 
     def _derived(self, changes: Mapping[str, Any]) -> Batch:

@@ -13,7 +13,10 @@ from etude.errors import BatchError, RewardError
 if TYPE_CHECKING:
     from etude.batch.batch import Batch
 
-__all__ = ["layout", "shape", "values"]
+__all__ = ["CHECKED", "layout", "shape", "values"]
+
+CHECKED = frozenset({"behavior_logp", "version", "reward", "metric", "reward_parts", "greedy_reward"})
+"""The columns whose values have to be something, and not only their shapes."""
 
 
 def layout(batch: Batch) -> None:

@@ -40,6 +40,8 @@ R = TypeVar("R", bound=BaseModel)
 T = TypeVar("T")
 
 _LOCK = Lock()
+PATIENCE = 60
+"""Seconds to wait for another thread's composition, which takes a fraction of one."""
 _QUIET = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 
 
@@ -95,13 +97,21 @@ class _Turn:
         self._nodes = nodes
 
     def __enter__(self) -> Self:
-        _LOCK.acquire()
+        if not _LOCK.acquire(timeout=PATIENCE):
+            raise ConfigError(
+                f"Another thread has been composing a configuration for {PATIENCE} seconds, and Hydra serves one at a "
+                "time. Look at what that thread waits for, or compose in a process of its own."
+            )
         store, application = ConfigStore.instance(), GlobalHydra.instance()
         self._kept = store.repo, application.hydra
-        store.repo = {"hydra": store.repo["hydra"]}
-        application.clear()
-        for (group, name), node in self._nodes.items():
-            store.store(group=group or None, name=name, node=node)
+        try:
+            store.repo = {"hydra": store.repo["hydra"]}
+            application.clear()
+            for (group, name), node in self._nodes.items():
+                store.store(group=group or None, name=name, node=node)
+        except BaseException:  # an interrupt included: whoever comes next must find the lock free
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *raised: object) -> None:

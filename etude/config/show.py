@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -52,10 +53,18 @@ def rendered(run: BaseModel) -> Text:
     return text
 
 
+NEXT_LINE = "\x85"
+"""A line break to YAML's readers, which OmegaConf's writer leaves as it is; in quotes it is spelled out."""
+
+
 def to_yaml(run: BaseModel, *, masked: bool = True) -> str:
     """The run as YAML of the shape that `compose(file=…)` reads; with `masked` its secrets are shown as `***`."""
     tree = to_tree(run)
-    return OmegaConf.to_yaml(OmegaConf.create(escaped(mask(tree) if masked else tree)))
+    composed = OmegaConf.create(escaped(mask(tree) if masked else tree))
+    text = OmegaConf.to_yaml(composed)
+    if NEXT_LINE not in text:
+        return text
+    return str(yaml.safe_dump(OmegaConf.to_container(composed), default_style='"', sort_keys=False))
 
 
 def leaves(root_or_run: BaseModel | type[BaseModel]) -> list[Leaf]:

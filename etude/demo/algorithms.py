@@ -27,7 +27,7 @@ __all__ = ["DemoRun", "Progress", "train"]
 class DemoRun(Algorithm):
     """An algorithm, and a tabular policy to train by it."""
 
-    seed: int = Field(0, ge=0, description="what all chance in the run is derived from")
+    seed: int = Field(0, ge=0, lt=2**63, description="what all chance in the run is derived from")
     steps: int = Field(32, ge=1, description="how often rollouts are collected and trained on")
     groups: int = Field(8, ge=1, description="groups a step; the prompts take turns")
     group_size: int = Field(8, ge=1, description="rollouts in a group, all of one prompt")
@@ -72,10 +72,10 @@ def train(run: DemoRun, log: RunLog) -> Iterator[Progress]:
             batch = collect(run, policy, published, generator)
             batch = policy.annotate(batch, run.needs())
             found = run.estimate(batch, state, seed=run.seed, step=step)
-            state = found.state
             at.add(found.metrics)
             for part in found.batch.split(run.updates, by=run.loss.split_unit):
-                at.add(update(run, policy, optimizer, part, state))
+                at.add(update(run, policy, optimizer, part, found.state))
+            state = found.following
             published.append(policy.logp().detach())
             at.add(_seen(batch, policy, optimum))
         yield Progress(step, policy.expected(), optimum)

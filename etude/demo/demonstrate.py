@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from etude.algorithms.kl import warnings
 from etude.demo.algorithms import DemoRun
 from etude.demo.compare import Entry, entries, new_directory, report, train_entry
 from etude.demo.curves import Screen, draw
@@ -71,7 +70,7 @@ def _introduce(console: Console, run: DemoRun, compared: Sequence[Entry]) -> Non
         f"{run.groups} groups of {run.group_size}, {run.updates} updates a step.",
         "`gained` is how much of the way from the first J to the optimum was made.",
     ]
-    for line in [*lines, *warnings(run.kl, run.advantage)]:
+    for line in [*lines, *run.warnings()]:
         console.print(Text(line), soft_wrap=True)
     console.print()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import Outputs
+from etude.algorithms.logits import topk_and_rest
 from etude.batch import Batch
 from etude.demo.world import SHARPNESS, TOKENS, WANTED, World
 from etude.errors import ConfigError
@@ -74,7 +75,7 @@ class TabularPolicy:
             "logp": lambda: _of_tokens(logp, batch),
             "entropy": lambda: _entropy(logp)[state],
             "full_kl": lambda: (logp.exp() * (logp - self.reference)).sum(-1)[state],
-            "topk_logp": lambda: logp[state].gather(-1, batch.need("teacher_topk_ids")),
+            "topk_logp": lambda: topk_and_rest(logp[state], batch.need("teacher_topk_ids")),
         }
         unknown = sorted(names - known.keys())
         if unknown:

@@ -48,7 +48,7 @@ def said(batch: Batch, seed: int = 0, *, drift: float = 0.3) -> dict[str, Tensor
     """What a model says of the batch: leaves that take gradients, NaN where no action is."""
     rng = np.random.default_rng(seed + 2)
     noise = torch.from_numpy(rng.normal(size=batch.tokens))
-    student = torch.from_numpy(np.log(rng.dirichlet(np.ones(6), batch.tokens)[:, :3]))
+    student = torch.from_numpy(np.log(rng.dirichlet(np.ones(4), batch.tokens)))
     return {
         "logp": (batch.need("old_logp") + drift * noise).clamp(max=-1e-3),
         "value": batch.need("value") + drift * noise,

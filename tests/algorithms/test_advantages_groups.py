@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from etude.algorithms.advantages.best import pass_at_k, pkpo
+from etude.algorithms.advantages.statistics import compared
 from etude.algorithms.base import State
 from etude.batch import Batch
 from etude.errors import BatchError, ConfigError, MissingColumnError, RewardError
@@ -224,9 +225,10 @@ def test_metrics_tell_what_there_was_to_compare() -> None:
     )
     found = estimate("grpo", batch)
     told = found.metrics.reduce()
-    assert told["reward_mean"] == pytest.approx(10 / 6)
-    assert told["level_share"] == pytest.approx(0.5)
-    assert told["group_std"] == pytest.approx(0.5)
+    rewards = compared(batch.need("reward"), batch.group).reduce()
+    assert rewards["reward_mean"] == pytest.approx(10 / 6)
+    assert rewards["level_share"] == pytest.approx(0.5)
+    assert rewards["group_std"] == pytest.approx(0.5)
     assert told["advantage_mean"] == pytest.approx(float(found.advantage.mean()))
     assert told["advantage_std"] == pytest.approx(float(found.advantage.std()))
     assert (told["advantage_min"], told["advantage_max"]) == pytest.approx(

@@ -275,10 +275,12 @@ def test_the_sequence_kl_refuses_reductions_that_divide_by_a_length(reduction: s
 
 def test_a_kl_in_the_reward_under_grpo_is_warned_about() -> None:
     (sentence,) = warnings(InReward(), ADVANTAGES["grpo"]())
-    assert "standard deviation" in sentence and "rloo" in sentence
+    assert "a statistic of its group's rewards" in sentence and "rloo" in sentence
     assert warnings(InReward(), ADVANTAGES["rloo"]()) == []
     assert warnings(Reverse(), ADVANTAGES["grpo"]()) == []
-    assert warnings(None, ADVANTAGES["grpo"]()) == []
+    for scaling in (ADVANTAGES["mt_grpo"](), ADVANTAGES["gpg"](), ADVANTAGES["pass_at_k"](normalise=True)):
+        assert len(warnings(InReward(), scaling)) == 1
+    assert warnings(InReward(), ADVANTAGES["pass_at_k"]()) == []
 
 
 def test_nothing_is_added_to_the_loss_by_a_kl_in_the_reward() -> None:

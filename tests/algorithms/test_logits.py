@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.algorithms.logits import entropy, full_kl, sampling_mask, sum_pi_squared, token_logp, topk_logp
+from etude.algorithms.logits import (
+    entropy,
+    full_kl,
+    sampling_mask,
+    sum_pi_squared,
+    token_logp,
+    topk_and_rest,
+    topk_logp,
+)
 from etude.errors import BatchError
 
 ROWS, VOCABULARY, TEMPERATURE = 7, 6, 0.7
@@ -33,6 +41,15 @@ def test_token_logp_is_the_log_of_the_softmax() -> None:
     logits = some_logits()
     wanted = np.log(probabilities(logits)[np.arange(ROWS), IDS.numpy()])
     np.testing.assert_allclose(token_logp(logits, IDS, TEMPERATURE).numpy(), wanted, atol=1e-12)
+
+
+def test_the_rest_is_all_that_is_not_listed() -> None:
+    logits = torch.randn(6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[1, 4]]).repeat(6, 1)
+    found = topk_and_rest(logits, ids, TEMPERATURE)
+    torch.testing.assert_close(found[:, :2], topk_logp(logits, ids, TEMPERATURE))
+    torch.testing.assert_close(found.exp().sum(1), torch.ones(6, dtype=torch.float64))
+    assert bool((topk_and_rest(logits[:, :2], torch.tensor([[0, 1]]).repeat(6, 1))[:, 2] == -torch.inf).all())
 
 
 def test_topk_logp_picks_k_tokens_a_row_and_agrees_with_token_logp() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from etude.algorithms.base import Loss
+from etude.algorithms.logits import topk_and_rest
 from etude.algorithms.losses import SUPERVISED
 from etude.algorithms.losses.distill import TopKDistillation, topk_kl
 from etude.algorithms.losses.pairs import DPO, RewardModel
@@ -113,20 +114,37 @@ def test_topk_distillation(direction: str) -> None:
 
     def written(student: Array) -> float:
         p, q = np.exp(teacher), np.exp(student)
-        p, q = (np.concatenate([x, 1 - x.sum(-1, keepdims=True)], -1) for x in (p, q))
+        p = np.concatenate([p, 1 - p.sum(-1, keepdims=True)], -1)
         first, second = (p, q) if direction == "forward" else (q, p)
         return float((first * np.log(first / second)).sum(-1).mean())
 
     agree(TopKDistillation(direction=direction), batch, written, said(batch))
 
 
+def with_rest(logp: torch.Tensor) -> torch.Tensor:
+    """The listed tokens' log-probs, and last what 1 leaves for all others."""
+    return torch.cat([logp, torch.log1p(-logp.exp().sum(-1, keepdim=True))], -1)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_bucket_that_all_but_vanished_still_gets_its_gradient_in_single_precision(direction: str) -> None:
+    """The student gives the unlisted tokens 1e-8, the teacher 0.2: in float32, 1 less a sum is 0 there."""
+    ids, teacher = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.3]]).log()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        logits = torch.tensor([[10.0, 9.0, -9.0, -9.5]], dtype=dtype, requires_grad=True)
+        loss = topk_kl(topk_and_rest(logits, ids), teacher.to(dtype), direction).sum()
+        found.append((loss.detach().double(), torch.autograd.grad(loss, logits)[0].double()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_topk_kl_is_least_where_the_two_agree_and_never_negative(direction: str) -> None:
     rng = np.random.default_rng(0)
     teacher, student = (torch.from_numpy(np.log(rng.dirichlet(np.ones(9), 500)[:, :3])) for _ in range(2))
-    assert bool((topk_kl(student, teacher, direction) > 0).all())
+    assert bool((topk_kl(with_rest(student), teacher, direction) > 0).all())
     leaf = teacher.clone().requires_grad_()
-    same = topk_kl(leaf, teacher, direction)
+    same = topk_kl(with_rest(leaf), teacher, direction)
     assert float(same.detach().abs().max()) < 1e-12
     (gradient,) = torch.autograd.grad(same.sum(), leaf)
     assert float(gradient.abs().max()) < 1e-12
@@ -142,10 +160,11 @@ def test_topk_kl_over_the_whole_vocabulary_has_no_bucket(direction: str, dtype: 
     logits = torch.from_numpy(rng.normal(size=(50, 5))).to(dtype).requires_grad_()
     teacher = torch.from_numpy(rng.normal(size=(50, 5))).to(dtype).log_softmax(-1)
     student = logits.log_softmax(-1)
+    listed = topk_and_rest(logits, torch.arange(5).repeat(50, 1))
     first, second = (teacher, student) if direction == "forward" else (student, teacher)
     full = (first.exp() * (first - second)).sum()
     (wanted,) = torch.autograd.grad(full, logits, retain_graph=True)
-    (gradient,) = torch.autograd.grad(topk_kl(student, teacher, direction).sum(), logits)
+    (gradient,) = torch.autograd.grad(topk_kl(listed, teacher, direction).sum(), logits)
     torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5 if dtype is torch.float32 else 1e-12)
 
 
@@ -153,7 +172,7 @@ def test_topk_kl_over_the_whole_vocabulary_has_no_bucket(direction: str, dtype: 
 def test_topk_kl_of_the_impossible_is_finite(direction: str) -> None:
     teacher = torch.tensor([[-1e-9, -50.0], [-1.0, -1.0], [-1e3, -1e3]]).double()
     student = torch.tensor([[-1e3, -1e3], [-1e-12, -1e3], [-1e-9, -60.0]]).double().requires_grad_()
-    loss = topk_kl(student, teacher, direction)
+    loss = topk_kl(with_rest(student), teacher, direction)
     (gradient,) = torch.autograd.grad(loss.sum(), student)
     assert bool(torch.isfinite(loss).all())
     assert bool(torch.isfinite(gradient).all())

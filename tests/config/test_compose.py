@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -308,17 +307,13 @@ def test_a_choice_within_itself_and_text_that_looks_like_a_reference() -> None:
     assert run == Foreign(loss=Wrapped(inner=PPO(clip_low=0.1)))
 
 
-def test_it_is_quick_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     compose(Run)
     store = ConfigStore.instance()
     before = store.repo, set(store.repo), list(logging.getLogger().handlers)
-    spent = []
     for seed in range(20):
-        started = time.process_time()
         assert compose(Run, [f"seed={seed}", "loss=gspo"]).seed == seed
-        spent.append(time.process_time() - started)
-    assert min(spent) < 0.1
     assert (store.repo, set(store.repo), list(logging.getLogger().handlers)) == before
     assert not GlobalHydra.instance().is_initialized() and not HydraConfig.initialized()
     assert list(tmp_path.iterdir()) == []

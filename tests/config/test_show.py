@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
@@ -77,6 +77,7 @@ runs = st.builds(
 
 
 @given(runs)
+@example(Run(stop=["\x85"], title="1e-3"))
 def test_the_yaml_of_a_run_composes_back_to_it(run: Run) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.yaml"

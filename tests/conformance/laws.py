@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import ADVANTAGES, KLS, LOSSES, Algorithm, Denominators, Estimated, Outputs, State, View
-from etude.algorithms.corrections import Correction
+from etude.algorithms.corrections import Correction, Rejection
 from etude.algorithms.entropy import Entropy
+from etude.algorithms.filters import Overlong
+from etude.algorithms.kl import Adaptive
 from etude.batch import Batch, Column, Kind
 from tests.batches import random_batch
 
@@ -114,14 +116,30 @@ def every_algorithm() -> dict[str, Algorithm]:
     found["correction=sequence"] = Algorithm(correction=Correction(weight="truncate", level="sequence"))
     found["correction=icepop"] = Algorithm(correction=Correction(weight="mask"))
     found["correction=opsm"] = Algorithm(correction=Correction(sequence_mask=0.01))
+    rules = (Rejection(over="seq_mean", low=0.7, high=1.4), Rejection(statistic="k3", high=0.2))
+    found["correction=reject"] = Algorithm(correction=Correction(reject=rules))
+    for over in ("tokens", "rollouts"):
+        found[f"normalise={over}"] = Algorithm(correction=Correction(weight="truncate", normalise=over))
     found["correction=two"] = Algorithm(correction=Correction(policies="two"))
     found["entropy=bonus"] = Algorithm(entropy=Entropy(coefficient=0.1))
     found["entropy=top"] = Algorithm(entropy=Entropy(top_share=0.3))
+    found["overlong"] = Algorithm(overlong=Overlong(max_length=12, buffer=6))
+    adaptive = Adaptive(target=0.05, horizon=30)
+    for name in ("reverse", "in_reward"):
+        found[f"adaptive={name}"] = Algorithm(kl=KLS[name](coefficient=0.3, controller=adaptive))
+    for name in ("reverse", "weighted_reverse", "sequence"):
+        kl = KLS[name](coefficient=0.3, off_policy=True)
+        found[f"off_policy={name}"] = Algorithm(kl=kl, loss=LOSSES["ppo"](reduction="seq-mean-token-sum"))
+    found["gae=white"] = Algorithm(advantage=ADVANTAGES["gae"](whiten=True, lam=0.9, bootstrap_truncated=True))
+    found["decoupled=log_linear"] = Algorithm(loss=LOSSES["decoupled_ppo"](prox="log_linear"))
     found["mask_truncated"] = Algorithm(mask_truncated=True)
     reductions = ("token-sum", "seq-mean-token-mean", "seq-mean-token-sum")
     for how in reductions:
         found[f"reduction={how}"] = Algorithm(loss=LOSSES["ppo"](reduction=how))
     found["reduction=norm"] = Algorithm(loss=LOSSES["ppo"](reduction="seq-mean-token-sum-norm", norm_length=50))
+    masked = Correction(sequence_mask=0.01)
+    by_turn = LOSSES["ppo"](unit="turn", reduction="seq-mean-token-mean")
+    found["unit=turn,opsm"] = Algorithm(correction=masked, loss=by_turn, advantage=ADVANTAGES["rloo"]())
     for unit in ("ppo", "gspo"):
         loss = LOSSES[unit](unit="turn", reduction="seq-mean-token-mean")
         found[f"unit=turn,loss={unit}"] = Algorithm(loss=loss, advantage=ADVANTAGES["rloo"]())

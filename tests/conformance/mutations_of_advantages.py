@@ -96,8 +96,8 @@ MUTATIONS = [
     Mutation(
         "sign flip",
         token.optimal_token_baseline,
-        "1 - 2 * logp.exp()",
-        "1 + 2 * logp.exp()",
+        "expm1(logp).square() + others",
+        "expm1(logp).square() - others",
         restated.test_token_baseline,
     ),
     Mutation(

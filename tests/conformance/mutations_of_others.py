@@ -26,7 +26,7 @@ MUTATIONS = [
     Mutation(
         "dropped tail",
         distill.topk_kl,
-        " + torch.where(p > least, bucket, 0.0)",
+        " + torch.where(held, rest_teacher * (log_teacher - torch.where(held, rest, 0.0)), 0.0)",
         "",
         partial(supervised.test_distill_topk, "forward"),
     ),

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from etude.algorithms import ADVANTAGES, LOSSES, Algorithm, Denominators, Outputs, State, View
-from etude.algorithms.corrections import Correction
+from etude.algorithms.corrections import Correction, Rejection
 from etude.algorithms.entropy import Entropy
-from etude.batch import Batch
 from etude.errors import ConfigError, MissingColumnError
 from tests.conformance.laws import Found, fixture, gradient, said, through
 
@@ -69,13 +68,13 @@ def test_sapo_reduces_as_it_is_told() -> None:
 
 def test_rejection_bounds_are_on_the_trainer_over_the_sampler() -> None:
     """verl's k1 rejection applied its bounds to μ/π_old, so that [lo, hi] kept what it should drop."""
-    batch = fixture(2).replace(keep=None)
-    correction = Correction(weight="mask", low=0.5, high=1.0)
-    kept = View(Algorithm(correction=correction).estimate(batch, State()).batch)
-    ratio = (kept.column("old_logp") - kept.column("behavior_logp")).exp()
+    batch = fixture(2)
+    correction = Correction(weight="mask", low=0.5, high=1.0, reject=(Rejection(low=0.5, high=1.0),))
+    found = View(Algorithm(correction=correction).estimate(batch, State()).batch)
+    ratio = (found.column("old_logp") - found.column("behavior_logp")).exp()
     inside = (ratio >= 0.5) & (ratio <= 1.0)
-    weight = kept.column("weight")
-    assert torch.allclose(weight, torch.where(inside, ratio, 0.0))
+    assert torch.equal(found.column("keep"), inside)
+    assert torch.allclose(found.column("weight"), torch.where(inside, ratio, 0.0))
 
 
 def test_there_is_one_rloo_and_it_says_what_a_group_of_one_is() -> None:
@@ -136,7 +135,3 @@ def test_rewards_are_kept_in_double_precision() -> None:
     close = batch.replace(reward=torch.tensor([100.1, 100.1 + 1e-9], dtype=torch.float64), token_reward=None)
     view = View(Algorithm(advantage=ADVANTAGES["dr_grpo"]()).estimate(close, State()).batch)
     assert view.column("advantage")[-1] == pytest.approx(5e-10, rel=1e-4)
-
-
-def no_actions(batch: Batch) -> Batch:
-    return batch.replace(action=torch.zeros_like(batch.action))

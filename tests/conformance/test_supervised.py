@@ -115,20 +115,16 @@ def test_distill_topk(direction: str) -> None:
     batch = awkward(3)
     index = View(batch).index
     teacher = torch.from_numpy(np.random.default_rng(1).normal(size=(batch.tokens, 5))).log_softmax(-1)[:, :3]
-    student = torch.from_numpy(np.random.default_rng(2).normal(size=(batch.tokens, 6))).log_softmax(-1)[:, :3]
+    student = torch.from_numpy(np.random.default_rng(2).normal(size=(batch.tokens, 4))).log_softmax(-1)
     batch = batch.replace(
         teacher_topk_ids=torch.arange(3).repeat(batch.tokens, 1),
         teacher_topk_logp=torch.where(batch.action[:, None], teacher, torch.nan),
     )
     told = teacher[index].numpy()
 
-    def whole(logp: Array) -> Array:
-        return np.concatenate([np.exp(logp), 1 - np.exp(logp).sum(1, keepdims=True)], 1)
-
     def formula(logp: Array) -> float:
-        q, p = whole(told), whole(logp)
+        p, q = np.exp(logp), np.concatenate([np.exp(told), 1 - np.exp(told).sum(1, keepdims=True)], 1)
         kl = (q * np.log(q / p)).sum(1) if direction == "forward" else (p * np.log(p / q)).sum(1)
-        assert (kl >= 0).all()
         return reduced(kl, lengths(batch), "token-mean")
 
     is_formula(SUPERVISED["distill_topk"](direction=direction), batch, "topk_logp", student, index, formula)

@@ -71,7 +71,7 @@ def test_the_forward_pass_gives_what_is_asked_for_with_a_gradient() -> None:
     assert outputs.logp is not None and outputs.full_kl is not None and outputs.topk_logp is not None
     assert torch.allclose(outputs.logp, batch.need("old_logp"))
     assert torch.allclose(outputs.full_kl, torch.zeros(batch.tokens, dtype=torch.float64), atol=1e-12)
-    assert outputs.topk_logp.shape == (batch.tokens, 2)
+    assert outputs.topk_logp.shape == (batch.tokens, 3)
     outputs.logp.sum().backward()
     assert policy.table.grad is not None
     assert outputs.value is None

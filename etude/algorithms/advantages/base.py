@@ -7,7 +7,7 @@ from abc import abstractmethod
 from torch import Tensor
 
 from etude.algorithms.advantages.rewards import Rewards
-from etude.algorithms.advantages.statistics import compared, described
+from etude.algorithms.advantages.statistics import described
 from etude.algorithms.base import Advantage, Estimate, State
 from etude.algorithms.view import View
 from etude.observe import Metrics
@@ -31,4 +31,4 @@ class RolloutAdvantage(Advantage):
 
     def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
         reward = Rewards(view).total
-        return shared(self.advantage(reward, view), view, compared(reward, view.batch.group))
+        return shared(self.advantage(reward, view), view, Metrics())

@@ -94,6 +94,9 @@ class PassAtK(RolloutAdvantage):
 
     normalise: bool = Field(False, description="divide by the group's standard deviation")
 
+    def scales_with_group(self) -> bool:
+        return self.normalise
+
     def advantage(self, reward: Tensor, view: View) -> Tensor:
         group = view.batch.group
         _refuse_small(group, 2, "pass_at_k", "Collect larger groups, or choose another advantage.")

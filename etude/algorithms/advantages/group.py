@@ -63,6 +63,9 @@ class GRPO(RolloutAdvantage):
     Ours: ε = 1e-6 (TRL has 1e-4); a group of one keeps A = R.
     """
 
+    def scales_with_group(self) -> bool:
+        return True
+
     def advantage(self, reward: Tensor, view: View) -> Tensor:
         return grpo(reward, view.batch.group)
 
@@ -112,6 +115,9 @@ class MaxRL(RolloutAdvantage):
     of 0 and 1 is 0 or at least 1/n. A group of one teaches nothing (A = 0).
     Ours: rewards between 0 and 1 are taken as they come.
     """
+
+    def scales_with_group(self) -> bool:
+        return True
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:
         if bool((reward < 0).any()):

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from etude.algorithms.advantages.base import shared
 from etude.algorithms.advantages.rewards import Rewards
-from etude.algorithms.advantages.statistics import compared
 from etude.algorithms.base import Advantage, Estimate, State
 from etude.algorithms.view import Ranks, View
-from etude.observe import Last
+from etude.observe import Last, Metrics
 
 __all__ = ["RAE", "moved_on"]
 
@@ -57,6 +56,5 @@ class RAE(Advantage):
         present = sorted(after)
         means = reward.new_tensor([state.role_means.get(name, 0.0) for name in present])
         baseline = means[torch.searchsorted(role.new_tensor(present), role)]
-        metrics = compared(reward, view.batch.group)
-        metrics.merge({f"role_{name}_mean": Last.of(mean) for name, mean in after.items()})
+        metrics = Metrics({f"role_{name}_mean": Last.of(mean) for name, mean in after.items()})
         return shared(reward - baseline, view, metrics, replace(state, role_means=after))

@@ -61,7 +61,7 @@ class Groups:
         A baseline taken of this instead of the values themselves cannot leave a rounding error behind that a division
         by a tiny deviation would then blow up.
         """
-        return values - self.least(values)
+        return torch.where(self.level(values), 0.0, values - self.least(values))
 
     def centred(self, values: Tensor) -> Tensor:
         """Each minus its group's mean; exactly 0 where the group is level, a group of one included."""
@@ -73,8 +73,10 @@ class Groups:
         return (self.sum(self.centred(values) ** 2) / (self.size - 1).clamp(min=1)).sqrt()
 
     def level(self, values: Tensor) -> Tensor:
-        """[N] bool: groups of two or more whose values are all equal."""
-        return (self.largest(values) == self.least(values)) & ~self.alone
+        """[N] bool: groups of two or more whose values are all equal, but for the rounding of sums in another order."""
+        top, low = self.largest(values), self.least(values)
+        rounding = 8 * torch.finfo(values.dtype).eps * torch.maximum(top.abs(), low.abs())
+        return (top - low <= rounding) & ~self.alone
 
 
 def moments(values: Tensor, ranks: Ranks, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:

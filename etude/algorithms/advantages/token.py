@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from etude.algorithms.advantages.rewards import Rewards
-from etude.algorithms.advantages.statistics import Groups, compared, described, moments, whiten
+from etude.algorithms.advantages.statistics import Groups, described, moments, whiten
 from etude.algorithms.base import Advantage, Estimate, State, log_ratio
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import Ranks, View
@@ -58,11 +58,13 @@ def optimal_token_baseline(
     number for each group. Any will do; one that all of a group's G_t equal makes A exactly 0.
     """
     above = rollouts.to_go(rewards)
-    energy = (1 - 2 * logp.exp() + sum_pi_squared).clamp(min=0)  # at least (1 − π)², rounding aside
+    others = (sum_pi_squared - (2 * logp).exp()).clamp(min=0)
+    energy = torch.expm1(logp).square() + others  # (1 − π)² + Σ_{v≠a} π_v², which does not cancel where π is near 1
     weight = rollouts.so_far(energy.to(rewards.dtype))
 
     # A cell for each group and t, as many as the group's longest rollout has tokens.
-    longest = torch.zeros(int(group.max()) + 1, dtype=torch.int64, device=group.device)
+    groups = int(group.max()) + 1 if len(group) else 0
+    longest = torch.zeros(groups, dtype=torch.int64, device=group.device)
     cells = Segments(longest.scatter_reduce_(0, group, rollouts.lengths, "amax"))
     shift = cells.offsets[:-1][group] - rollouts.offsets[:-1]
     cell = rollouts.spread(shift) + torch.arange(rollouts.size, device=group.device)
@@ -114,8 +116,7 @@ class GAE(Advantage):
         rewards = earned.of_tokens(view.dtype)
         found = gae(rewards, values, view.rollouts, gamma=self.gamma, lam=self.lam, final_value=final)
         returns = found + values
-        metrics = compared(earned.total, batch.group)
-        metrics.merge(_explained(found, returns, view.ranks))
+        metrics = _explained(found, returns, view.ranks)
         if self.whiten:
             found = whiten(found, view.ranks)
         metrics.merge(described(found, view.ranks))
@@ -142,9 +143,7 @@ class ReinforcePP(Advantage):
     def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
         earned = Rewards(view)
         found = reinforce_pp(earned.of_tokens(view.dtype), view.rollouts, view.ranks, gamma=self.gamma)
-        metrics = compared(earned.total, view.batch.group)
-        metrics.merge(described(found, view.ranks))
-        return Estimate(found, metrics=metrics)
+        return Estimate(found, metrics=described(found, view.ranks))
 
 
 class OptimalTokenBaseline(Advantage):
@@ -171,9 +170,7 @@ class OptimalTokenBaseline(Advantage):
             group,
             floor,
         )
-        metrics = compared(earned.total, group)
-        metrics.merge(described(found, view.ranks))
-        return Estimate(found, metrics=metrics)
+        return Estimate(found, metrics=described(found, view.ranks))
 
 
 class OnPolicyDistillation(Advantage):

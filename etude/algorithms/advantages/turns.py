@@ -20,7 +20,7 @@ from torch import Tensor
 
 from etude.algorithms.advantages.group import grpo
 from etude.algorithms.advantages.rewards import Rewards
-from etude.algorithms.advantages.statistics import EPSILON, Groups, compared, described
+from etude.algorithms.advantages.statistics import EPSILON, Groups, described
 from etude.algorithms.base import Advantage, Estimate, State
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import View
@@ -93,8 +93,7 @@ class Turns:
     def estimate(self, found: Tensor) -> Estimate:
         """One number a turn [S], given to each of its action tokens."""
         view, told = self.view, found.to(self.view.dtype)
-        metrics = compared(self.earned.total, view.batch.group)
-        metrics.merge(described(told, view.ranks, weight=view.turns.lengths))
+        metrics = described(told, view.ranks, weight=view.turns.lengths)
         return Estimate(view.turns.spread(told), metrics=metrics)
 
 
@@ -109,7 +108,8 @@ def against_others(values: Tensor, turns: Turns) -> Tensor:
     rollout = torch.cat([turns.rollout, idle])
     number = torch.cat([turns.rollouts.position, torch.zeros_like(idle)])
     group = turns.view.batch.group
-    stage = Groups(group[rollout] * (int(number.max()) + 1) + number)
+    stages = int(number.max()) + 1 if len(number) else 1
+    stage = Groups(group[rollout] * stages + number)
     size = Groups(group).size[rollout]
     # Measured from what all share, so that rounding leaves nothing where nothing differs.
     above = every - torch.where((stage.size == size) & (size > 1), stage.least(every), 0.0)
@@ -203,6 +203,9 @@ class MTGRPO(Advantage):
 
     turn_weight: float = Field(1.0, ge=0, description="λ: how much a turn's own reward counts beside the outcome")
 
+    def scales_with_group(self) -> bool:
+        return True
+
     def needs(self) -> frozenset[str]:
         return frozenset({"reward", "token_reward", "turn"})
 
@@ -229,6 +232,9 @@ class GiGPO(Advantage):
     step_weight: float = Field(1.0, ge=0, description="ω: how much the comparison within a state counts")
     gamma: float = Field(0.95, ge=0, le=1, description="the discount of one turn in what a step is worth")
     normalise: bool = Field(False, description="divide each comparison by its standard deviation")
+
+    def scales_with_group(self) -> bool:
+        return self.normalise
 
     def needs(self) -> frozenset[str]:
         return frozenset({"reward", "turn", "anchor"})

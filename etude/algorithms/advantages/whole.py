@@ -12,10 +12,11 @@ from torch import Tensor
 
 from etude.algorithms.advantages.base import RolloutAdvantage, shared
 from etude.algorithms.advantages.group import dr_grpo, grpo
-from etude.algorithms.advantages.statistics import EPSILON, Groups, compared, moments, whiten
+from etude.algorithms.advantages.statistics import EPSILON, Groups, moments, whiten
 from etude.algorithms.base import Advantage, Estimate, State
 from etude.algorithms.view import Ranks, View
 from etude.errors import ConfigError
+from etude.observe import Metrics
 
 __all__ = ["GDPO", "GPG", "BatchStd", "ReinforcePPBaseline", "batch_std", "gdpo", "gpg", "reinforce_pp_baseline"]
 
@@ -29,7 +30,7 @@ def batch_std(reward: Tensor, group: Tensor, ranks: Ranks) -> Tensor:
 def gpg(reward: Tensor, group: Tensor, ranks: Ranks, *, f_norm: float) -> Tensor:
     """α·(R − mean) / f_norm, α = rollouts / rollouts in groups whose rewards differ."""
     groups = Groups(group)
-    differ = (groups.largest(reward) != groups.least(reward)).double()
+    differ = (~groups.level(reward) & ~groups.alone).double()
     every, teaching = ranks.sum(torch.stack([torch.ones_like(differ).sum(), differ.sum()])).unbind()
     return groups.centred(reward) * (every / teaching.clamp(min=1)) / f_norm
 
@@ -67,6 +68,9 @@ class GPG(RolloutAdvantage):
     """
 
     f_norm: float = Field(1.0, gt=0, description="the constant that the centred reward is divided by")
+
+    def scales_with_group(self) -> bool:
+        return True  # a group counts as teaching as soon as anything in it differs
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:
         """Each rollout's share, scaled so that level groups cost nothing."""
@@ -113,4 +117,4 @@ class GDPO(Advantage):
             )
         weights = parts.new_tensor([self.weights.get(name, 1.0) for name in batch.part_names])
         found = gdpo(parts, weights, batch.group, view.ranks)
-        return shared(found, view, compared((parts * weights).sum(1), batch.group))
+        return shared(found, view, Metrics())

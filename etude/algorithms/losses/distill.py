@@ -33,17 +33,25 @@ def tail(logp: Tensor) -> Tensor:
 
 
 def topk_kl(student: Tensor, teacher: Tensor, direction: Direction) -> Tensor:
-    """[A, k] → [A]: the KL divergence over the k listed tokens and one bucket for all others.
+    """[A, k + 1], [A, k] → [A]: the KL divergence over the k listed tokens and one bucket for all others.
 
+    The student's bucket is its last column: taken from its logits, it has a gradient however small it is, which 1 less
+    a sum of probabilities has not. The teacher's, which needs none, is 1 less its sum.
     forward: KL(teacher ‖ student); reverse: KL(student ‖ teacher). Both are 0 or more, which a sum over the listed
     tokens alone is not.
     """
-    least = 8 * torch.finfo(student.dtype).eps  # a bucket below this is rounding, and its logarithm noise
-    rest, rest_teacher = tail(student), tail(teacher)
-    p, q, listed = (rest_teacher, rest, teacher) if direction == "forward" else (rest, rest_teacher, student)
-    known = listed.exp() * (listed - (student if direction == "forward" else teacher))
-    bucket = p.clamp(min=least) * (p.clamp(min=least) / q.clamp(min=least)).log()
-    return known.sum(-1) + torch.where(p > least, bucket, 0.0)
+    least = 8 * torch.finfo(student.dtype).eps  # a bucket of the teacher's below this is rounding
+    student, rest = student[:, :-1], student[:, -1]
+    rest_teacher = tail(teacher)
+    log_teacher = rest_teacher.clamp(min=least).log()
+    if direction == "forward":
+        known = teacher.exp() * (teacher - student)
+        held = rest_teacher > least
+        return known.sum(-1) + torch.where(held, rest_teacher * (log_teacher - torch.where(held, rest, 0.0)), 0.0)
+    known = student.exp() * (student - teacher)
+    empty = rest == -torch.inf  # every token is listed
+    finite = torch.where(empty, 0.0, rest)
+    return known.sum(-1) + torch.where(empty, 0.0, finite.exp() * (finite - log_teacher))
 
 
 class TopKDistillation(TokenLoss):

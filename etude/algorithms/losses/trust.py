@@ -29,7 +29,7 @@ def dppo_drops(
     if divergence == "tv":
         return outward > threshold
     least = torch.finfo(p.dtype).tiny
-    others, others_mu = (1 - p).clamp(min=least), (1 - mu).clamp(min=least)
+    others, others_mu = (-torch.expm1(x).clamp(max=-least) for x in (logp, behavior_logp))
     moved = mu * (behavior_logp - logp) + others_mu * (others_mu / others).log()
     return (outward > 0) & (moved > threshold)
 

@@ -1,0 +1,137 @@
+"""The algorithm as a whole: what each part may touch, what a step trains with, and what is refused before it trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from etude.algorithms import ADVANTAGES, KLS, LOSSES, Algorithm, Denominators, Outputs, State, View
+from etude.algorithms.corrections import Correction, Rejection
+from etude.algorithms.entropy import Entropy
+from etude.algorithms.kl import Adaptive
+from etude.batch import Batch
+from etude.errors import BatchError, ConfigError, RewardError
+from tests.conformance.laws import fixture, gradient, said
+
+RLOO = ADVANTAGES["rloo"]()
+
+
+def objective(algorithm: Algorithm, batch: Batch, leaves: dict[str, torch.Tensor], state: State) -> torch.Tensor:
+    return algorithm.objective(batch, Outputs(**leaves), Denominators.of(View(batch)), state).loss.detach()
+
+
+def test_corrections_touch_neither_the_kl_nor_the_entropy() -> None:
+    """Weighted and thinned out, the policy's part changes; the KL and the entropy are those of every action token."""
+    correction = Correction(weight="truncate", reject=(Rejection(low=0.9, high=1.1),))
+    whole = Algorithm(
+        advantage=RLOO, correction=correction, kl=KLS["reverse"](coefficient=0.3), entropy=Entropy(coefficient=0.2)
+    )
+    policy = Algorithm(advantage=RLOO, correction=correction)
+    batch = whole.estimate(fixture(3), State()).batch
+    leaves = said(batch)
+    view = View(batch, Outputs(**leaves))
+    assert not bool(view.column("keep").all()) and float(view.column("weight").std()) > 0
+    kl = 0.5 * (view.logp - view.column("ref_logp")).square().mean()
+    rest = 0.3 * kl - 0.2 * view.output("entropy").mean()
+    found = objective(whole, batch, leaves, State())
+    assert torch.allclose(found, objective(policy, batch, leaves, State()) + rest.detach(), atol=1e-12)
+
+
+@pytest.mark.parametrize("unit", ["rollout", "turn"])
+def test_the_sequence_mask_drops_whole_units_that_drifted(unit: str) -> None:
+    loss = LOSSES["ppo"](unit=unit, reduction="seq-mean-token-mean")
+    algorithm = Algorithm(advantage=RLOO, loss=loss, correction=Correction(sequence_mask=0.05))
+    ready = algorithm.estimate(fixture(6, longest=14), State())
+    view = View(ready.batch, Outputs(**said(ready.batch)))
+    units = view.rollouts if unit == "rollout" else view.turns
+    drift = units.mean(view.column("behavior_logp") - view.logp.detach())
+    dropped = units.spread((units.mean(view.column("advantage")) < 0) & (drift > 0.05))
+    assert 0 < int(dropped.sum()) < len(dropped)
+    kept = ready.batch.replace(keep=view.spread(~dropped, fill=False))
+    plain = Algorithm(advantage=RLOO, loss=loss)
+    leaves = said(ready.batch)
+    assert torch.equal(objective(algorithm, ready.batch, leaves, State()), objective(plain, kept, leaves, State()))
+    found = algorithm.objective(ready.batch, Outputs(**leaves), Denominators.of(view), State()).metrics.reduce()
+    assert found["sequence_mask_share"] == pytest.approx(float(dropped.double().mean()))
+
+
+@pytest.mark.parametrize("kl", ["reverse", "in_reward"])
+def test_a_step_is_trained_with_the_coefficient_it_logged(kl: str) -> None:
+    term = KLS[kl](coefficient=0.1, controller=Adaptive(target=1e-3, horizon=20))
+    algorithm = Algorithm(advantage=RLOO, kl=term)
+    batch = fixture(5)
+    batch = batch.replace(ref_logp=batch.need("ref_logp") - 0.5)
+    state, seen = State(), []
+    for step in range(3):
+        ready = algorithm.estimate(batch, state, step=step)
+        seen.append(ready.metrics.reduce()["kl_coefficient"])
+        assert term.current(ready.state) == seen[-1]
+        state = ready.following
+    assert seen[0] == 0.1 and seen[0] < seen[1] < seen[2]
+
+
+def test_an_adaptive_coefficient_that_could_turn_negative_is_refused() -> None:
+    term = KLS["reverse"](coefficient=0.1, controller=Adaptive(target=1e9, horizon=2))
+    with pytest.raises(ConfigError, match=r"A step has 14 rollouts and `kl.controller.horizon` is 2"):
+        Algorithm(kl=term).estimate(fixture(0), State())
+
+
+@pytest.mark.parametrize("loss", ["dppo", "reinforce", "gpg", "vespo"])
+def test_two_policies_are_refused_where_nothing_reads_the_third(loss: str) -> None:
+    with pytest.raises(ConfigError, match=r"nothing here reads π_old"):
+        Algorithm(loss=LOSSES[loss](), advantage=RLOO, correction=Correction(policies="two"))
+
+
+def test_a_reward_that_may_fall_below_zero_is_refused_for_maxrl() -> None:
+    with pytest.raises(ConfigError, match=r"`advantage=maxrl` needs rewards of at least 0"):
+        Algorithm(advantage=ADVANTAGES["maxrl"](), kl=KLS["in_reward"]())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf")])
+def test_a_number_that_is_read_and_is_not_finite_names_its_rollout(bad: float) -> None:
+    batch = fixture(2)
+    at = int(batch.action.nonzero()[3])
+    rollout = int(torch.searchsorted(batch.unit_tokens, at, right=True)) - 1
+    broken = batch.need("old_logp").clone()
+    broken[at] = bad
+    with pytest.raises(
+        BatchError, match=rf"`old_logp` is {bad} at action token \d+ of rollout {batch.name_of(rollout)}"
+    ):
+        Algorithm().estimate(batch.replace(old_logp=broken), State())
+    Algorithm(loss=LOSSES["gpg"]()).estimate(batch.replace(old_logp=None), State())
+
+
+def test_an_infinite_reward_paid_on_tool_output_names_its_rollout() -> None:
+    batch = fixture(2)
+    act = next(int(t) for t in batch.action.nonzero()[:, 0] if not bool(batch.action[t + 1]))
+    paid = torch.zeros(batch.tokens, dtype=torch.float64)
+    paid[act + 1] = float("inf")
+    with pytest.raises(RewardError, match=r"has a token reward of inf"):
+        Algorithm().estimate(batch.replace(token_reward=paid), State())
+
+
+def test_a_weight_of_an_earlier_estimate_is_not_obeyed() -> None:
+    batch, leaves = fixture(4), said(fixture(4))
+    weighted = Algorithm(correction=Correction(weight="truncate")).estimate(batch, State()).batch
+    again, fresh = Algorithm().estimate(weighted, State()), Algorithm().estimate(batch, State())
+    assert torch.equal(gradient(Algorithm(), again, leaves).loss, gradient(Algorithm(), fresh, leaves).loss)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "gpg", "reinforce++_baseline"])
+def test_rewards_that_differ_by_the_order_of_a_sum_are_equal(advantage: str) -> None:
+    batch = fixture(1, (2, 2), idle=False)
+    reward = torch.tensor([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.0, 1.0], dtype=torch.float64)
+    assert reward[0] != reward[1]
+    level = batch.replace(reward=reward, token_reward=None)
+    exact = level.replace(reward=torch.tensor([0.6, 0.6, 0.0, 1.0], dtype=torch.float64))
+    algorithm = Algorithm(advantage=ADVANTAGES[advantage]())
+    found, wanted = (algorithm.estimate(b, State()).batch.need("advantage") for b in (level, exact))
+    assert torch.allclose(found, wanted, atol=1e-12)
+
+
+def test_what_there_was_to_compare_is_told_before_penalties() -> None:
+    batch = fixture(3)
+    plain = Algorithm(advantage=RLOO).estimate(batch, State()).metrics.reduce()
+    charged = Algorithm(advantage=RLOO, kl=KLS["in_reward"](coefficient=2.0)).estimate(batch, State()).metrics.reduce()
+    for name in ("reward_mean", "group_std", "level_share"):
+        assert charged[name] == plain[name]
