@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from etude.algorithms import filters, kl, logits
+from etude.algorithms import Algorithm, filters, kl, logits
 from etude.algorithms.corrections import Correction, accepted, importance, mean_one, mismatch, opsm
 from etude.algorithms.entropy import top_entropy
 from etude.algorithms.losses import distill, pairs
 from etude.algorithms.losses.supervised import SFT, Echo, value_error
+from tests.conformance import test_assembled as assembled
 from tests.conformance import test_corrections as corrections
 from tests.conformance import test_kl as kls
 from tests.conformance import test_shaping as shaping
@@ -139,5 +140,40 @@ MUTATIONS = [
     ),
     Mutation(
         "inverted filter", filters.informative, "~Groups", "Groups", shaping.test_the_filter_keeps_groups_that_differ
+    ),
+    Mutation(
+        "masked KL",
+        Algorithm.objective,
+        "self.loss.reduced(self.kl.terms(view), view, whole)",
+        'self.loss.reduced(self.kl.terms(view) * view.column("keep"), view, whole)',
+        assembled.test_corrections_touch_neither_the_kl_nor_the_entropy,
+    ),
+    Mutation(
+        "weighted KL",
+        Algorithm.objective,
+        "self.loss.reduced(self.kl.terms(view), view, whole)",
+        'self.loss.reduced(self.kl.terms(view) * view.column("weight"), view, whole)',
+        assembled.test_corrections_touch_neither_the_kl_nor_the_entropy,
+    ),
+    Mutation(
+        "masked entropy",
+        Algorithm.objective,
+        "self.loss.reduced(entropy, view, whole)",
+        'self.loss.reduced(entropy * view.column("keep"), view, whole)',
+        assembled.test_corrections_touch_neither_the_kl_nor_the_entropy,
+    ),
+    Mutation(
+        "wrong unit",
+        Algorithm._masked,
+        "self.loss.unit",
+        '"rollout"',
+        partial(assembled.test_the_sequence_mask_drops_whole_units_that_drifted, "turn"),
+    ),
+    Mutation(
+        "next step's coefficient",
+        Algorithm.estimate,
+        "Estimated(batch, state, found.state or following, metrics)",
+        "Estimated(batch, found.state or following, found.state or following, metrics)",
+        partial(assembled.test_a_step_is_trained_with_the_coefficient_it_logged, "reverse"),
     ),
 ]
