@@ -41,7 +41,7 @@ def test_corrections_touch_neither_the_kl_nor_the_entropy() -> None:
 def test_the_sequence_mask_drops_whole_units_that_drifted(unit: str) -> None:
     loss = LOSSES["ppo"](unit=unit, reduction="seq-mean-token-mean")
     algorithm = Algorithm(advantage=RLOO, loss=loss, correction=Correction(sequence_mask=0.05))
-    ready = algorithm.estimate(fixture(6, longest=14), State())
+    ready = algorithm.estimate(fixture(4, longest=14), State())
     view = View(ready.batch, Outputs(**said(ready.batch)))
     units = view.rollouts if unit == "rollout" else view.turns
     drift = units.mean(view.column("behavior_logp") - view.logp.detach())
