@@ -21,7 +21,7 @@ from bench.common import Case, machine, measure, table, write_json
 from etude.algorithms import ADVANTAGES, LOSSES, Denominators, Outputs, State, View
 from etude.algorithms.base import Advantage, Loss
 from etude.algorithms.losses import SUPERVISED
-from etude.batch import COLUMNS, Batch, Column, Kind, ranges
+from etude.batch import COLUMNS, Batch, Kind, ranges
 from etude.observe import make_console, progress
 
 ESTIMATOR_LIMIT, LOSS_LIMIT = 60.0, 20.0
@@ -72,7 +72,8 @@ def random_batch(sequences: int, longest: int, seed: int = 0) -> Batch:
         truncated=torch.rand(sequences, generator=chance) < 0.1,
         role=rollout % 2,
         rollout_id=rollout,
-        extra={"anchor": Column(Kind.TOKEN, torch.randint(0, 64, (tokens,), generator=chance))},
+        trainer_version=torch.zeros(sequences, dtype=torch.int64),
+        anchor=torch.randint(0, 64, (tokens,), generator=chance),
     )
 
 

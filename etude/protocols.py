@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -246,24 +248,22 @@ class Spread:
     gather: Gather
 
 
-_SPREADS: dict[str, Spread] = {}
+_SPREADS: WeakKeyDictionary[Callable[..., Any], Spread] = WeakKeyDictionary()
 
 
 def spread(split: Split = Split.SAME, gather: Gather = Gather.FIRST) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare how a worker's method is divided and gathered. The method itself is unchanged, and called as it is."""
 
     def declare(method: Callable[P, R]) -> Callable[P, R]:
-        _SPREADS[_name(method)] = Spread(split, gather)
+        _SPREADS[method] = Spread(split, gather)
         return method
 
     return declare
 
 
 def spread_of(method: Callable[..., Any]) -> Spread:
-    """What a method declared; calling an undeclared one on a crew is a mistake in the program."""
-    assert _name(method) in _SPREADS, f"{_name(method)} does not say how it is spread over ranks: decorate it"
-    return _SPREADS[_name(method)]
-
-
-def _name(method: Callable[..., Any]) -> str:
-    return f"{method.__module__}:{method.__qualname__}"
+    """What a method declared. One that overrides another declares for itself; to call an undeclared one on a crew is a
+    mistake in the program."""
+    function = method.__func__ if isinstance(method, MethodType) else method
+    assert function in _SPREADS, f"{function.__qualname__} does not say how it is spread over ranks: decorate it"
+    return _SPREADS[function]

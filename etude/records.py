@@ -4,14 +4,15 @@ They are read in this order: a `Task` is asked; each wanted try at it is a `Roll
 `Attempt`; each call to the model inside an attempt is a `Turn`; turns joined by prefix become `Sample` rows, the only
 thing a trainer sees. `Message` and `ToolCall` are how people and agents speak; token ids are what the model saw.
 
-Token ids are int32 arrays, log-probs float32 arrays, never Python lists: a million-token rollout is a few megabytes,
-and equality is exact. Arrays handed to a record are copied once if they must be and frozen, so that a record is a fact.
+Token ids are int32 arrays, log-probs float32 arrays, never Python lists: a million-token rollout is a few megabytes.
+Arrays and mappings handed to a record are copied, and arrays are read-only, also after a record was pickled or deeply
+copied: a record is a fact. Those that hold arrays are equal only to themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -44,13 +45,23 @@ def _frozen(values: ArrayLike, dtype: type[np.generic], name: str) -> NDArray[An
         raise ValueError(
             f"{name} must be {np.dtype(dtype).name}; {array.dtype.name} cannot be cast to it without loss."
         )
-    cast = array.astype(dtype, copy=False)
-    if array.dtype.kind in "iu" and array.size and not np.array_equal(cast, array):
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    lost = array.dtype.kind in "iu" and not np.array_equal(cast, array)
+    if lost or (array.dtype.kind == "f" and not np.array_equal(np.isinf(cast), np.isinf(array))):
         raise ValueError(f"{name} has values that do not fit into {np.dtype(dtype).name}.")
-    if cast.flags.writeable:
-        cast = cast.copy()
-        cast.setflags(write=False)
+    cast.setflags(write=False)
     return cast
+
+
+class _Record:
+    """Pickled and copied by being made again, so that what holds at construction holds everywhere."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[Any], tuple[Any, ...]]:
+        record: Any = self
+        return type(self), tuple(getattr(self, column.name) for column in fields(record))
 
 
 class Outcome(StrEnum):
@@ -100,7 +111,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(_Record):
     """How tokens are drawn. The defaults sample from the model's own distribution, which is what training needs."""
 
     max_tokens: int = 1024
@@ -120,9 +131,27 @@ class SamplingParams:
     top_logprobs: int = 0
     """How many of the likeliest tokens to report beside the sampled one."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        asked = {
+            "temperature": (self.temperature >= 0, "0 or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "top_k": (self.top_k >= 0, "0 (all tokens) or more"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "max_tokens": (self.max_tokens >= 1, "1 or more"),
+            "min_tokens": (0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens"),
+        }
+        for name, (holds, wanted) in asked.items():
+            if not holds:
+                raise ValueError(f"SamplingParams.{name} must be {wanted}; {getattr(self, name)} was given.")
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+
+FINISHES = ("stop", "length", "abort")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion(_Record):
     """What an engine returns for one prompt. Every token carries its log-prob and the version that sampled it."""
 
     ids: NDArray[np.int32]  # [T]
@@ -137,10 +166,12 @@ class Completion:
         object.__setattr__(self, "logp", _frozen(self.logp, np.float32, "Completion.logp"))
         object.__setattr__(self, "version", _frozen(self.version, np.int32, "Completion.version"))
         _same_length("Completion", ids=self.ids, logp=self.logp, version=self.version)
+        if self.finish not in FINISHES:
+            raise ValueError(f"Completion.finish must be one of {', '.join(FINISHES)}; '{self.finish}' was given.")
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn(_Record):
     """One call to the model inside an attempt, as the endpoint saw it: exact ids in, exact ids out."""
 
     prompt: NDArray[np.int32]  # [P]
@@ -157,7 +188,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Task(_Record):
     """One row of a dataset. Example: `Task(7, {"prompt": "2+2?", "ground_truth": "4"})`."""
 
     ordinal: int
@@ -166,9 +197,12 @@ class Task:
     source: str = ""
     """The data source it came from: evaluation reports by it."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", dict(self.fields))
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attempt(_Record):
     """One execution of a rollout: its turns and how it ended."""
 
     index: int
@@ -179,7 +213,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class Rollout(_Record):
     """One wanted try at a task, scored. Rollouts with the same group are compared with each other."""
 
     id: int
@@ -195,9 +229,13 @@ class Rollout:
     role: int = 0
     """Which player of a game it was, for baselines per role."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", dict(self.parts))
+        object.__setattr__(self, "outcome", Outcome(self.outcome))
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample(_Record):
     """One token sequence ready for training. The columns speak of the same token at the same index.
 
     `action` marks the tokens the policy chose; the others (prompt, tool output) are context and train nothing.

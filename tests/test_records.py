@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
-from etude.records import Completion, Sample, Turn
+from etude.records import Completion, Rollout, Sample, SamplingParams, Turn
 
 
 def test_lists_become_typed_read_only_arrays() -> None:
@@ -46,3 +49,52 @@ def test_columns_of_different_lengths_are_refused_with_their_lengths() -> None:
 def test_ids_that_would_change_are_refused(ids: list[object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Completion(ids=ids, logp=[0.0, 0.0], version=[0, 0], finish="stop")  # type: ignore[arg-type]
+
+
+def test_a_record_stays_a_fact_when_it_is_copied_or_sent() -> None:
+    said = Completion(ids=[1, 2], logp=[-0.5, -1.0], version=[3, 3], finish="stop")  # type: ignore[arg-type]
+    turn = Turn(prompt=np.array([1, 2]), completion=said, index=0)
+    for other in (copy.deepcopy(turn), pickle.loads(pickle.dumps(turn))):
+        assert other.prompt.tolist() == [1, 2] and not other.prompt.flags.writeable
+        assert not other.completion.logp.flags.writeable
+
+
+def test_a_read_only_window_on_somebody_elses_array_is_copied() -> None:
+    array = np.array([1, 2], np.int32)
+    window = array.view()
+    window.setflags(write=False)
+    said = Completion(ids=[3], logp=[-1.0], version=[0], finish="stop")  # type: ignore[arg-type]
+    turn = Turn(prompt=window, completion=said, index=0)
+    array[0] = 99
+    assert turn.prompt.tolist() == [1, 2]
+
+
+def test_mappings_are_copied() -> None:
+    parts = {"right": 1.0}
+    rollout = Rollout(id=0, task=0, group=0, reward=1.0, parts=parts)
+    parts["right"] = 7.0
+    assert rollout.parts == {"right": 1.0}
+
+
+def test_a_log_prob_too_large_for_its_type_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Completion.logp has values that do not fit into float32"):
+        Completion(ids=[1], logp=[-1e300], version=[0], finish="stop")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"temperature": -1.0}, "SamplingParams.temperature must be 0 or more; -1.0 was given"),
+        ({"top_p": 0.0}, "SamplingParams.top_p must be above 0 and at most 1"),
+        ({"max_tokens": 0}, "SamplingParams.max_tokens must be 1 or more"),
+        ({"min_tokens": 9, "max_tokens": 3}, "SamplingParams.min_tokens must be from 0 to max_tokens"),
+    ],
+)
+def test_impossible_sampling_is_refused(asked: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        SamplingParams(**asked)  # type: ignore[arg-type]
+
+
+def test_an_end_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="one of stop, length, abort; 'banana' was given"):
+        Completion(ids=[1], logp=[-1.0], version=[0], finish="banana")  # type: ignore[arg-type]

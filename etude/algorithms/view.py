@@ -16,7 +16,7 @@ from torch import Tensor
 
 from etude.algorithms.segments import Segments
 from etude.batch import Batch
-from etude.errors import MissingColumnError
+from etude.errors import BatchError, MissingColumnError
 
 __all__ = ["Alone", "Outputs", "Ranks", "Unit", "View", "wide"]
 
@@ -118,6 +118,12 @@ class View:
             raise MissingColumnError(
                 f"{by or 'A loss'} needs the model's `{name}`, which this forward pass did not compute. "
                 f"Declare it in the loss's `outputs`, or pass it in `Outputs({name}=…)`."
+            )
+        expected = self.batch.rollouts if name == "score" else self.batch.tokens
+        if len(values) != expected or values.ndim != (2 if name == "topk_logp" else 1):
+            raise BatchError(
+                f"The model's `{name}` has the shape {tuple(values.shape)}; for this batch it needs "
+                f"{expected} entries, one for each {'rollout' if name == 'score' else 'token'}, in a flat column."
             )
         return values
 

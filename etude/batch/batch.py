@@ -220,10 +220,8 @@ class Batch:
         return self._derived(moved)
 
     def select(self, rollouts: Tensor | Sequence[int]) -> Batch:
-        """These rollouts, in this order, with all their rows; their groups are numbered anew from 0."""
-        units = torch.as_tensor(rollouts, dtype=torch.int64, device=self.device)
-        if units.numel() and (int(units.min()) < 0 or int(units.max()) >= self.rollouts):
-            raise BatchError(f"Rollouts {units.tolist()} were asked for; this batch has 0 to {self.rollouts - 1}.")
+        """These rollouts (places, or a mask), in this order, with all their rows; groups are numbered anew from 0."""
+        units = checks.places(self, rollouts)
         rows_of = self.unit_rows[units + 1] - self.unit_rows[units]
         rows = ranges(self.unit_rows[units], rows_of)
         lengths = self.offsets[rows + 1] - self.offsets[rows]
@@ -298,6 +296,11 @@ class Batch:
         if not rollouts:
             raise BatchError("A batch needs at least one rollout; none was given.")
         place = {rollout.id: u for u, rollout in enumerate(rollouts)}
+        if len(place) < len(rollouts):
+            twice = next(rollout.id for u, rollout in enumerate(rollouts) if place[rollout.id] != u)
+            raise BatchError(
+                f"Two rollouts have the id {twice}. An id names one rollout of the run: give each its own."
+            )
         for r, sample in enumerate(samples):
             if sample.rollout not in place:
                 raise BatchError(f"Row {r} belongs to rollout {sample.rollout}, which is not among the rollouts given.")

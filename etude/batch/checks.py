@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,14 +14,29 @@ from etude.errors import BatchError, RewardError
 if TYPE_CHECKING:
     from etude.batch.batch import Batch
 
-__all__ = ["CHECKED", "layout", "shape", "values"]
+__all__ = ["CHECKED", "layout", "places", "shape", "values"]
 
-CHECKED = frozenset({"behavior_logp", "version", "reward", "metric", "reward_parts", "greedy_reward"})
+MEASURED = frozenset(
+    {"behavior_logp", "old_logp", "ref_logp", "teacher_logp", "entropy", "sum_pi_squared", "value", "token_reward"}
+)
+"""The columns that hold measurements, and so floating-point numbers."""
+
+CHECKED = frozenset({"behavior_logp", "version", "turn", "reward", "metric", "reward_parts", "greedy_reward"})
 """The columns whose values have to be something, and not only their shapes."""
 
 
 def layout(batch: Batch) -> None:
     """Rows cover the tokens, rollouts cover the rows, groups are numbered within range."""
+    for name, values in (("offsets", batch.offsets), ("unit", batch.unit), ("group", batch.group), ("ids", batch.ids)):
+        if values.ndim != 1 or values.is_floating_point() or values.dtype == torch.bool:
+            raise BatchError(
+                f"`{name}` must be a flat column of integers; it is {values.dtype} of shape {tuple(values.shape)}."
+            )
+    taken = sorted(batch.extra.keys() & batch.__dict__.keys())
+    if taken:
+        raise BatchError(
+            f"A plug-in's column is called `{taken[0]}`, a name that the batch has itself. Choose another."
+        )
     if batch.rollouts == 0:
         raise BatchError("An empty batch trains nothing: it has no rollout. Collect at least one before building it.")
     _rows(batch)
@@ -69,14 +85,20 @@ def shape(batch: Batch, name: str, column: Column) -> None:
             raise BatchError(
                 f"The ragged column `{name}` needs offsets with one entry more than there are tokens ({batch.tokens})."
             )
+        if int(column.offsets[0]) != 0 or bool((column.offsets[1:] < column.offsets[:-1]).any()):
+            raise BatchError(f"The offsets of the ragged column `{name}` must begin with 0 and never decrease.")
         needed = int(column.offsets[-1])
     if found != needed:
         message = f"The column `{name}` has {found} entries; as a {column.kind.value} column it needs {needed}."
         if column.kind in (Kind.TOKEN, Kind.TOKEN_K) and found < needed:
             message += f" Row {_row(batch, found)[0]} is the first it does not cover."
         raise BatchError(message)
-    if column.kind is Kind.TOKEN_K and column.tensor.ndim != 2:
-        raise BatchError(f"The column `{name}` must be [tokens, k]; its shape is {tuple(column.tensor.shape)}.")
+    wanted = {Kind.TOKEN: 1, Kind.TOKEN_K: 2}.get(column.kind)
+    if wanted is not None and column.tensor.ndim != wanted:
+        what = "[tokens]" if wanted == 1 else "[tokens, k]"
+        raise BatchError(f"The column `{name}` must be {what}; its shape is {tuple(column.tensor.shape)}.")
+    if name in MEASURED and not column.tensor.is_floating_point():
+        raise BatchError(f"The column `{name}` must hold floating-point numbers; it is {column.tensor.dtype}.")
 
 
 def values(batch: Batch) -> None:
@@ -87,6 +109,8 @@ def values(batch: Batch) -> None:
         _refuse(batch, batch.action & ~torch.isfinite(batch.behavior_logp), "has no finite behaviour log-prob")
     if batch.version is not None:
         _refuse(batch, batch.action & (batch.version < 0), "does not say which policy version sampled it")
+    if batch.turn is not None:
+        _turns(batch, batch.turn)
     rewards = {
         "reward": batch.reward,
         "metric": batch.metric,
@@ -100,6 +124,40 @@ def values(batch: Batch) -> None:
                 f"Rollout {batch.name_of(u)} has the {name} {given[u].tolist()}; it must be a finite number. "
                 f"Mend the reward function, or drop the rollout before it is compared with others."
             )
+
+
+def _turns(batch: Batch, turn: Tensor) -> None:
+    """Over a rollout's actions, in the order they stand in, turns never go back."""
+    index = batch.action.nonzero()[:, 0]
+    rollout = torch.searchsorted(batch.unit_tokens, index, right=True)
+    told = turn[index]
+    back = ((told[1:] < told[:-1]) & (rollout[1:] == rollout[:-1])).nonzero()
+    if len(back):
+        at = int(back[0])
+        row, place = _row(batch, int(index[at + 1]))
+        raise BatchError(
+            f"Row {row} breaks the order of time: its token {place} is of turn {int(told[at + 1])}, after turn "
+            f"{int(told[at])} of the same rollout. Put a rollout's rows in the order in which they happened."
+        )
+
+
+def places(batch: Batch, rollouts: Tensor | Sequence[int]) -> Tensor:
+    """The rollouts that are asked for, as places [n] int64; a mask over all of them is one way of asking."""
+    asked = torch.as_tensor(rollouts, device=batch.device)
+    if asked.dtype == torch.bool:
+        if asked.shape != (batch.rollouts,):
+            raise BatchError(f"A mask over rollouts needs {batch.rollouts} entries; its shape is {tuple(asked.shape)}.")
+        return asked.nonzero()[:, 0]
+    if asked.numel() == 0:
+        return asked.reshape(0).long()
+    if asked.ndim != 1 or asked.is_floating_point():
+        raise BatchError(
+            f"Rollouts are selected by a list of places or a mask; {str(asked.dtype).removeprefix('torch.')} of shape "
+            f"{tuple(asked.shape)} was given."
+        )
+    if int(asked.min()) < 0 or int(asked.max()) >= batch.rollouts:
+        raise BatchError(f"Rollouts {asked.tolist()} were asked for; this batch has 0 to {batch.rollouts - 1}.")
+    return asked.long()
 
 
 def _refuse(batch: Batch, bad: Tensor, what: str) -> None:

@@ -1,18 +1,22 @@
 """A batch as one buffer of bytes: a JSON header, then each column's raw numbers, aligned. No pickle.
 
 The same bytes serve a pipe, a file and shared memory: `memory.buf[: len(wire)] = wire` on one side, and on the other
-`from_bytes(memory.buf)`, which copies nothing: the columns look into the buffer.
+`from_bytes(memory.buf)`, which copies nothing: the columns look into the buffer. Numbers are in the machine's own byte
+order, which the header names. A buffer that is cut short or does not add up is refused, whatever it says of itself.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
+import sys
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.batch.batch import COLUMNS, Batch
@@ -59,31 +63,57 @@ def to_bytes(batch: Batch) -> bytearray:
 
     layout, buffers, end = [], [], 0
     for name, tensor in tensors.items():
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES:
+            raise BatchError(
+                f"The column `{name}` is {dtype}, which has no form on the wire; use {', '.join(_DTYPES)}."
+            )
+        raw = _raw(tensor)
         layout.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "at": end})
         buffers.append(raw)
         end += _aligned(raw.size)
-    head = json.dumps({"model": batch.model, "part_names": batch.part_names, "kinds": kinds, "layout": layout}).encode()
-    start = _aligned(_PREFIX + len(head))
-    wire = bytearray(start + end)
+    told = {"model": batch.model, "part_names": batch.part_names, "kinds": kinds, "layout": layout}
+    head = json.dumps({"order": sys.byteorder, "size": end, **told}).encode()
+    at = _aligned(_PREFIX + len(head))
+    wire = bytearray(at + end)
     wire[: _PREFIX + len(head)] = _MAGIC + struct.pack("<Q", len(head)) + head
     target = np.frombuffer(wire, dtype=np.uint8)
-    for entry, raw in zip(layout, buffers, strict=True):
-        at = start + int(str(entry["at"]))
+    for raw in buffers:
         target[at : at + raw.size] = raw
+        at += _aligned(raw.size)
     return wire
 
 
 def from_bytes(wire: bytearray | memoryview) -> Batch:
     """The batch in a writable buffer. Its columns look into the buffer, which must outlive them."""
     view = memoryview(wire)
+    if view.readonly:
+        raise BatchError("This buffer is read-only, and a batch can be written to. Copy it first: `bytearray(buffer)`.")
     if bytes(view[: len(_MAGIC)]) != _MAGIC:
         raise BatchError("This buffer does not hold a batch: it does not begin as `to_bytes` writes it.")
-    (length,) = struct.unpack_from("<Q", view, len(_MAGIC))
-    head = json.loads(bytes(view[_PREFIX : _PREFIX + length]))
-    start = _aligned(_PREFIX + length)
-    found = {entry["name"]: _tensor(view, start, entry) for entry in head["layout"]}
+    try:
+        (length,) = struct.unpack_from("<Q", view, len(_MAGIC))
+        head = json.loads(bytes(view[_PREFIX : _PREFIX + length]))
+        start = _aligned(_PREFIX + length)
+        end = start + head["size"]
+        if head["order"] != sys.byteorder or end > len(view):
+            raise ValueError(f"{end} bytes in {head['order']} order are told, {len(view)} in {sys.byteorder} came")
+        return _batch(head, view[start:end])
+    except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise BatchError(
+            f"This buffer was damaged on its way: its header and its columns do not add up ({error}). Send it again."
+        ) from error
+
+
+def _batch(head: dict[str, Any], columns: memoryview) -> Batch:
+    """What the header describes."""
+    found: dict[str, Tensor] = {}
+    end = 0
+    for entry in head["layout"]:
+        if entry["at"] != end:
+            raise ValueError(f"the column {entry['name']} is at {entry['at']} instead of {end}")
+        found[entry["name"]] = _tensor(columns, entry)
+        end += _aligned(found[entry["name"]].nbytes)
     values: dict[str, Any] = {name: found[name] for name in _LAYOUT}
     extra: dict[str, Column] = {}
     for name, kind in head["kinds"].items():
@@ -98,12 +128,20 @@ def from_bytes(wire: bytearray | memoryview) -> Batch:
     return Batch(model=head["model"], part_names=tuple(head["part_names"]), extra=extra, **values)
 
 
-def _tensor(view: memoryview, start: int, entry: dict[str, Any]) -> Tensor:
+def _raw(tensor: Tensor) -> NDArray[np.uint8]:
+    """A tensor's numbers as bytes."""
+    if tensor.numel() == 0:
+        return np.empty(0, np.uint8)
+    raw: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return raw
+
+
+def _tensor(columns: memoryview, entry: dict[str, Any]) -> Tensor:
     dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-    count = int(np.prod(shape))
+    count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(view, dtype=dtype, count=count, offset=start + entry["at"]).reshape(shape)
+    return torch.frombuffer(columns, dtype=dtype, count=count, offset=entry["at"]).reshape(shape)
 
 
 def _aligned(size: int) -> int:

@@ -76,7 +76,7 @@ def found_in_parts(loss: Loss, batch: Batch, spoken: dict[str, Tensor], parts: i
     per_rollout = len(spoken[name]) == batch.rollouts
     kind = Kind.UNIT if per_rollout else Kind.TOKEN
     carried = {
-        "said": Column(kind, spoken[name].detach()),
+        "said": Column(Kind.TOKEN_K if spoken[name].ndim == 2 else kind, spoken[name].detach()),
         "place": Column(kind, torch.arange(len(spoken[name]))),
     }
     total, gradient = 0.0, torch.zeros_like(spoken[name])

@@ -116,6 +116,8 @@ def test_named_reward_parts_become_columns() -> None:
 def test_a_batch_moves_whole() -> None:
     batch = with_extras(random_batch(3))
     there = batch.to("meta")
+    allowed = there.extra["allowed"].offsets
+    assert allowed is not None and allowed.device.type == "meta"
     assert {c.tensor.device.type for _, c in there.columns() if c.kind is not Kind.BLOB} == {"meta"}
     assert same(batch.to("cpu"), batch)
 
@@ -150,6 +152,19 @@ def test_a_batch_moves_whole() -> None:
             "Rollout 70 has the reward inf",
         ),
         ({"reward_parts": torch.tensor([[0.0, 1.0], [0.0, -np.inf]])}, "Rollout 1 has the reward parts"),
+        ({"ids": torch.zeros(5)}, "`ids` must be a flat column of integers; it is torch.float32"),
+        ({"unit": torch.tensor([[0, 1]])}, "`unit` must be a flat column of integers"),
+        ({"old_logp": torch.zeros(5, 2)}, "`old_logp` must be [tokens]; its shape is (5, 2)"),
+        ({"old_logp": torch.zeros(5, dtype=torch.int64)}, "`old_logp` must hold floating-point numbers"),
+        (
+            {"turn": torch.tensor([-1, 1, 0, -1, 0])},
+            "Row 0 breaks the order of time: its token 2 is of turn 0, after turn 1",
+        ),
+        ({"extra": {"ids": Column(Kind.TOKEN, torch.zeros(5))}}, "A plug-in's column is called `ids`"),
+        (
+            {"extra": {"x": Column(Kind.RAGGED, torch.zeros(0), torch.tensor([0, 2, 1, 0, 0, 0]))}},
+            "The offsets of the ragged column `x` must begin with 0 and never decrease",
+        ),
         ({"extra": {"x": Column(Kind.RAGGED, torch.zeros(3))}}, "The ragged column `x` needs offsets"),
         ({"extra": {"x": Column(Kind.BLOB, (b"",))}}, "`x` has 1 entries; as a blob column it needs 2"),
     ],
@@ -204,10 +219,39 @@ def test_asking_for_what_is_not_there_is_refused() -> None:
         small().split(2, by="row")
 
 
+def test_a_mask_selects_where_it_is_true() -> None:
+    batch = random_batch(0, (2, 2))
+    names = batch.need("rollout_id").tolist()
+    picked = batch.select(torch.tensor([True, False, False, True]))
+    assert picked.need("rollout_id").tolist() == [names[0], names[3]]
+    assert batch.select(torch.zeros(4, dtype=torch.bool)).rollouts == 0
+    with pytest.raises(BatchError, match=r"A mask over rollouts needs 4 entries; its shape is \(3,\)"):
+        batch.select(torch.ones(3, dtype=torch.bool))
+    with pytest.raises(BatchError, match=r"a list of places or a mask; float32"):
+        batch.select(torch.tensor([0.7, 1.9]))
+    with pytest.raises(BatchError, match=r"of shape \(1, 2\)"):
+        batch.select(torch.tensor([[0, 1]]))
+
+
+@pytest.mark.parametrize("column", ["greedy_reward", "metric", "reward"])
+def test_a_number_added_later_must_be_finite_too(column: str) -> None:
+    with pytest.raises(RewardError, match=r"Rollout 1 has the (greedy )?(reward|metric) nan"):
+        small().replace(**{column: torch.tensor([0.0, np.nan])})
+
+
+def test_behaviour_added_later_must_be_known_at_actions() -> None:
+    with pytest.raises(BatchError, match="no finite behaviour log-prob"):
+        small().replace(behavior_logp=torch.full((5,), np.nan))
+    with pytest.raises(BatchError, match="which policy version"):
+        small().replace(version=torch.full((5,), -1))
+
+
 def test_records_that_do_not_fit_are_refused() -> None:
     one = Rollout(id=0, task=0, group=0, reward=1.0)
     with pytest.raises(BatchError, match="at least one rollout"):
         Batch.from_records([], [])
+    with pytest.raises(BatchError, match="Two rollouts have the id 0"):
+        Batch.from_records([], [one, one])
     with pytest.raises(BatchError, match="Row 0 belongs to rollout 5"):
         Batch.from_records([sample(5, [1], [0])], [one])
     with pytest.raises(BatchError, match="these rows are of a and b"):

@@ -67,6 +67,14 @@ def test_a_pack_that_is_not_a_tree_is_refused() -> None:
             parent=torch.tensor([1, -1]),
             source=torch.tensor([-1, -1]),
         )
+    with pytest.raises(BatchError, match="Segment 1 has parent -2"):
+        Pack(
+            ids=torch.zeros(2).int(),
+            positions=torch.zeros(2).long(),
+            offsets=torch.tensor([0, 1, 2]),
+            parent=torch.tensor([-1, -2]),
+            source=torch.tensor([-1, -1]),
+        )
     with pytest.raises(BatchError, match="end at token 3, but the pack has 2"):
         Pack(
             ids=torch.zeros(2).int(),

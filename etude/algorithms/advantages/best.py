@@ -95,6 +95,7 @@ class PassAtK(RolloutAdvantage):
     normalise: bool = Field(False, description="divide by the group's standard deviation")
 
     def scales_with_group(self) -> bool:
+        """See `Advantage`."""
         return self.normalise
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:

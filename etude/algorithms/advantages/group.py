@@ -64,6 +64,7 @@ class GRPO(RolloutAdvantage):
     """
 
     def scales_with_group(self) -> bool:
+        """See `Advantage`."""
         return True
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:
@@ -117,6 +118,7 @@ class MaxRL(RolloutAdvantage):
     """
 
     def scales_with_group(self) -> bool:
+        """See `Advantage`."""
         return True
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:

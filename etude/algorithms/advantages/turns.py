@@ -204,6 +204,7 @@ class MTGRPO(Advantage):
     turn_weight: float = Field(1.0, ge=0, description="λ: how much a turn's own reward counts beside the outcome")
 
     def scales_with_group(self) -> bool:
+        """See `Advantage`."""
         return True
 
     def needs(self) -> frozenset[str]:
@@ -234,6 +235,7 @@ class GiGPO(Advantage):
     normalise: bool = Field(False, description="divide each comparison by its standard deviation")
 
     def scales_with_group(self) -> bool:
+        """See `Advantage`."""
         return self.normalise
 
     def needs(self) -> frozenset[str]:

@@ -70,6 +70,7 @@ class GPG(RolloutAdvantage):
     f_norm: float = Field(1.0, gt=0, description="the constant that the centred reward is divided by")
 
     def scales_with_group(self) -> bool:
+        """See `Advantage`."""
         return True  # a group counts as teaching as soon as anything in it differs
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:
