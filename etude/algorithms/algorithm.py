@@ -153,6 +153,11 @@ class Algorithm(Config):
 
         view = View(batch, ranks=ranks)
         found = self.advantage(view, following)
+        if found.advantage.shape != view.index.shape:
+            raise ConfigError(
+                f"The advantage {type(self.advantage).__qualname__} returned a tensor of shape "
+                f"{tuple(found.advantage.shape)}; it owes one number for each of the {len(view.index)} action tokens."
+            )
         metrics.merge(found.metrics)
         batch = batch.replace(advantage=view.spread(found.advantage))
         if found.returns is not None:

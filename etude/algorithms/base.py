@@ -165,6 +165,11 @@ class PolicyLoss(TokenLoss):
 
     def __call__(self, view: View, whole: Denominators) -> LossValue:
         terms, metrics = self.terms(view)
+        if terms.shape != view.index.shape:
+            raise ConfigError(
+                f"`terms` of {type(self).__qualname__} returned a tensor of shape {tuple(terms.shape)}; it owes one "
+                f"number for each of the {len(view.index)} action tokens. Reducing them is not its business."
+            )
         if view.batch.weight is not None:
             terms = terms * view.column("weight")
         if view.batch.keep is not None:

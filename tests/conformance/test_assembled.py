@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from etude.algorithms import ADVANTAGES, KLS, LOSSES, Algorithm, Denominators, Outputs, State, View
+from etude.algorithms.base import Advantage, Estimate, PolicyLoss
 from etude.algorithms.corrections import Correction, Rejection
 from etude.algorithms.entropy import Entropy
 from etude.algorithms.kl import Adaptive
 from etude.batch import Batch
 from etude.errors import BatchError, ConfigError, RewardError
+from etude.observe import Metrics
 from tests.conformance.laws import fixture, gradient, said
 
 RLOO = ADVANTAGES["rloo"]()
@@ -135,3 +137,34 @@ def test_what_there_was_to_compare_is_told_before_penalties() -> None:
     charged = Algorithm(advantage=RLOO, kl=KLS["in_reward"](coefficient=2.0)).estimate(batch, State()).metrics.reduce()
     for name in ("reward_mean", "group_std", "level_share"):
         assert charged[name] == plain[name]
+
+
+class Reduced(PolicyLoss):
+    """A plug-in that reduces what it should leave to its base."""
+
+    def terms(self, view: View) -> tuple[torch.Tensor, Metrics]:
+        return -(view.column("advantage") * view.logp).mean(), Metrics()
+
+
+class Short(Advantage):
+    """A plug-in that forgets a token."""
+
+    def __call__(self, view: View, state: State) -> Estimate:
+        return Estimate(torch.zeros(len(view.index) - 1))
+
+
+def test_a_plug_in_that_returns_the_wrong_shape_is_named() -> None:
+    batch, algorithm = fixture(1), Algorithm(advantage=RLOO, loss=Reduced())
+    ready = algorithm.estimate(batch, State())
+    with pytest.raises(ConfigError, match=r"`terms` of Reduced returned a tensor of shape \(\); it owes one number"):
+        gradient(algorithm, ready, said(batch))
+    with pytest.raises(ConfigError, match=r"The advantage Short returned a tensor of shape"):
+        Algorithm(advantage=Short()).estimate(batch, State())
+
+
+@pytest.mark.parametrize("size", [3, 10_000])
+def test_a_forward_pass_of_another_batch_is_refused(size: int) -> None:
+    batch = fixture(1)
+    ready = Algorithm().estimate(batch, State())
+    with pytest.raises(BatchError, match=rf"The model's `logp` has the shape \({size},\); for this batch it needs"):
+        Algorithm().objective(ready.batch, Outputs(logp=torch.zeros(size)), Denominators.of(View(batch)), State())
