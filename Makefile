@@ -10,6 +10,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 CORE   := $(VENV)/.core-installed
 DEV    := $(VENV)/.dev-installed
+# An environment holds the path of its folder and of its Python: where either is another now, it is made again.
+MADE   := $(VENV)/.made-with
+WITH   := $(CURDIR) $(PYTHON)
+STALE  := $(shell [ "$$(cat $(MADE) 2>/dev/null)" = "$(WITH)" ] || echo stale)
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # How many processes share the tests.
@@ -23,7 +27,7 @@ help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(CORE) ## train a small policy by every algorithm, with live curves (two minutes the first time, then seconds)
-	$(BIN)/etude demo algorithms
+	$(BIN)/python -m etude demo algorithms
 
 test: $(DEV) ## run the tests, and hold the coverage of the rooms that must be exact
 	$(PYTEST) -m "not soak and not gpu" --cov --cov-report=json:coverage.json
@@ -48,13 +52,18 @@ clean: ## remove the environment and everything that can be made again
 	rm -rf $(VENV) build dist coverage.json .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find etude tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip, not python, is the target: a venv whose pip could not be made is made again.
-$(BIN)/pip:
+# Written last: an environment whose pip could not be made is made again.
+$(MADE): $(STALE)
+	@command -v $(PYTHON) >/dev/null || { echo "Etude needs Python 3.11 or newer, and there is no $(PYTHON) here." \
+	  "Install it, or name another: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "Etude needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
+	@echo "$(WITH)" > $@
 
-$(CORE): pyproject.toml constraints.txt | $(BIN)/pip
+stale:
+
+$(CORE): pyproject.toml constraints.txt $(MADE)
 	@echo "Installing Etude into $(VENV) (torch is large: a minute or more the first time) ..."
 	$(PIP) --editable .
 	@touch $@

@@ -12,8 +12,9 @@ from hypothesis import Phase, is_hypothesis_test, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-# `default` draws the same examples every time, so that a failure is the change's and not the day's; `soak` draws new
-# ones, and more of them. Chosen with --hypothesis-profile.
+# `default` derives its examples from the tests, not from the day, so that a failure is the change's; the same selection
+# of tests draws the same examples, and another one may draw others. `soak` draws new ones each time, and more of them.
+# Chosen with --hypothesis-profile.
 SOAK_FACTOR = 10
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)  # explaining can take minutes
 settings.register_profile("default", max_examples=25, derandomize=True, deadline=None, database=None, phases=PHASES)

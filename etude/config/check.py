@@ -92,7 +92,7 @@ def problem(
 def told_together(problems: list[ConfigError], title: str = "") -> ConfigError:
     """Several problems as one error, each in its own sentence, all secrets masked."""
     start = f"{title}: " if title else ""
-    sentences = [mask_text(str(each)) for each in problems]
+    sentences = [mask_text(str(each), yaml=False) for each in problems]
     if len(sentences) == 1:
         return type(problems[0])(start + sentences[0])
     kinds = {type(each) for each in problems}

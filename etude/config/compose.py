@@ -10,7 +10,7 @@ a lock and puts back what it found; a job of a sweep runs outside that lock, and
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,11 @@ import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stub
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.grammar_parser import parse
 from pydantic import BaseModel, ValidationError
 
 from etude.config.check import problem, told_together
@@ -42,6 +44,8 @@ T = TypeVar("T")
 _LOCK = Lock()
 PATIENCE = 60
 """Seconds to wait for another thread's composition, which takes a fraction of one."""
+_OURS = re.compile(r"hydra\.(sweep|run|output_subdir)(\.|$)|hydra$")
+"""Where Hydra would write: a sweep has its directory from us, and what Hydra records there holds secrets."""
 _QUIET = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 
 
@@ -86,6 +90,12 @@ def multirun(
     what it raised is raised at the end, as itself, or as a group where several failed.
     """
     composer = _Composer(root, overrides, file)
+    for each in composer.asked:
+        if _OURS.match(each.path):
+            raise ConfigError(
+                f"{each.path} would have Hydra write where it likes, and a sweep has one directory. Leave it out, and "
+                "give that directory: `directory=…` on the command line and in multirun() alike."
+            )
     composer.sweep(lambda _: None, directory)
     return composer.sweep(task, directory)
 
@@ -138,9 +148,10 @@ class _Composer(Generic[R]):
         own = [each for each in self.asked if not each.is_hydra]
         given = {} if file is None else _read_file(file)
         self._plan = Plan(root, own, given, str(file))
-        self._origins = {path: str(file) for path in _paths(given)}
+        self._origins = {path: str(file) for path, _ in _items(given)}
         for each in own:
             self._origins.pop(each.path, None)
+        _refuse_broken_references((each.path, value) for each in own for value in each.values)
 
     def compose(self) -> R:
         """The one run."""
@@ -218,13 +229,60 @@ def _read_file(file: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{file}{where} is not YAML: {error.problem}. Correct the file there.") from None
+        told = _without_quotes(str(error.problem), text)
+        raise ConfigError(f"{file}{where} is not YAML: {told}. Correct the file there.") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(
-            f"{file} is not YAML that can be used: {mask_text(str(error).splitlines()[0])}. Correct the file."
-        ) from None
+        if isinstance(error, GrammarParseError):
+            _refuse_broken_references(_items(yaml.safe_load(text)), f" It is set in {file}.")
+        told = _without_quotes(str(error).splitlines()[0], text)
+        raise ConfigError(f"{file} is not YAML that can be used: {told}. Correct the file.") from None
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
+
+
+def _without_quotes(told: str, text: str) -> str:
+    """What a YAML reader says, masked; from a text that holds secrets, what it quotes may be one of them."""
+    masked = mask_text(told)
+    return masked if mask_text(text) == text else re.sub(r"(['\"])[^'\"]{3,}\1", "'***'", masked)
+
+
+def _refuse_broken_references(values: Iterable[tuple[str, Any]], place: str = "") -> None:
+    """Tell of each `${` that begins no reference which key it stands under; Hydra would not say."""
+    broken = {path: None for path, value in values if any(map(_is_broken, _texts(value)))}
+    if broken:
+        raise told_together(
+            [
+                ConfigError(
+                    f"{path} holds a ${{ that begins no reference. Write ${{other.key}} to refer to another option, "
+                    f"or \\${{ for the two characters themselves.{place}"
+                )
+                for path in broken
+            ]
+        )
+
+
+def _is_broken(text: str) -> bool:
+    if "${" not in text:
+        return False
+    try:
+        parse(text)
+    except GrammarParseError:
+        return True
+    return False
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text within an override's value."""
+    if isinstance(value, QuotedString):
+        yield value.text
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
 
 
 def _resolved(tree: DictConfig) -> Any:
@@ -256,12 +314,13 @@ def _told() -> Iterator[None]:
     raise ConfigError(f"Hydra could not compose this: {mask_text(told)}")
 
 
-def _paths(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def _items(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every path of a file's tree with what stands there; with a mapping, nothing, as its own paths follow."""
     for name, value in tree.items():
         here = join(path, str(name))
-        yield here
+        yield here, None if isinstance(value, Mapping) else value
         if isinstance(value, Mapping):
-            yield from _paths(value, here)
+            yield from _items(value, here)
 
 
 def _as_given(override: str) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, TypeVar
+from collections.abc import Mapping
+from types import UnionType
+from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic._internal._model_construction import ModelMetaclass  # it has no public name
+from pydantic_core import PydanticCustomError
 
 from etude.config.check import problem
+from etude.config.tree import item_of
 
 __all__ = ["Config"]
 
@@ -40,3 +44,26 @@ class Config(BaseModel, metaclass=_Spoken):
             return super().model_validate(obj, **settings)
         except ValidationError as error:
             raise problem(cls, error, obj, title=cls.__name__) from error
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, about: ValidationInfo) -> Any:
+        """pydantic would take true for 1, which nobody means."""
+        if _counts_truth(cls.model_fields[str(about.field_name)].annotation, value):
+            raise PydanticCustomError("truth_for_a_number", "true and false are not numbers")
+        return value
+
+
+def _counts_truth(annotation: Any, value: Any) -> bool:
+    """Whether true or false stands where a number should, and nothing there may be true or false."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if isinstance(value, list | tuple):
+        return any(_counts_truth(item_of(annotation, index), item) for index, item in enumerate(value))
+    if isinstance(value, Mapping):
+        return any(_counts_truth(item_of(annotation), item) for item in value.values())
+    if not isinstance(value, bool):
+        return False
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    plain = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds}
+    return bool(plain & {int, float}) and bool not in plain

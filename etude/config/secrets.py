@@ -1,7 +1,7 @@
 """Secrets are masked wherever configuration is shown: trees, YAML and error messages.
 
 A value is a secret when its key says so (`api_key`, `hub.token`, `password`) or when it looks like one (`sk-…`, a JWT).
-Keys that merely talk about tokens (`max_tokens`, `pad_token`, `token_budget`) are left alone.
+Keys that merely talk about tokens (`max_tokens`, `pad_token`, `token_budget`) or sort by a key are left alone.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ __all__ = ["is_secret_key", "mask", "mask_text", "telling_name"]
 
 MASK = "***"
 
-_SECRET_WORDS = frozenset({"password", "passwd", "passphrase", "secret", "credential", "apikey", "authtoken", "token"})
-_KEY_OWNERS = frozenset({"api", "access", "auth", "encryption", "private", "secret", "signing", "ssh"})
+_SECRET_WORDS = frozenset(
+    {
+        *("password", "passwd", "passphrase", "pwd", "secret", "credential", "apikey", "token", "authtoken"),
+        *("auth", "authorization", "cookie", "dsn"),
+    }
+)
+_SECRET_PAIRS = frozenset({("connection", "string"), ("secret", "value"), ("secret", "id")})
+# A key opens something, except where it is what rows are found, grouped or ordered by.
+_KEY_KINDS = frozenset(
+    {
+        *("answer", "cache", "column", "config", "data", "dict", "field", "foreign", "group", "hash", "index", "input"),
+        *("item", "join", "label", "lookup", "map", "message", "metric", "order", "output", "partition", "primary"),
+        *("prompt", "public", "query", "record", "reward", "row", "sample", "shard", "sort", "state", "task", "text"),
+        *("tree", "unique", "value"),
+    }
+)
 # A model's vocabulary has tokens too, and so have rates ("per token"): none of them is a secret.
 _TOKEN_KINDS = frozenset(
     {
-        "bos",
-        "cls",
-        "decoder",
-        "end",
-        "eos",
-        "image",
-        "mask",
-        "next",
-        "pad",
-        "per",
-        "sep",
-        "special",
-        "start",
-        "stop",
-        "unk",
+        *("bos", "cls", "decoder", "end", "eos", "image", "mask", "next", "pad", "per", "sep", "special", "start"),
+        *("stop", "unk"),
     }
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -45,29 +46,47 @@ _LOOKS_SECRET = re.compile(
     r"|\bAKIA[0-9A-Z]{12,}"
     r"|\bxox[a-z]-[\w-]{6,}"
     r"|\beyJ[\w-]+\.[\w-]+\.[\w-]*"  # a JSON web token
-    r"|(?<=\bBearer )[\w.~+/=-]{8,}",
-    flags=re.IGNORECASE,
+    r"|\bglpat-[\w-]{6,}|\bnvapi-[\w-]{6,}"
+    r"|\bAIza[\w-]{12,}"  # Google
+    r"|\b[rs]k_(?:live|test)_\w{4,}"  # Stripe
+    r"|\bnpm_(?=[A-Za-z]*\d)[A-Za-z0-9]{6,}|\bnpm_[A-Za-z0-9]{20,}"
+    r"|(?<=hooks\.slack\.com/services/)[\w/-]+"
+    r"|(?<=\bBearer )[\w.~+/=-]{8,}"
+    r"|(?<=\bBasic )(?-i:(?=\S+[A-Z])[\w+/]{6,}={0,2})"  # base64, which no word looks like
+    r"|-----BEGIN [A-Z0-9 ]+-----.*?(?:-----END [A-Z0-9 ]+-----|\Z)",
+    flags=re.IGNORECASE | re.DOTALL,
 )
-_URL_PASSWORD = re.compile(r"(?<=://)([^\s/:@]*):([^\s/@]+)@")
+_URL_PASSWORD = re.compile(r"(?<=://)([^\s/:]*):([^\s/]+)@")
+_URL_TOKEN = re.compile(r"\b(https?://)[^\s/:@]+@", flags=re.IGNORECASE)
 _FORTY_HEX = re.compile(r"\b[0-9a-f]{40}\b", flags=re.IGNORECASE)
-_ASSIGNMENT = re.compile(r"""([\w.-]+)("?'?\s*=\s*|["']\s*:\s*)("[^"]*"|'[^']*'|[^\s,;{}\[\]]+)""")
+_VALUE = r"""((?:(?:basic|bearer|digest|token)[ \t]+)?)("[^"]*"|'[^']*'|[^\s,;{}\[\]]+)"""
+_ASSIGNMENT = re.compile(r"""([\w.-]+)("?'?\s*=\s*|["']\s*:\s*)""" + _VALUE, flags=re.IGNORECASE)
+_YAML_ASSIGNMENT = re.compile(r"""([\w.-]+)([ \t]*:[ \t]+)""" + _VALUE, flags=re.IGNORECASE)
 
 
 def is_secret_key(key: str) -> bool:
     """Whether a key (dotted or not) names a secret by its last words."""
-    *before, last = ["", *(word.lower() for word in _WORD.findall(key.rsplit(".", 1)[-1]))]
+    spelled = [word.lower() for word in _WORD.findall(key.rsplit(".", 1)[-1])]
+    before, last = ["", "", *spelled][-2:]
     if last in {"key", "keys"}:
-        return before[-1] in _KEY_OWNERS if before else False
-    if last == "token" and before[-1] in _TOKEN_KINDS:
+        return before not in {"", *_KEY_KINDS}
+    if last == "token" and before in _TOKEN_KINDS:
         return False
+    if (before, last) in _SECRET_PAIRS:
+        return True
     return last in _SECRET_WORDS or (last != "tokens" and last.removesuffix("s") in _SECRET_WORDS)
 
 
-def mask_text(text: str) -> str:
-    """Text with everything in it that looks like a secret, or is assigned to a secret key, shown as `***`."""
+def mask_text(text: str, *, yaml: bool = True) -> str:
+    """Text with everything in it that looks like a secret, or is assigned to a secret key, shown as `***`.
+
+    With `yaml`, `key: value` is an assignment too; in our own sentences what follows a path and a colon is about it.
+    """
     text = _URL_PASSWORD.sub(rf"\1:{MASK}@", text)
+    text = _URL_TOKEN.sub(rf"\1{MASK}@", text)
     text = _LOOKS_SECRET.sub(MASK, text)
-    return _ASSIGNMENT.sub(_mask_assignment, text)
+    text = _ASSIGNMENT.sub(_mask_assignment, text)
+    return _YAML_ASSIGNMENT.sub(_mask_assignment, text) if yaml else text
 
 
 def mask(tree: Any, key: str = "") -> Any:
@@ -100,5 +119,5 @@ def _mask_hex(value: str, key: str) -> str:
 
 
 def _mask_assignment(match: re.Match[str]) -> str:
-    key, between, value = match.groups()
-    return f"{key}{between}{MASK if is_secret_key(key) else _mask_hex(value, key)}"
+    key, between, scheme, value = match.groups()
+    return f"{key}{between}{scheme}{MASK if is_secret_key(key) else _mask_hex(value, key)}"

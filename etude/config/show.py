@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, MutableSequence, MutableSet, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
 from omegaconf import OmegaConf
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.text import Text
 
-from etude.config.choice import options_of
+from etude.config.choice import Choice, options_of
 from etude.config.plan import escaped
 from etude.config.secrets import mask, telling_name
 from etude.config.tree import REQUIRED, Entry, entries, fields_within, model_of, plain, to_tree, words
@@ -20,6 +20,7 @@ from etude.config.tree import REQUIRED, Entry, entries, fields_within, model_of,
 __all__ = ["Leaf", "all_paths", "free_form", "leaves", "rendered", "show", "to_tree", "to_yaml", "undocumented"]
 
 _WIDEST = 44
+_CONTAINERS = (dict, list, tuple, set, frozenset, Mapping, MutableMapping, Sequence, MutableSequence, Set, MutableSet)
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,9 @@ def all_paths(root: type[BaseModel]) -> set[str]:
 
 
 def free_form(root: type[BaseModel]) -> list[str]:
-    """The fields that accept anything: `Any`, a bare `dict`, or one whose values may be anything."""
-    return sorted({path for path, field in fields_within(root) if _is_free(field.annotation)})
+    """The fields that accept anything: `Any`, a bare container, or a section that allows keys it does not name."""
+    found = {path for path, field in fields_within(root) if any(map(_is_free, (field.annotation, *field.metadata)))}
+    return sorted({*found, root.__name__} if _is_free(root) else found)
 
 
 def undocumented(root: type[BaseModel]) -> list[str]:
@@ -146,6 +148,12 @@ def _spoken(value: Any) -> str:
 
 
 def _is_free(annotation: Any) -> bool:
-    if any(annotation is free for free in (Any, object, dict, Mapping)):
+    """Whether a type, or one within it, says nothing of what it holds."""
+    if isinstance(annotation, Choice):
+        return any(map(_is_free, annotation.table.values()))
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation.model_config.get("extra") == "allow"
+    kind, arguments = get_origin(annotation) or annotation, get_args(annotation)
+    if annotation is Any or annotation is object or (not arguments and any(kind is bare for bare in _CONTAINERS)):
         return True
-    return any(_is_free(argument) for argument in get_args(annotation) if argument is not Ellipsis)
+    return kind is not Literal and any(_is_free(argument) for argument in arguments if argument is not Ellipsis)

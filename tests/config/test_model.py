@@ -40,3 +40,28 @@ def test_defaults_are_validated_too() -> None:
 
     with pytest.raises(ConfigError, match=r"^Wrong: margin must be at least 0; -1\.0 was given"):
         Wrong()
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"seed": True}, r"^Run: seed expects a whole number; True was given\. Its meaning"),
+        ({"loss": {"name": "ppo", "clip_low": True}}, r"^Run: loss\.clip_low expects a number; True was given"),
+        (
+            {"loss": {"name": "ppo", "dual_clip": True}},
+            r"^Run: loss\.dual_clip expects a number or null; True was given",
+        ),
+        ({"steps": True}, r"^Run: steps expects a whole number or one of 'auto'; True was given"),
+        ({"optim": {"betas": [True, 0.9]}}, r"^Run: optim\.betas expects a list of 2"),
+        ({"limits": {"a": False}}, r"^Run: limits expects a mapping"),
+    ],
+)
+def test_true_is_no_number(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Run.model_validate(fields)
+
+
+def test_a_number_may_come_as_text_and_truth_where_it_is_asked_for() -> None:
+    assert Run.model_validate({"seed": "3", "loss": {"name": "ppo", "clip_low": "0.2"}, "shuffle": False}) == Run(
+        seed=3, shuffle=False
+    )

@@ -21,6 +21,17 @@ from etude.config.secrets import is_secret_key, mask, mask_text, telling_name
             "hub.token",
             "password",
         ),
+        *(
+            "openai_key",
+            "wandb_key",
+            "license_key",
+            "service_account_key",
+            "api_keys",
+            "auth",
+            "Authorization",
+            "db_pwd",
+        ),
+        *("sentry_dsn", "connection_string", "session_cookie", "secret_value", "client_secret_id"),
         *("db_passwords", "client_secret", "secrets", "aws_credentials", "secret_key", "private_key", "accessKey"),
     ],
 )
@@ -43,6 +54,7 @@ def test_secret_keys(key: str) -> None:
             "key",
             "keys",
         ),
+        *("key_value_heads", "num_key_value_heads", "sort_key", "primary_key", "metric_keys", "author", "pad_token_id"),
         *("monkey", "group_key", "secretary", "password_file", "token.path", "", "1"),
     ],
 )
@@ -63,6 +75,18 @@ def test_keys_that_are_not_secret(key: str) -> None:
         ("eyJhbGciOi.eyJzdWIiOi.abc-_1", "***"),
         ("Authorization: Bearer abcdef123456", "Authorization: Bearer ***"),
         ("postgres://me:hunter2@host/db", "postgres://me:***@host/db"),
+        ("postgres://u:p@ss@h/db", "postgres://u:***@h/db"),
+        ("https://abc123@github.com/a/b", "https://***@github.com/a/b"),
+        ("https://hooks.slack.com/services/T0/B0/xyz", "https://hooks.slack.com/services/***"),
+        ("glpat-abcDEF12345 nvapi-abc_DEF-123", "*** ***"),
+        ("AIzaSyA-1234567890abcdef", "***"),
+        ("sk_live_abcdef123456 rk_test_abcdef", "*** ***"),
+        ("npm_abcDEF123456", "***"),
+        ("Authorization: Basic dXNlcjpwYXNz", "Authorization: Basic ***"),
+        ("send Basic dXNlcjpwYXNz", "send Basic ***"),
+        ("a -----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY----- b", "a *** b"),
+        ("password: hunter2", "password: ***"),
+        ("{password: hunter2, x: y}", "{password: ***, x: y}"),
         ("api_key=hunter2 max_tokens=5", "api_key=*** max_tokens=5"),
         ("""{"password": "a b", "x": "y"}""", """{"password": ***, "x": "y"}"""),
         (f"wandb_key={'a1' * 20}", "wandb_key=***"),
@@ -73,10 +97,25 @@ def test_text_is_masked_where_it_looks_secret(text: str, masked: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["hf_safetensors", "sk-learn", "task-abcdefghij", "http://host:80/a@b", "a" * 39, "b" * 40]
+    "text",
+    [
+        *(
+            "npm_install",
+            "Basic instructions",
+            "max_tokens: 5",
+            "tokenizer: gpt2",
+            "ssh://git@github.com/a",
+            "risk_live",
+        ),
+        *("hf_safetensors", "sk-learn", "task-abcdefghij", "http://host:80/a@b", "a" * 39, "b" * 40),
+    ],
 )
 def test_ordinary_text_is_left_alone(text: str) -> None:
     assert mask_text(text) == text
+
+
+def test_what_our_own_sentence_says_of_a_path_is_not_masked() -> None:
+    assert mask_text("api_key: must be even; password=hunter2", yaml=False) == "api_key: must be even; password=***"
 
 
 def test_a_tree_is_masked_by_key_by_value_and_below_a_secret_key() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+import typing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import example, given, settings
@@ -215,6 +216,27 @@ def test_free_form_and_undocumented_fields_are_found_wherever_they_are() -> None
     assert free_form(Holder) == ["bare", "by_name.*.options", "choice.options", "deep", "inner.options", "open"]
     assert undocumented(Holder) == ["by_name.*.options", "choice.options", "inner.options"]
     assert free_form(Run) == undocumented(Run) == []
+
+
+class Allowing(Config, extra="allow"):
+    """A section with keys that it does not name."""
+
+
+def test_bare_containers_and_open_sections_are_free_form() -> None:
+    class Holder(Config):
+        a: list = Field()  # type: ignore[type-arg]
+        b: tuple = Field()  # type: ignore[type-arg]
+        c: set = Field()  # type: ignore[type-arg]
+        d: typing.Dict = Field()  # type: ignore[type-arg]  # noqa: UP006
+        e: typing.Mapping = Field()  # type: ignore[type-arg]
+        f: dict[str, list] = Field()  # type: ignore[type-arg]
+        g: Allowing = Field()
+        h: Annotated[Config, Choice({"allowing": Allowing})] = Field()
+        i: dict[str, Allowing] = Field()
+        fine: dict[str, tuple[Literal["x"], ...]] | None = Field()
+
+    assert free_form(Holder) == list("abcdefghi")
+    assert free_form(Allowing) == ["Allowing"]
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -8,10 +8,16 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 
 from tests.house import table
-from tests.house.source import FunctionNode, Module, dotted_name, functions
+from tests.house.source import FunctionNode, Module, at_import, dotted_name, functions, true_name
 
 Modules = Mapping[str, Module]
 Definition = FunctionNode | ast.ClassDef
+MUTATORS = frozenset(
+    {
+        *("update", "setdefault", "pop", "popitem", "clear", "append", "extend", "insert", "remove", "add", "discard"),
+        *("register", "__setitem__", "__delitem__", "appendleft", "setitem"),
+    }
+)
 
 
 def listed(module: Module, files: Iterable[str]) -> bool:
@@ -88,31 +94,29 @@ def budgets(modules: Modules) -> Iterator[str]:
 
 def environment(modules: Modules) -> Iterator[str]:
     """The environment is read in one file."""
-    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv", "path.expandvars", "*"}
     for module in modules.values():
         if listed(module, table.ENVIRONMENT_IN):
             continue
-        for node in ast.walk(module.tree):
-            used: list[str] = []
-            if isinstance(node, ast.Attribute) and dotted_name(node.value) == "os":
-                used = [node.attr]
-            elif isinstance(node, ast.ImportFrom) and node.module == "os":
-                used = [alias.name for alias in node.names]
-            for name in names.intersection(used):
-                yield f"{module.path} uses os.{name}; the environment is read in config/env.py alone."
+        used = {true_name(node, module.names) for node in ast.walk(module.tree)} | set(module.names.values())
+        for name in sorted(used & {f"os.{name}" for name in names}):
+            yield f"{module.path} uses {name}; the environment is read in config/env.py alone."
 
 
 def prints(modules: Modules) -> Iterator[str]:
-    """Only the command line and the console speak to the terminal."""
+    """Only the command line, the console and the log's own handler speak to the terminal."""
+    streams = {"sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__"}
     for module in modules.values():
-        if not listed(module, table.PRINT_IN):
-            for node in ast.walk(module.tree):
-                if isinstance(node, ast.Call) and dotted_name(node.func) == "print":
-                    yield f"{module.path}:{node.lineno} calls print; use the log, or return what is to be shown."
+        for node in ast.walk(module.tree):
+            name = true_name(node, module.names)
+            if name == "print" and not listed(module, table.PRINT_IN):
+                yield f"{module.path}:{node.lineno} calls print; use the log, or return what is to be shown."
+            elif name in streams and not listed(module, table.STREAMS_IN):
+                yield f"{module.path}:{node.lineno} uses {name}; use the log, or return what is to be shown."
 
 
 def registries(modules: Modules) -> Iterator[str]:
-    """Nothing registers itself: a registry is a literal dict, so no decorator or module-level call adds to one."""
+    """Nothing registers itself: a registry is a literal dict, and nothing that runs at import adds to one."""
     for module in modules.values():
         for node in ast.walk(module.tree):
             if isinstance(node, Definition):
@@ -120,9 +124,11 @@ def registries(modules: Modules) -> Iterator[str]:
                     called = decorator.func if isinstance(decorator, ast.Call) else decorator
                     if re.match(r"_?register", dotted_name(called).split(".")[-1]):
                         yield f"{module.path}:{node.lineno} {node.name} registers itself by a decorator."
-        for statement in module.tree.body:
-            if isinstance(statement, ast.Assign) and any(isinstance(to, ast.Subscript) for to in statement.targets):
-                yield f"{module.path}:{statement.lineno} adds an entry to a table after it was written."
+                if node.name == "__init_subclass__":
+                    yield f"{module.path}:{node.lineno} {node.name} lets classes register themselves."
+        for node in at_import(module.tree):
+            if _mutates(node):
+                yield f"{module.path}:{getattr(node, 'lineno', 0)} adds an entry to a table after it was written."
 
 
 def docstrings(modules: Modules) -> Iterator[str]:
@@ -163,6 +169,15 @@ RULES = (
     *(room_imports, library_imports, loads, cycles, late_imports, budgets),
     *(environment, prints, registries, docstrings, ranks, named),
 )
+
+
+def _mutates(node: ast.AST) -> bool:
+    """Whether a node changes a dict, a list or a set that has a name: `T["a"] = 1`, `T |= …`, `T.update(…)`."""
+    if isinstance(node, ast.Subscript):
+        return not isinstance(node.ctx, ast.Load)
+    if isinstance(node, ast.AugAssign):
+        return not isinstance(node.value, ast.Constant)
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS
 
 
 def _banned(module: Module, bans: Mapping[str, tuple[str, ...]]) -> set[str]:

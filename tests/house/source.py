@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,8 @@ class Module:
     """Dotted: `etude.config.env`; a folder's `__init__.py` has the folder's name."""
     text: str
     tree: ast.Module
+    names: Mapping[str, str]
+    """What the file's imports call things: `o` for `os` after `import os as o`."""
     imports: tuple[Import, ...]
 
     @property
@@ -48,8 +50,9 @@ def read_package(folder: Path) -> dict[str, Module]:
         text = path.read_text()
         tree = ast.parse(text, filename=str(path))
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        imports = tuple(_imports(tree, package, known))
-        modules[name] = Module(path.relative_to(folder).as_posix(), name, text, tree, imports)
+        names = _names(tree)
+        imports = tuple(_imports(tree, package, known, names))
+        modules[name] = Module(path.relative_to(folder).as_posix(), name, text, tree, names, imports)
     return modules
 
 
@@ -68,25 +71,60 @@ def dotted_name(node: ast.AST) -> str:
     return ""
 
 
+def true_name(node: ast.AST, names: Mapping[str, str]) -> str:
+    """`os.environ` for `o.environ` after `import os as o`, and `print` for `builtins.print`."""
+    first, dot, rest = dotted_name(node).partition(".")
+    return (names.get(first, first) + dot + rest).removeprefix("builtins.")
+
+
+def at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Everything that runs when a file is loaded: what stands in functions does not, what decorates them does."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, FunctionNode):
+            for decorator in child.decorator_list:
+                yield from at_import(ast.Expr(decorator))
+        elif not isinstance(child, ast.Lambda):
+            yield child
+            yield from at_import(child)
+
+
+def _names(tree: ast.Module) -> dict[str, str]:
+    """What imports, and other names given to what was imported, stand for."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            found |= {first: first for alias in node.names if not alias.asname for first in [alias.name.split(".")[0]]}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and dotted_name(node.value).split(".")[0] in found:
+            told = true_name(node.value, found)
+            found |= {to.id: told for to in node.targets if isinstance(to, ast.Name) and to.id not in found}
+    return found
+
+
 def _dotted(folder: Path, path: Path) -> str:
     parts = (folder.name, *path.relative_to(folder).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imports(tree: ast.AST, package: str, known: frozenset[str], late: bool = False) -> Iterator[Import]:
+def _imports(
+    tree: ast.AST, package: str, known: frozenset[str], names: Mapping[str, str], late: bool = False
+) -> Iterator[Import]:
     """The run-time imports below `tree`; what stands under `if TYPE_CHECKING:` is for the type checker alone."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and dotted_name(node.test).split(".")[-1] == "TYPE_CHECKING":
             for other in node.orelse:
-                yield from _imports(ast.Module([other], []), package, known, late)
+                yield from _imports(ast.Module([other], []), package, known, names, late)
             continue
         if isinstance(node, ast.stmt | ast.expr):
-            for target in _targets(node, package, known):
+            for target in _targets(node, package, known, names):
                 yield Import(target, node.lineno, late)
-        yield from _imports(node, package, known, late or isinstance(node, FunctionNode | ast.Lambda))
+        yield from _imports(node, package, known, names, late or isinstance(node, FunctionNode | ast.Lambda))
 
 
-def _targets(node: ast.AST, package: str, known: frozenset[str]) -> list[str]:
+def _targets(node: ast.AST, package: str, known: frozenset[str], names: Mapping[str, str]) -> list[str]:
     """The modules that this node imports: an import statement, or `import_module("…")` with the name spelled out."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
@@ -98,7 +136,7 @@ def _targets(node: ast.AST, package: str, known: frozenset[str]) -> list[str]:
             base = f"{anchor}.{base}".rstrip(".")
         members = [f"{base}.{alias.name}" for alias in node.names]
         return sorted({member if member in known else base for member in members})
-    if isinstance(node, ast.Call) and dotted_name(node.func).split(".")[-1] in ("import_module", "__import__"):
+    if isinstance(node, ast.Call) and true_name(node.func, names).split(".")[-1] in ("import_module", "__import__"):
         first = node.args[0] if node.args else None
         if isinstance(first, ast.Constant) and isinstance(first.value, str):
             return [first.value]

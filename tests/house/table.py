@@ -64,6 +64,7 @@ ROOMS: dict[str, Room] = {
     "tools": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "dashboard": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "cli": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "__init__"),
+    "__main__": _room(5, "cli"),
     "__init__": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS),
 }
 
@@ -139,6 +140,7 @@ NEVER_NAMED: dict[str, tuple[str, ...]] = {
 
 ENVIRONMENT_IN = ("config/env.py",)
 PRINT_IN = ("cli", "observe/console.py")
+STREAMS_IN = (*PRINT_IN, "observe/log.py")
 # Beside these, a room's `__init__.py`: the chooser that imports the one implementation asked for.
 LATE_IMPORTS_IN = ("__init__", "cli", "recipes/build.py")
 NO_RANKS_IN = ("recipes/loop.py", "recipes/scheduler.py", "recipes/sources.py", "recipes/evaluate.py")

@@ -111,6 +111,47 @@ BREAKS: list[tuple[str, Rule, dict[str, str], str]] = [
     ("decorator", rules.registries, {"batch.py": "@register('a')\ndef f(): ..."}, "f registers itself"),
     ("method decorator", rules.registries, {"batch.py": "@LOSSES.register\nclass A: ..."}, "A registers itself"),
     ("late entry", rules.registries, {"batch.py": "T = {}\nT['a'] = 1"}, "batch.py:2 adds an entry"),
+    *(
+        (f"environment: {text}", rules.environment, {"observe/log.py": text}, f"observe/log.py uses os.{name}")
+        for name, text in (
+            ("environ", "import os as o\no.environ"),
+            ("environ", "import os\nsystem = os\nsystem.environ"),
+            ("environ", "from os import environ as e"),
+            ("*", "from os import *"),
+            ("path.expandvars", "import os.path\nos.path.expandvars('$A')"),
+            ("path.expandvars", "from os.path import expandvars"),
+        )
+    ),
+    *(
+        (f"terminal: {text}", rules.prints, {"batch.py": text}, says)
+        for says, text in (
+            ("batch.py:2 calls print", "import builtins\nbuiltins.print('a')"),
+            ("batch.py:1 calls print", "say = print"),
+            ("batch.py:2 uses sys.stdout", "import sys\nsys.stdout.write('a')"),
+            ("batch.py:2 uses sys.stderr", "from sys import stderr as e\ne.write('a')"),
+        )
+    ),
+    *(
+        (f"registry: {text}", rules.registries, {"batch.py": text}, "batch.py:2 adds an entry")
+        for text in (
+            "T = {}\nT.update(a=1)",
+            "T = {}\nT.setdefault('a', 1)",
+            "T = {}\nif True: T['a'] = 1",
+            "T = {}\nT['a']: int = 1",
+            "T = {}\nT |= {'a': 1}",
+            "T = []\nT += [1]",
+            "T = []\nT.append(1)",
+            "from etude.losses import T\nT.update(a=1)",
+            "T = {}\nclass A: T['a'] = 1",
+        )
+    ),
+    ("subclasses", rules.registries, {"batch.py": "class A:\n  def __init_subclass__(cls): ..."}, "batch.py:2"),
+    (
+        "by another name",
+        rules.library_imports,
+        {"config/a.py": "from importlib import import_module as im\nim('torch')"},
+        "config/a.py:2 imports torch",
+    ),
     ("bare file", rules.docstrings, {"batch.py": "x = 1"}, "batch.py has no docstring."),
     ("bare function", rules.docstrings, {"batch.py": '"""B."""\ndef f(): ...'}, "batch.py:2 f has no docstring."),
     (
@@ -159,6 +200,12 @@ ALLOWS: list[tuple[str, Rule, dict[str, str]]] = [
     ("one reader", rules.environment, {"config/env.py": "import os\nx = os.environ"}),
     ("another os", rules.environment, {"batch.py": "import os\nx = os.cpu_count()"}),
     ("console", rules.prints, {"cli.py": "print(1)", "observe/console.py": "print(1)"}),
+    ("the log", rules.prints, {"observe/log.py": "import sys\nsys.stderr.write('a')"}),
+    (
+        "tables used",
+        rules.registries,
+        {"batch.py": "T = {'a': 1}\nx = T['a']\nn = 1\nn += 1\ndef f(t):\n  t['a'] = 1\n  t.update(b=2)"},
+    ),
     ("other decorators", rules.registries, {"batch.py": "@dataclass(frozen=True)\nclass A: ...\nx.y = 1"}),
     (
         "private",

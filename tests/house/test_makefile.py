@@ -1,0 +1,50 @@
+"""The Makefile: an environment belongs to one folder and one Python, and a Python that is not there is told."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder whose environment is ready, as far as make can tell."""
+    folder = tmp_path / "a clone"
+    (folder / ".venv").mkdir(parents=True)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, folder)
+    for name, text in ((".made-with", f"{folder} python3"), (".core-installed", ""), (".dev-installed", "")):
+        (folder / ".venv" / name).write_text(text)
+    return folder
+
+
+def test_a_python_that_is_not_there_is_told(clone: Path) -> None:
+    done = make(clone, "PYTHON=nope", "demo")
+    assert done.returncode and "there is no nope here. Install it, or name another: make PYTHON=" in done.stderr
+
+
+def test_an_environment_that_is_ready_is_used(clone: Path) -> None:
+    assert make(clone, "-n", "PYTHON=python3", "demo").stdout.strip() == ".venv/bin/python -m etude demo algorithms"
+
+
+def test_a_moved_clone_and_another_python_make_it_again(clone: Path) -> None:
+    assert "python3.99 -m venv --clear .venv" in make(clone, "-n", "PYTHON=python3.99", "test").stdout
+    moved = clone.rename(clone.parent / "elsewhere")
+    told = make(moved, "-n", "PYTHON=python3", "demo").stdout
+    assert "python3 -m venv --clear .venv" in told and "--editable ." in told
+
+
+def test_ci_does_not_run_where_it_cannot_go() -> None:
+    assert "|| { echo" in next(
+        line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("cd ")
+    )
