@@ -1,16 +1,19 @@
 """The command line: `etude version`, `etude config show`, `etude demo algorithms`.
 
 Nothing heavy is imported until a command needs it, so that `--help` answers at once. An error of ours is a sentence on
-standard error and exit code 2; Ctrl-C ends with 130, a reader that went away with 141, both quietly.
+standard error and exit code 2, what the system refuses one and 1; Ctrl-C ends with 130, a reader that went away with
+141, both quietly. A standard output that is closed, or carries only ASCII, is no error.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from etude.errors import EtudeError
 
 __all__ = ["main", "parser"]
 
-REFUSED, INTERRUPTED, NOBODY_READS = 2, 130, 141
+FAILED, REFUSED, INTERRUPTED, NOBODY_READS = 1, 2, 130, 141
 
 ABOUT = """\
 Etude trains language models, and agents built on them, by reinforcement learning.
@@ -111,22 +114,57 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    arguments = parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    debug = False
     try:
-        arguments.command(arguments)
-        sys.stdout.flush()
-    except EtudeError as error:
-        if "debug" in arguments:
+        try:
+            arguments = parser().parse_args(argv)
+        except SystemExit:  # the help was asked for, or the words are wrong
+            _flush()
             raise
-        print(f"etude: {error}", file=sys.stderr)
+        debug = "debug" in arguments
+        arguments.command(arguments)
+        _flush()
+    except EtudeError as error:
+        if debug:
+            raise
+        _complain(str(error))
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes standard output once more as it ends; let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _let_go()
         return NOBODY_READS
+    except OSError as error:
+        _let_go()
+        if debug:
+            raise
+        where = f" at {error.filename}" if error.filename else ""
+        _complain(f"The system refused to read or write{where}: {error.strerror or error}.")
+        return FAILED
     return 0
+
+
+def _flush() -> None:
+    """Hand on what was printed; there is no standard output where it was closed before we began."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _let_go() -> None:
+    """The interpreter flushes standard output once more as it ends; where that would fail, let it go nowhere."""
+    try:
+        _flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(sentence: str) -> None:
+    """Say it on standard error, if there is one."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(f"etude: {sentence}", file=sys.stderr)
 
 
 def _of_run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -38,6 +39,13 @@ def demonstrated(tmp_path: Path, capsys: Captured, *arguments: str) -> tuple[dic
     assert main([*SHORT, f"directory={tmp_path}", "--json", *arguments]) == 0
     printed = capsys.readouterr().out
     return json.loads(printed.splitlines()[-1]), printed
+
+
+def in_shell(command: str, environment: str = "") -> subprocess.CompletedProcess[bytes]:
+    """What a command line comes to, with what the shell does to its outputs."""
+    return subprocess.run(
+        ["sh", "-c", f"{environment} {shlex.join(ETUDE)} {command}"], capture_output=True, check=False
+    )
 
 
 # -- what it shows ---------------------------------------------------------------------------------------------------
@@ -285,18 +293,53 @@ def test_on_a_terminal_there_is_a_live_table(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
+    # Whoever started the tests may have had them ignore Ctrl-C, as nohup does, and a child inherits that.
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); " + ETUDE[-1]
     running = subprocess.Popen(
-        [*ETUDE, *SHORT, "loss=ppo", "steps=1000000", f"directory={tmp_path}"],
+        [*ETUDE[:-1], heeding, *SHORT, "loss=ppo", "steps=1000000", f"directory={tmp_path}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 90
-    while not list(tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    running.send_signal(signal.SIGINT)
-    _, told = running.communicate(timeout=30)
+    try:
+        deadline = time.monotonic() + 90
+        while running.poll() is None and not list(tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        running.send_signal(signal.SIGINT)
+        _, told = running.communicate(timeout=30)
+    finally:
+        running.kill()
     assert running.returncode == 130 and "Traceback" not in told
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_what_is_closed_is_not_written_to(closed: str) -> None:
+    for command, code in (("version", 0), ("config show", 0), ("--help", 0), ("config show steps=many", 2)):
+        done = in_shell(f"{command} {closed}")
+        assert done.returncode == code and b"Traceback" not in done.stderr, (command, done.stderr)
+        assert b"etude: " not in done.stdout
+
+
+@pytest.mark.parametrize("command", ["version", "version --json", "config show", "config show --yaml"])
+def test_a_full_disk_is_told_in_a_sentence(command: str) -> None:
+    done = in_shell(f"{command} >/dev/full")
+    assert done.returncode == 1
+    assert done.stderr == b"etude: The system refused to read or write: No space left on device.\n"
+    both = in_shell(f"{command} >/dev/full 2>/dev/full")
+    assert both.returncode == 1
+
+
+@pytest.mark.parametrize("locale", ["PYTHONIOENCODING=ascii", "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"])
+@pytest.mark.parametrize("command", ["--help", "demo algorithms --help", "config show", "config show --yaml"])
+def test_a_terminal_that_knows_only_ascii_is_no_error(command: str, locale: str) -> None:
+    done = in_shell(command, locale)
+    assert done.returncode == 0 and done.stderr == b""
+    assert done.stdout.isascii() and len(done.stdout) > 500
+
+
+def test_the_package_is_the_command_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "etude", "--version"], capture_output=True, text=True)
+    assert done.stdout == f"etude {__version__}\n" and done.returncode == 0
 
 
 def test_a_reader_that_leaves_is_no_error_of_ours() -> None:

@@ -75,6 +75,7 @@ def train(run: DemoRun, log: RunLog) -> Iterator[Progress]:
             at.add(found.metrics)
             for part in found.batch.split(run.updates, by=run.loss.split_unit):
                 at.add(update(run, policy, optimizer, part, found.state))
+                _refuse_the_infinite(run, policy, step)
             state = found.following
             published.append(policy.logp().detach())
             at.add(_seen(batch, policy, optimum))
@@ -108,6 +109,15 @@ def update(
     metrics.add("gradient", Mean.of(policy.table.grad.norm()))
     optimizer.step()
     return metrics
+
+
+def _refuse_the_infinite(run: DemoRun, policy: TabularPolicy, step: int) -> None:
+    """Nothing can be sampled from logits that have left the numbers."""
+    if not bool(policy.logp().detach().isfinite().all()):
+        raise ConfigError(
+            f"At step {step} the policy's logits grew beyond what a number can hold. Lower `learning_rate`, which is "
+            f"{run.learning_rate:g}, or the coefficients of what is added to the loss."
+        )
 
 
 def _seen(batch: Batch, policy: TabularPolicy, optimum: float) -> Metrics:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from etude.algorithms import LOSSES
 from etude.config.compose import compose, multirun
 from etude.config.override import read
-from etude.config.secrets import mask
+from etude.config.secrets import mask, mask_text
 from etude.config.show import to_tree, to_yaml
 from etude.demo.algorithms import DemoRun, train
 from etude.errors import ConfigError, EtudeError
@@ -23,6 +23,8 @@ from etude.observe import RunInfo, open_run_log
 
 __all__ = ["Entry", "entries", "new_directory", "report", "train_entry"]
 
+LONGEST_FOLDER = 100
+"""Letters in the name of a folder, well below what file systems allow."""
 LEARNT = 0.9
 """The share of what there was to gain from which on an algorithm is said to have learnt."""
 
@@ -33,6 +35,8 @@ class Entry:
 
     name: str
     run: DemoRun | None = None
+    number: int | None = None
+    """Its place in a sweep, whose jobs may well have the same name."""
     refused: str = ""
     """Why it cannot run, in a sentence: it is shown in its place, and not left out in silence."""
     curve: list[float] = field(default_factory=list)
@@ -42,8 +46,9 @@ class Entry:
 
     @property
     def folder(self) -> str:
-        """The name of its own folder."""
-        return re.sub(r"[^\w.=-]+", "_", self.name)
+        """The name of its own folder: of a job in a sweep, its number goes before."""
+        label = re.sub(r"[^\w.=-]+", "_", self.name, flags=re.ASCII)
+        return (label if self.number is None else f"{self.number}_{label}")[:LONGEST_FOLDER]
 
     @property
     def share(self) -> float:
@@ -81,6 +86,7 @@ def train_entry(entry: Entry, directory: Path, stepped: Callable[[], None]) -> N
     assert run is not None
     info = RunInfo(entry.name, directory, run.steps, mask(to_tree(run)))
     began = time.perf_counter()
+    directory.mkdir(parents=True, exist_ok=True)
     with open_run_log(run.observe.model_copy(update={"console": "off"}), info) as log:
         (directory / "run.yaml").write_text(to_yaml(run), encoding="utf-8")
         try:
@@ -107,6 +113,7 @@ def report(all_entries: Sequence[Entry], directory: Path, figure: Path) -> dict[
             if entry.refused or entry.run is None
             else {
                 "name": entry.name,
+                "folder": entry.folder,
                 "loss": to_tree(entry.run)["loss"]["name"],
                 "before": entry.curve[0],
                 "after": entry.curve[-1],
@@ -141,8 +148,26 @@ def _swept(overrides: Sequence[str], file: Path | None) -> list[Entry]:
     """One entry for each job, named by what sets it apart."""
     with TemporaryDirectory() as scratch:
         jobs = multirun(DemoRun, overrides, lambda _: None, file=file, directory=Path(scratch))
+    _refuse_to_part([job.run for job in jobs])
     shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
-    return [Entry(" ".join(text for text in job.overrides if text not in shared), job.run) for job in jobs]
+    own = [mask_text(" ".join(text for text in job.overrides if text not in shared)) for job in jobs]
+    return [Entry(name or f"job {job.number}", job.run, job.number) for name, job in zip(own, jobs, strict=True)]
+
+
+def _refuse_to_part(runs: Sequence[DemoRun]) -> None:
+    """All jobs of a sweep are shown on one screen and kept in one folder."""
+    shared: dict[str, Callable[[DemoRun], object]] = {
+        "directory": lambda run: run.directory,
+        "observe.console": lambda run: run.observe.console,
+        "observe.level": lambda run: run.observe.level,
+    }
+    for key, value_of in shared.items():
+        values = list(dict.fromkeys(map(value_of, runs)))
+        if len(values) > 1:
+            raise ConfigError(
+                f"The jobs of a sweep share one screen and one folder, in which each has its own, and this sweep asks "
+                f"for several values of `{key}`: {', '.join(map(str, values))}. Give it one value."
+            )
 
 
 def _chooses_loss(overrides: Sequence[str], file: Path | None) -> bool:

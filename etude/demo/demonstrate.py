@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from etude.config.secrets import mask_text
 from etude.demo.algorithms import DemoRun
 from etude.demo.compare import Entry, entries, new_directory, report, train_entry
 from etude.demo.curves import Screen, draw
@@ -33,7 +34,7 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None, *, sweep: bo
     """Train what was asked for, show it, draw it; returns the report."""
     compared = entries(overrides, file, sweep=sweep)
     run = next(entry.run for entry in compared if entry.run is not None)
-    configure(run.observe.level)
+    configure(run.observe.level, mask=mask_text)
     console = make_console(run.observe.console)
     directory = new_directory(run.directory)
     figure = directory / "curves.png"

@@ -16,7 +16,7 @@ from etude.errors import MissingPackageError
 from etude.observe.config import ConsoleStyle, MlflowConfig, Observe, WandbConfig
 from etude.observe.console import Bar, ConsoleSink, format_number, format_seconds, make_console, progress
 from etude.observe.jsonl import JsonlSink
-from etude.observe.log import LogLevel, configure, get_log, warn_once
+from etude.observe.log import LogLevel, configure, get_log
 from etude.observe.logger import RunLog, Step
 from etude.observe.metrics import Last, Max, Mean, Metric, Metrics, Min, Sum, WireMetrics
 from etude.observe.sinks import Background, Guarded, RunInfo, Sink
@@ -54,7 +54,6 @@ __all__ = [
     "make_console",
     "open_run_log",
     "progress",
-    "warn_once",
 ]
 
 

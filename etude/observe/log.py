@@ -15,24 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["LogLevel", "configure", "get_log", "warn_once"]
+__all__ = ["LogLevel", "configure", "get_log"]
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _ROOT = logging.getLogger("etude")
-_said: set[tuple[str, str]] = set()
 
 
 def get_log(room: str) -> logging.Logger:
     """The logger of one room: `get_log("store")` is the standard library's `etude.store`."""
     return _ROOT.getChild(room)
-
-
-def warn_once(log: logging.Logger, key: str, message: str) -> None:
-    """Warn, unless this log has warned under this key since the process started or was last configured."""
-    if (log.name, key) not in _said:
-        _said.add((log.name, key))
-        log.warning("%s", message)
 
 
 def configure(
@@ -59,7 +51,6 @@ def configure(
         _ROOT.addHandler(handler)
     _ROOT.setLevel(level.upper())
     _ROOT.propagate = False
-    _said.clear()
 
 
 class _Formatter(logging.Formatter):

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self, SupportsFloat
+from typing import ClassVar, Self, SupportsFloat, TypeVar
 
 from etude.errors import DataError
 
 __all__ = ["Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum", "WireMetrics"]
+
+Read = TypeVar("Read")
 
 WireMetrics = dict[str, tuple[str, tuple[float, ...]]]
 """Metrics as plain data: name -> (kind, numbers). Fit for pickle, msgpack or JSON."""
@@ -192,21 +194,26 @@ class Metrics(Mapping[str, Metric]):
     """
 
     def __init__(self, metrics: Mapping[str, Metric] | None = None) -> None:
-        self._metrics: dict[str, Metric] = {}
+        # What was added under a name since it was last asked for: merged then, and not anew with each addition.
+        self._parts: dict[str, list[Metric]] = {}
         if metrics is not None:
             self.merge(metrics)
 
     def __getitem__(self, name: str) -> Metric:
-        return self._metrics[name]
+        parts = self._parts[name]
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=False)
+            parts[:] = [*(first.merge(later) for first, later in pairs), *parts[len(parts) // 2 * 2 :]]
+        return parts[0]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._metrics)
+        return iter(self._parts)
 
     def __len__(self) -> int:
-        return len(self._metrics)
+        return len(self._parts)
 
     def __repr__(self) -> str:
-        return f"Metrics({self._metrics!r})"
+        return f"Metrics({dict(self)!r})"
 
     def add(self, name: str, metric: Metric) -> None:
         """Record one metric; a name already present is merged with what it holds."""
@@ -214,13 +221,13 @@ class Metrics(Mapping[str, Metric]):
             raise DataError(
                 f"A metric cannot be named {name!r}: a log line uses that word itself. Choose another name."
             )
-        held = self._metrics.get(name)
-        if held is not None and type(held) is not type(metric):
+        parts = self._parts.setdefault(name, [])
+        if parts and type(parts[0]) is not type(metric):
             raise DataError(
-                f"The metric {name!r} was recorded as a {held.kind} and is now recorded as a {metric.kind}; "
+                f"The metric {name!r} was recorded as a {parts[0].kind} and is now recorded as a {metric.kind}; "
                 "the two cannot be merged. Record it as the same kind everywhere, or under two names."
             )
-        self._metrics[name] = metric if held is None else held.merge(metric)
+        parts.append(metric)
 
     def merge(self, other: Mapping[str, Metric]) -> None:
         """Record everything in `other`, in its order."""
@@ -233,12 +240,12 @@ class Metrics(Mapping[str, Metric]):
 
     def reduce(self) -> dict[str, float]:
         """The numbers, in the order of recording, without those that were measured over nothing."""
-        values = {name: metric.value() for name, metric in self.items()}
+        values = {name: _read(name, metric.value) for name, metric in self.items()}
         return {name: value for name, value in values.items() if value is not None}
 
     def to_wire(self) -> WireMetrics:
         """Plain data for another process: every tensor read, every name reduced to a few numbers."""
-        return {name: (metric.kind, metric.to_wire()) for name, metric in self.items()}
+        return {name: (metric.kind, _read(name, metric.to_wire)) for name, metric in self.items()}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, tuple[str, Sequence[float]]]) -> Metrics:
@@ -249,6 +256,16 @@ class Metrics(Mapping[str, Metric]):
                 raise DataError(f"The metric {name!r} arrived as a {kind!r}, which is none of {', '.join(KINDS)}.")
             metrics.add(name, KINDS[kind].from_wire(numbers))
         return metrics
+
+
+def _read(name: str, numbers: Callable[[], Read]) -> Read:
+    """What a metric's values come to; they are read here first, so it shows here if one of them is no number."""
+    try:
+        return numbers()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise DataError(
+            f"The metric {name!r} cannot be read as one number: {error}. Hand in a scalar, such as a sum or a mean."
+        ) from error
 
 
 def _total(values: Iterable[float]) -> float:

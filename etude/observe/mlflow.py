@@ -7,8 +7,10 @@ as well. MLflow still writes folders but wants to be told that this is meant; na
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 from mlflow.entities import Metric, Param
 from mlflow.environment_variables import MLFLOW_ALLOW_FILE_STORE
@@ -22,6 +24,7 @@ __all__ = ["MlflowSink"]
 _PARAMS_PER_CALL = 100
 _METRICS_PER_CALL = 1000
 _PARAM_LENGTH = 6000
+_ALLOWING = threading.Lock()
 
 
 class MlflowSink:
@@ -36,9 +39,8 @@ class MlflowSink:
     def open(self, run: RunInfo) -> None:
         """Create the MLflow run, and its experiment where that is new."""
         uri = self._config.uri or (run.directory / "mlruns").absolute().as_uri()
-        if uri.startswith("file:"):
-            MLFLOW_ALLOW_FILE_STORE.set(True)
-        self._client = MlflowClient(tracking_uri=uri)
+        with _folders_allowed() if uri.startswith("file:") else nullcontext():
+            self._client = MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name(self._config.experiment)
         identity = experiment.experiment_id if experiment else self._client.create_experiment(self._config.experiment)
         self._run_id = self._client.create_run(identity, run_name=run.name).info.run_id
@@ -56,6 +58,21 @@ class MlflowSink:
     def close(self) -> None:
         """Mark the MLflow run as finished."""
         self._client.set_terminated(self._run_id)
+
+
+@contextmanager
+def _folders_allowed() -> Iterator[None]:
+    """MLflow only asks its environment variable, which others in this process may have set or left alone."""
+    with _ALLOWING:
+        before = MLFLOW_ALLOW_FILE_STORE.get_raw()
+        MLFLOW_ALLOW_FILE_STORE.set(True)
+        try:
+            yield
+        finally:
+            if before is None:
+                MLFLOW_ALLOW_FILE_STORE.unset()
+            else:
+                MLFLOW_ALLOW_FILE_STORE.set(before)
 
 
 def _allowed(name: str) -> str:

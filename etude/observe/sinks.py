@@ -102,7 +102,8 @@ class Background:
 
     Consumes: calls of the training thread, which only queue. Produces: the same calls, in order, on the thread.
     Waits for: nobody while logging; the thread, for at most `patience` seconds, when closing.
-    Unblocked by: the thread finishing. What the sink raises there is raised here at the next call.
+    Unblocked by: the thread finishing. What the sink raises there ends the thread, which closes the sink first; once
+    it has, or once patience is at an end, the same is raised here.
     """
 
     def __init__(self, sink: Sink, patience: float = 60.0, capacity: int = 1000) -> None:
@@ -133,7 +134,9 @@ class Background:
         self._submit(None)
         self._thread.join(self._patience)
         if self._thread.is_alive():
-            raise TimeoutError(f"It did not finish within {self._patience:g} s; what it had not yet sent is lost.")
+            raise self._error or TimeoutError(
+                f"It did not finish within {self._patience:g} s; what it had not yet sent is lost."
+            )
         self._raise()
 
     def _submit(self, job: Callable[[], None] | None) -> None:
@@ -141,15 +144,20 @@ class Background:
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
-            raise TimeoutError(f"It does not answer: {self._jobs.maxsize} calls are waiting for it.") from None
+            told = f"It does not answer: {self._jobs.maxsize} calls are waiting for it."
+            raise self._error or TimeoutError(told) from None
 
     def _raise(self) -> None:
-        if self._error is not None:
+        if self._error is not None and not self._thread.is_alive():
             raise self._error
 
     def _work(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
                 job()
-        except Exception as error:
-            self._error = error
+        except BaseException as error:
+            # Raised again on the training thread, and an exit that a library asks for is not the run's own.
+            name = type(error).__name__
+            self._error = error if isinstance(error, Exception) else RuntimeError(f"It was ended by {name}: {error}")
+            with suppress(BaseException):
+                self._sink.close()

@@ -126,6 +126,17 @@ def test_more_parts_than_rollouts_are_refused_in_a_sentence() -> None:
         compose(DemoRun, ["groups=2", "group_size=2", "updates=8"])
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("rate", ["1e308", "1e307"])
+def test_a_learning_rate_that_leaves_the_numbers_is_refused_in_a_sentence(loss: str, rate: str, tmp_path: Path) -> None:
+    try:
+        trained(tmp_path, f"loss={loss}", f"learning_rate={rate}", "steps=4")
+    except ConfigError as error:
+        assert "Lower `learning_rate`, which is 1e+30" in str(error)
+    else:
+        assert rate == "1e307"
+
+
 def test_a_sequence_kl_under_a_mean_of_tokens_is_refused_in_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"Set `loss.reduction`"):
         compose(DemoRun, ["kl=sequence"])

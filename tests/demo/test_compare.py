@@ -12,6 +12,7 @@ from etude.config.compose import compose
 from etude.demo.algorithms import DemoRun
 from etude.demo.compare import entries, new_directory, report, train_entry
 from etude.errors import ConfigError, EtudeError
+from etude.observe import JsonlSink, RunInfo
 
 SHORT = ["steps=2", "groups=2", "group_size=4", "updates=2"]
 
@@ -39,6 +40,38 @@ def test_a_sweep_is_named_by_what_differs() -> None:
     found = entries(["steps=2", "seed=1,2"], None, sweep=True)
     assert [entry.name for entry in found] == ["seed=1", "seed=2"]
     assert [entry.run.seed for entry in found if entry.run] == [1, 2]
+
+
+def test_the_jobs_of_a_sweep_never_share_a_folder(tmp_path: Path) -> None:
+    """Not where they are asked for twice, nor where their names differ only in what a folder cannot be called."""
+    long = "observe.wandb.name=" + "x" * 300
+    for sweep in (["seed=0,0"], ["observe.wandb.name='a:b','a|b'"], [f"{long}a,{'y' * 300}b"]):
+        found = entries([*SHORT, "loss=ppo", *sweep], None, sweep=True)
+        assert len({entry.folder for entry in found}) == len(found) == 2
+        assert all(entry.name and len(entry.folder) <= 100 for entry in found)
+        for entry in found:
+            train_entry(entry, tmp_path / sweep[0][:25] / entry.folder, lambda: None)
+        for entry in found:
+            rows = (tmp_path / sweep[0][:25] / entry.folder / "metrics.jsonl").read_text().splitlines()
+            assert len(rows) == 2
+            assert report([entry], tmp_path, tmp_path)["runs"][0]["folder"] == entry.folder
+
+
+@pytest.mark.parametrize("option", ["directory=A,B", "observe.console=plain,off", "observe.level=info,error"])
+def test_a_sweep_over_what_its_jobs_share_is_refused(option: str) -> None:
+    key, _, values = option.partition("=")
+    with pytest.raises(ConfigError, match=f"several values of `{key}`: {values.replace(',', ', ')}. Give it one"):
+        entries([*SHORT, option], None, sweep=True)
+
+
+def test_the_options_are_kept_where_no_metrics_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: JsonlSink, run: RunInfo) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(JsonlSink, "open", failing)
+    (entry,) = entries([*SHORT, "loss=ppo"], None, sweep=False)
+    train_entry(entry, tmp_path / "new" / "ppo", lambda: None)
+    assert not entry.refused and compose(DemoRun, file=tmp_path / "new" / "ppo" / "run.yaml") == entry.run
 
 
 def test_a_trained_entry_leaves_its_metrics_and_its_options(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.observe.log import configure, get_log, warn_once
+from etude.observe.log import configure, get_log
 
 
 def test_a_line_says_when_who_and_how_serious(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,19 +56,6 @@ def test_configuring_again_replaces_and_touches_nobody_else(capsys: pytest.Captu
     assert capsys.readouterr().err.count("once") == 1
     assert (tmp_path / "a.log").read_text() == ""
     assert "not ours" not in (tmp_path / "b.log").read_text()
-
-
-def test_a_warning_is_given_once_per_key_and_log(capsys: pytest.CaptureFixture[str]) -> None:
-    configure("info")
-    for _ in range(3):
-        warn_once(get_log("a"), "key", "100% of it")
-        warn_once(get_log("a"), "other", "second")
-        warn_once(get_log("b"), "key", "third")
-    lines = [line.split("WARNING ")[1] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["100% of it", "second", "third"]
-    configure("info")
-    warn_once(get_log("a"), "key", "anew")
-    assert "anew" in capsys.readouterr().err
 
 
 def test_lines_follow_standard_error_and_survive_its_absence(

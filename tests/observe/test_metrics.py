@@ -7,6 +7,8 @@ import json
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import numpy as np
 import pytest
@@ -180,6 +182,42 @@ def test_two_kinds_under_one_name_are_refused_by_name() -> None:
 def test_names_that_a_log_line_uses_are_refused(name: str) -> None:
     with pytest.raises(DataError, match="cannot be named"):
         Metrics({name: Sum.of(1.0)})
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), np.ones(3), "many", None, 10**400], ids=lambda value: type(value))
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_one_number_is_refused_by_name(kind: str, value: object) -> None:
+    metrics = Metrics({"fine": Sum.of(1.0), "actor/loss": KINDS[kind].of(value)})  # type: ignore[attr-defined]
+    for read in (metrics.reduce, metrics.to_wire):
+        with pytest.raises(
+            DataError, match=r"The metric 'actor/loss' cannot be read as one number: .*Hand in a scalar"
+        ):
+            read()
+
+
+@dataclass(frozen=True)
+class Counting(Sum):
+    """A sum that counts what merging copies."""
+
+    copied: ClassVar[list[int]] = []
+
+    def merge(self, other: Self) -> Self:
+        merged = type(self)(self.values + other.values)
+        self.copied.append(len(merged.values))
+        return merged
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 1000, 1024])
+def test_adding_much_under_one_name_copies_little(count: int) -> None:
+    Counting.copied.clear()
+    metrics = Metrics()
+    for value in range(count):
+        metrics.add("tokens", Counting.of(value))
+    held = metrics["tokens"]
+    assert isinstance(held, Counting) and held.values == tuple(range(count))
+    assert sum(Counting.copied) <= count * math.ceil(math.log2(count))
+    metrics.add("tokens", Counting.of(1))
+    assert held.values == tuple(range(count)) and metrics.reduce() == {"tokens": sum(range(count)) + 1}
 
 
 def test_metrics_keep_their_order_and_merge_by_name() -> None:

@@ -94,7 +94,38 @@ def test_a_failure_in_the_background_is_reported_once(fails_in: str, capsys: pyt
     warned = capsys.readouterr().err
     assert warned.count("WARNING") == 1
     assert f"OSError: no space left for {fails_in}" in warned
-    assert recorder.calls == ALL[: ALL.index(fails_in) + 1]
+    assert recorder.calls == [*ALL[: ALL.index(fails_in) + 1], "close"]
+    assert recorder.threads == {"etude-recorder"}
+
+
+class Leaving(Recorder):
+    """A library that ends the process where it should raise, and is slow to close."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        raise SystemExit("no licence")
+
+    def close(self) -> None:
+        time.sleep(0.3)
+        super().close()
+
+
+def test_a_library_that_wants_to_leave_is_waited_for_and_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Leaving()
+    sink = Guarded(Background(recorder))
+    drive(sink)
+    assert recorder.calls == ["open demo", "close"] and not sink.alive
+    assert "It was ended by SystemExit: no licence" in capsys.readouterr().err
+
+
+def test_a_failure_is_told_even_where_the_closing_after_it_never_ends(
+    release: threading.Event, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(ALL[1])
+    recorder.close = lambda: bool(release.wait()) and None  # type: ignore[method-assign]
+    began = time.monotonic()
+    drive(Guarded(Background(recorder, patience=0.2)))
+    assert time.monotonic() - began < 10
+    assert f"OSError: no space left for {ALL[1]}" in capsys.readouterr().err
 
 
 class Silent(Recorder):

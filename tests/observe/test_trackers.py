@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,21 @@ def test_mlflow_gives_back_metrics_and_parameters(tmp_path: Path) -> None:
     assert {(metric.step, metric.value) for metric in rewards} == {(1, 0.25), (2, 0.5)}
     (kl,) = client.get_metric_history(run.info.run_id, "kl")
     assert math.isnan(kl.value)
+
+
+@pytest.mark.parametrize("before", [None, "false", "true"])
+def test_mlflow_leaves_the_environment_as_it_was(
+    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require("mlflow")
+    name = "MLFLOW_ALLOW_FILE_STORE"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    record(tmp_path, Observe(console="off", mlflow=MlflowConfig(enabled=True)))
+    assert os.environ.get(name) == before
+    (status,) = (tmp_path / "mlruns").glob("*/*/meta.yaml")
+    assert "status: 3" in status.read_text()
 
 
 def test_mlflow_runs_share_an_experiment_and_odd_names_are_made_fit(tmp_path: Path) -> None:

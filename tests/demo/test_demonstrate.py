@@ -1,0 +1,75 @@
+"""The demonstration leaves the process as it found it, and shows no secret anywhere."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from etude.demo import demonstrate as module
+from etude.demo.compare import Entry
+from etude.demo.demonstrate import demonstrate
+from tests.components import require
+
+SHORT = ["loss=ppo", "steps=1", "groups=2", "group_size=4", "updates=2"]
+
+
+@pytest.fixture(autouse=True)
+def log_as_it_was() -> Iterator[None]:
+    """Python's logging is as it was after each test."""
+    root = logging.getLogger("etude")
+    before = (list(root.handlers), root.level, root.propagate)
+    yield
+    root.handlers, root.level, root.propagate = before
+
+
+def test_one_thread_is_used_and_the_others_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used, train = [], module.train_entry
+
+    def watched(entry: Entry, directory: Path, stepped: object) -> None:
+        used.append(torch.get_num_threads())
+        train(entry, directory, lambda: None)
+
+    monkeypatch.setattr(module, "train_entry", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        demonstrate([*SHORT, f"directory={tmp_path}"])
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert used == [1]
+
+
+@pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
+def test_the_log_shows_what_was_asked_for(level: str, tmp_path: Path) -> None:
+    demonstrate([*SHORT, f"directory={tmp_path}", f"observe.level={level}"])
+    assert logging.getLogger("etude").level == getattr(logging, level.upper())
+
+
+def test_a_secret_is_shown_nowhere(tmp_path: Path) -> None:
+    """Neither by what is printed, nor by the warning of a tracker that repeats its address, nor in any file."""
+    require("mlflow")
+    secret = [
+        "observe.mlflow.enabled=true",
+        "observe.mlflow.uri='postgresql://me:hunter2pass@h/x','postgresql://me:hunter2pass@h/y'",
+    ]
+    etude = [sys.executable, "-m", "etude"]
+    demo = [*etude, "demo", "algorithms", *SHORT, f"directory={tmp_path}", *secret, "--multirun", "--json"]
+    done = subprocess.run(demo, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "The mlflow sink failed" in done.stderr and "postgresql://me:***@h/x" in done.stderr
+    single = [secret[0], secret[1].partition(",")[0]]
+    for form in ([], ["--yaml"]):
+        shown = subprocess.run([*etude, "config", "show", *single, *form], capture_output=True, text=True)
+        assert "postgresql://me:***@h/x" in shown.stdout and "hunter2pass" not in shown.stdout + shown.stderr
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"run.yaml", "metrics.jsonl"} <= {path.name for path in files}
+    assert "hunter2pass" not in done.stdout + done.stderr
+    for path in files:
+        assert b"hunter2pass" not in path.read_bytes() and "hunter2pass" not in str(path)
