@@ -118,6 +118,9 @@ def unknown_key(path: str, place: Place, candidates: Iterable[str]) -> UnknownKe
     if siblings:
         sentence += f" It belongs to {_either(siblings)}."
     near = _nearest(path, own) or ([] if siblings else _nearest(path, candidates))
+    if path in near:
+        above, _, last = path.rpartition(".")
+        return UnknownKeyError(f"{path} is one name with dots here. Write {last} under {above}, indented.")
     if near:
         return UnknownKeyError(f"{sentence} Did you mean {_either(near)}?")
     return UnknownKeyError(f"{sentence} The options there are {', '.join(own) or 'none'}.")
@@ -229,7 +232,7 @@ def _nearest(path: str, candidates: Iterable[str]) -> list[str]:
         # Under one parent the shared beginning says nothing.
         return by_name if path.rpartition(".")[0] == candidate.rpartition(".")[0] else max(by_name, whole)
 
-    scored = sorted((-closeness(candidate), candidate) for candidate in candidates)
+    scored = sorted((-closeness(candidate), candidate) for candidate in set(candidates))
     return [candidate for score, candidate in scored if -score >= _CLOSE and score - scored[0][0] <= _AS_CLOSE][:3]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from inspect import isabstract
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -99,6 +100,9 @@ class Options:
             raise PlugInError(
                 f"The plug-in '{spec}' must be a Config, so that its options can be set. Derive it from Config."
             )
+        if isabstract(kind):
+            owed = ", ".join(sorted(kind.__abstractmethods__))
+            raise PlugInError(f"The plug-in '{spec}' is not finished: it owes {owed}. Write that, or name a subclass.")
         if "name" in kind.model_fields:
             raise PlugInError(
                 f"The plug-in '{spec}' has a field called name, which is how it is chosen. Rename that field."

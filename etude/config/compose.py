@@ -32,7 +32,7 @@ from pydantic import BaseModel, ValidationError
 from etude.config.check import problem, told_together
 from etude.config.override import read
 from etude.config.plan import ROOT, Plan
-from etude.config.secrets import mask_text
+from etude.config.secrets import MASK, mask_text
 from etude.config.tree import join
 from etude.errors import ConfigError, UnknownKeyError
 
@@ -231,13 +231,22 @@ def _read_file(file: Path) -> dict[str, Any]:
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         told = _without_quotes(str(error.problem), text)
         raise ConfigError(f"{file}{where} is not YAML: {told}. Correct the file there.") from None
+    except RecursionError:
+        raise ConfigError(f"{file} holds itself: an alias in it leads back to where it stands. Write it out.") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         if isinstance(error, GrammarParseError):
             _refuse_broken_references(_items(yaml.safe_load(text)), f" It is set in {file}.")
         told = _without_quotes(str(error).splitlines()[0], text)
         raise ConfigError(f"{file} is not YAML that can be used: {told}. Correct the file.") from None
     assert isinstance(tree, dict)
-    return {str(key): value for key, value in tree.items()}
+    named = {str(key): value for key, value in tree.items()}
+    for key, value in _items(named):
+        if value == MASK:
+            raise ConfigError(
+                f"{key} is {MASK} in {file}: it was masked when the file was written. Give it again there, or by "
+                f"{key}='${{oc.env:NAME}}' in the file, where NAME is a variable of the environment."
+            )
+    return named
 
 
 def _without_quotes(told: str, text: str) -> str:

@@ -85,11 +85,11 @@ class Screen:
         box = SIMPLE_HEAD if self._blocks is BLOCKS else ASCII2
         table = Table(box=box, pad_edge=False, header_style="dim")
         names = max(len(entry.name) for entry in self._entries)
-        wide = max(12, min(WIDEST, self._console.width - names - 40))
+        wide = max(8, min(WIDEST, self._console.width - min(names, 20) - 40))
         table.add_column("trained by", no_wrap=True, overflow="ellipsis")
-        table.add_column("J, step by step", min_width=wide, no_wrap=True, overflow="ellipsis")
-        for title in ("J", "gained", "time"):
-            table.add_column(title, justify="right", no_wrap=True)
+        table.add_column("J, step by step", no_wrap=True, overflow="crop")
+        for title, figures in (("J", 13), ("gained", 6), ("time", 6)):  # on a narrow screen the others give way
+            table.add_column(title, justify="right", no_wrap=True, min_width=figures)
         for entry in self._entries:
             if entry.curve or entry.refused:
                 table.add_row(Text(entry.name), *self._cells(entry, wide))

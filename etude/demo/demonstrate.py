@@ -64,7 +64,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _introduce(console: Console, run: DemoRun, compared: Sequence[Entry]) -> None:
-    what = "each loss in turn" if len(compared) > 1 else "one run"
+    what = f"{len(compared)} runs, one after another" if len(compared) > 1 else "one run"
     lines = [
         "Two prompts, three tokens, thirty answers: a world in which the expected reward J is known exactly.",
         f"A table of logits learns in it from sampled answers, {what}: {run.steps} steps of "

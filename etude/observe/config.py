@@ -36,8 +36,8 @@ class MlflowConfig(BaseModel):
     enabled: bool = Field(default=False, description="log to MLflow")
     uri: str | None = Field(
         default=None,
-        description="tracking URI (http://…, sqlite:///…, file:///…); by default, the folder `mlruns` of the run "
-        "directory (MLflow shows such a folder when MLFLOW_ALLOW_FILE_STORE=true is set)",
+        description="tracking URI (http://…, file:///…; sqlite:///… where all of mlflow is installed); by default, the "
+        "folder `mlruns` of the run directory (MLflow shows such a folder when MLFLOW_ALLOW_FILE_STORE=true is set)",
     )
     experiment: str = Field(default="etude", min_length=1, description="the MLflow experiment the run belongs to")
 

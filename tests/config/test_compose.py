@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from pydantic import BaseModel, Field
 
 from etude.config import Choice, Config
+from etude.config.choice import Options
 from etude.config.compose import compose
 from etude.errors import ConfigError, PlugInError, UnknownChoiceError, UnknownKeyError
 from tests.config.sample_run import (
@@ -243,6 +244,27 @@ def test_what_an_override_sets_is_not_blamed_on_the_file(tmp_path: Path) -> None
 def test_the_files_part_on_a_choice_not_taken_is_checked_all_the_same(tmp_path: Path) -> None:
     with pytest.raises(UnknownKeyError, match=r"loss\.clip_hihg is not an option of loss=gspo"):
         compose(Run, ["loss=ppo"], file=written(tmp_path, "loss: {name: gspo, clip_hihg: 3}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: &a [*a]", "holds itself: an alias in it leads back to where it stands"),
+        ("api_key: '***'", "api_key is *** in"),
+        ("loss.clip_high: 0.3", "loss.clip_high is one name with dots here. Write clip_high under loss, indented."),
+    ],
+)
+def test_a_file_that_was_meant_otherwise(tmp_path: Path, text: str, sentence: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as told:
+        compose(Run, file=file)
+    assert sentence in str(told.value)
+
+
+def test_a_plug_in_that_is_not_finished_says_what_it_owes() -> None:
+    with pytest.raises(PlugInError, match=r"PolicyLoss' is not finished: it owes terms"):
+        Options(table={}, base=BaseModel, optional=False).resolve("etude.algorithms.base:PolicyLoss")
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
