@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from etude.algorithms.segments import Segments
 from etude.batch import Batch
 from etude.errors import BatchError, MissingColumnError
 
-__all__ = ["Alone", "Outputs", "Ranks", "Unit", "View", "wide"]
+__all__ = ["Alone", "Outputs", "Ranks", "Unit", "View", "places", "wide"]
 
 Unit = Literal["rollout", "turn"]
 """What a per-sequence quantity is taken over."""
@@ -87,7 +88,7 @@ class View:
     @cached_property
     def index(self) -> Tensor:
         """[A] int64: where the action tokens stand in the batch."""
-        return self.batch.action.nonzero()[:, 0]
+        return places(self.batch.action)
 
     @cached_property
     def rollouts(self) -> Segments:
@@ -100,7 +101,7 @@ class View:
         turn, rollout = self.column("turn", by="A quantity over turns"), self.rollouts.index
         begins = torch.ones(len(turn), dtype=torch.bool, device=turn.device)
         begins[1:] = (turn[1:] != turn[:-1]) | (rollout[1:] != rollout[:-1])
-        starts = begins.nonzero()[:, 0]
+        starts = places(begins)
         return Segments(torch.diff(starts, append=starts.new_full((1,), len(turn))))
 
     def units(self, unit: Unit) -> Segments:
@@ -145,3 +146,10 @@ class View:
 def wide(values: Tensor) -> Tensor:
     """Half precision widened to float32, in which all maths is done; wider types as they are."""
     return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+
+
+def places(mask: Tensor) -> Tensor:
+    """[n] bool → the places where it is true, in order."""
+    if mask.device.type == "cpu":  # numpy finds them an order of magnitude faster than torch
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero()[:, 0]

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from etude.algorithms.view import View
+from etude.algorithms.view import View, places
 from etude.errors import RewardError
 
 __all__ = ["Rewards"]
@@ -34,7 +34,7 @@ class Rewards:
         if told is None:
             nothing = torch.zeros(0, dtype=torch.float64, device=batch.device)
             return nothing.long(), nothing
-        at = ((told != 0) & (batch.action | ~told.isnan())).nonzero()[:, 0]
+        at = places((told != 0) & (batch.action | ~told.isnan()))
         amount = told.index_select(0, at).double()
         rollout = torch.searchsorted(batch.unit_tokens, at, right=True) - 1
         place = torch.searchsorted(self.view.index, at, right=True) - 1  # the last action at or before it

@@ -14,7 +14,7 @@ from torch import Tensor
 from etude.algorithms.base import PolicyLoss, log_ratio
 from etude.algorithms.losses.clip import surrogate
 from etude.algorithms.losses.selection import highest, lowest, token_keys
-from etude.algorithms.view import Ranks, View
+from etude.algorithms.view import Ranks, View, places
 from etude.errors import ConfigError
 from etude.observe import Mean, Metrics
 
@@ -77,7 +77,7 @@ class ClipCov(PolicyLoss):
 
     def choose(self, view: View, *, seed: int, step: int) -> Tensor:
         cov, tokens = covariance(view.column("advantage"), view.column("old_logp"), view.ranks)
-        within = ((cov > self.cov_low) & (cov < self.cov_high)).nonzero()[:, 0]
+        within = places((cov > self.cov_low) & (cov < self.cov_high))
         keys = token_keys(view, within, seed=seed, step=step)
         chosen = torch.zeros_like(cov, dtype=torch.bool)
         chosen[within] = lowest(keys, quota(self.share, tokens), view.ranks)

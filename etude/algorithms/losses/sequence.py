@@ -12,7 +12,7 @@ from etude.algorithms.base import CLAMP, PolicyLoss, log_ratio
 from etude.algorithms.losses.clip import surrogate
 from etude.algorithms.reduce import Reduction
 from etude.algorithms.segments import Segments
-from etude.algorithms.view import View
+from etude.algorithms.view import View, places
 from etude.errors import BatchError, ConfigError
 from etude.observe import Max, Mean, Metrics
 
@@ -121,7 +121,7 @@ class GMPO(PolicyLoss):
         return loss, Metrics({"clip_share": Mean.over(cut.count_nonzero(), len(cut))})
 
     def _refuse_several_advantages(self, advantage: Tensor, units: Segments, view: View) -> None:
-        after = (advantage[1:] != advantage[:-1]).nonzero()[:, 0] + 1
+        after = places(advantage[1:] != advantage[:-1]) + 1
         inside = after[~torch.isin(after, units.offsets)]
         if len(inside):
             at = int(inside[0])

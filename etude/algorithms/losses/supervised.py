@@ -8,7 +8,7 @@ from torch import Tensor
 
 from etude.algorithms.base import Loss, LossValue, TokenLoss
 from etude.algorithms.reduce import Denominators
-from etude.algorithms.view import View, wide
+from etude.algorithms.view import View, places, wide
 from etude.observe import Mean, Metrics
 
 __all__ = ["SFT", "Echo", "Value", "value_error"]
@@ -84,7 +84,7 @@ class Echo(Loss):
 
     def __call__(self, view: View, whole: Denominators) -> LossValue:
         seen = view.batch.need("observation", by="ECHO") & ~view.batch.action
-        logp = wide(view.forward("logp", by="ECHO").index_select(0, seen.nonzero()[:, 0]))
+        logp = wide(view.forward("logp", by="ECHO").index_select(0, places(seen)))
         total = -logp.sum()
         return LossValue(
             total / max(whole.observations, 1), Metrics({"echo_nll": Mean.over(total.detach(), len(logp))})
