@@ -15,10 +15,14 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # `default` derives its examples from the tests, not from the day, so that a failure is the change's; the same selection
 # of tests draws the same examples, and another one may draw others. `soak` draws new ones each time, and more of them.
 # Chosen with --hypothesis-profile.
-SOAK_FACTOR = 10
+EXAMPLES, SOAK_FACTOR = 25, 10
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)  # explaining can take minutes
-settings.register_profile("default", max_examples=25, derandomize=True, deadline=None, database=None, phases=PHASES)
-settings.register_profile("soak", derandomize=False, deadline=None, print_blob=True, phases=PHASES)
+settings.register_profile(
+    "default", max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, phases=PHASES
+)
+settings.register_profile(
+    "soak", max_examples=EXAMPLES, derandomize=False, deadline=None, print_blob=True, phases=PHASES
+)
 settings.load_profile("default")
 
 
