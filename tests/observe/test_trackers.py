@@ -6,8 +6,11 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +60,17 @@ def framed(data: bytes) -> Iterator[bytes]:
         at += length + 16
 
 
+def finished(file: Path, parse: Callable[[bytes], Any]) -> list[Any]:
+    """The records of a W&B file once its own process has written the last of them, which is not when the run ends."""
+    for _ in range(300):
+        with suppress(Exception):  # cut off anywhere, the bytes of a record mean anything
+            entries = [parse(payload) for payload in leveldb_log(file.read_bytes())]
+            if any(entry.HasField("exit") for entry in entries):
+                return entries
+        time.sleep(0.1)
+    raise AssertionError(f"W&B did not finish {file} within half a minute")
+
+
 def test_an_offline_wandb_run_keeps_its_history(tmp_path: Path) -> None:
     require("wandb")
     from wandb.proto.wandb_internal_pb2 import Record
@@ -66,8 +80,7 @@ def test_an_offline_wandb_run_keeps_its_history(tmp_path: Path) -> None:
     history: list[dict[str, float]] = []
     config: dict[str, object] = {}
     names: set[str] = set()
-    for payload in leveldb_log(file.read_bytes()):
-        entry = Record.FromString(payload)
+    for entry in finished(file, Record.FromString):
         if entry.HasField("history"):
             row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in entry.history.item}
             history.append(
