@@ -15,6 +15,7 @@ from typing import Annotated
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from etude.algorithms.advantages import ADVANTAGES
 from etude.algorithms.advantages.group import GRPO, MaxRL
@@ -137,12 +138,14 @@ class Algorithm(Config):
         In this order: penalties change the reward, the advantage compares whole groups, only then are tokens weighed
         and rejected, and selections are made over what the batch holds.
         """
-        ranks, metrics = ranks or Alone(), Metrics()
+        ranks, metrics, view = ranks or Alone(), Metrics(), View(batch)
         for name in sorted(self.needs()):
-            batch.need(name, by="This algorithm")
-        self._refuse_non_finite(View(batch))
+            column = batch.need(name, by="This algorithm")
+            # A token reward may stand on context too, and is checked where it is read.
+            if name != "token_reward" and COLUMNS.get(name) is Kind.TOKEN and column.is_floating_point():
+                _refuse_non_finite(view, name, view.column(name))
         if batch.reward is not None:
-            metrics.merge(compared(Rewards(View(batch)).total, batch.group))
+            metrics.merge(compared(Rewards(view).total, batch.group))
         if self.correction.policies == "two":
             batch = batch.replace(old_logp=batch.need("behavior_logp"))
         if self.overlong is not None:
@@ -158,6 +161,7 @@ class Algorithm(Config):
                 f"The advantage {type(self.advantage).__qualname__} returned a tensor of shape "
                 f"{tuple(found.advantage.shape)}; it owes one number for each of the {len(view.index)} action tokens."
             )
+        _refuse_non_finite(view, "advantage", found.advantage)
         metrics.merge(found.metrics)
         batch = batch.replace(advantage=view.spread(found.advantage))
         if found.returns is not None:
@@ -169,21 +173,6 @@ class Algorithm(Config):
         if chosen is not None:
             batch = batch.replace(chosen=view.spread(chosen, fill=False))
         return Estimated(batch, state, found.state or following, metrics)
-
-    def _refuse_non_finite(self, view: View) -> None:
-        """No number that is read of an action token may be NaN or infinite: it would pass through every mask."""
-        for name in sorted(self.needs() - {"token_reward"}):
-            column = view.batch.need(name)
-            if COLUMNS.get(name) is Kind.TOKEN and column.is_floating_point():
-                bad = ~torch.isfinite(view.column(name))
-                if bool(bad.any()):
-                    at = int(bad.nonzero()[0])
-                    rollout = int(view.rollouts.holding(torch.tensor([at], device=bad.device)))
-                    raise BatchError(
-                        f"The column `{name}` is {float(view.column(name)[at])} at action token "
-                        f"{at - int(view.rollouts.offsets[rollout])} of rollout {view.batch.name_of(rollout)}; it must "
-                        f"be finite. Look at what computed it, or leave the rollout out."
-                    )
 
     def _weighed(self, view: View, metrics: Metrics) -> Batch:
         """The batch with `weight` and `keep`: what corrections, truncation and the entropy mask make of each token."""
@@ -236,3 +225,16 @@ class Algorithm(Config):
         metrics.add("sequence_mask_share", Mean.over((~kept).sum(), len(kept)))
         batch = view.batch
         return View(batch.replace(keep=batch.need("keep") & view.spread(kept, fill=False)), view.outputs)
+
+
+def _refuse_non_finite(view: View, name: str, values: Tensor) -> None:
+    """No number of an action token may be NaN or infinite: it would pass through every mask."""
+    bad = ~torch.isfinite(values)
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        rollout = int(view.rollouts.holding(torch.tensor([at], device=bad.device)))
+        raise BatchError(
+            f"The column `{name}` is {float(values[at])} at action token {at - int(view.rollouts.offsets[rollout])} of "
+            f"rollout {view.batch.name_of(rollout)}; it must be finite. Look at what computed it, or leave the rollout "
+            f"out."
+        )

@@ -149,3 +149,13 @@ class Run(Config):
         if value % 2:
             raise ValueError("must be even.")
         return value
+
+
+PLUG_IN = "tests.config.sample_run:MyLoss"
+
+
+def written(folder: Path, text: str) -> Path:
+    """A configuration file that holds this text."""
+    file = folder / "mine.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file

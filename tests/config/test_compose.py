@@ -23,6 +23,7 @@ from tests.config.sample_run import (
     K1,
     K3,
     LOSSES,
+    PLUG_IN,
     PPO,
     Adaptive,
     Loss,
@@ -32,15 +33,8 @@ from tests.config.sample_run import (
     Reward,
     Run,
     Schedule,
+    written,
 )
-
-PLUG_IN = "tests.config.sample_run:MyLoss"
-
-
-def written(folder: Path, text: str) -> Path:
-    file = folder / "mine.yaml"
-    file.write_text(text, encoding="utf-8")
-    return file
 
 
 def test_nothing_asked_for_is_the_defaults() -> None:

@@ -20,6 +20,7 @@ from tests.config.sample_run import (
     K1,
     K3,
     LOSSES,
+    PLUG_IN,
     PPO,
     Adaptive,
     Controller,
@@ -27,15 +28,8 @@ from tests.config.sample_run import (
     MyLoss,
     Reward,
     Run,
+    written,
 )
-
-PLUG_IN = "tests.config.sample_run:MyLoss"
-
-
-def written(folder: Path, text: str) -> Path:
-    file = folder / "mine.yaml"
-    file.write_text(text, encoding="utf-8")
-    return file
 
 
 def test_a_sweep_runs_every_combination_in_its_own_directory(tmp_path: Path) -> None:

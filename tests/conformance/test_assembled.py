@@ -103,6 +103,15 @@ def test_a_number_that_is_read_and_is_not_finite_names_its_rollout(bad: float) -
     Algorithm(loss=LOSSES["gpg"]()).estimate(batch.replace(old_logp=None), State())
 
 
+def test_an_advantage_that_is_not_finite_names_its_rollout() -> None:
+    batch = fixture(2)
+    cut = torch.ones(batch.rollouts, dtype=torch.bool)
+    worth = torch.full((batch.rollouts,), float("nan"), dtype=torch.float64)
+    gae = Algorithm(advantage=ADVANTAGES["gae"](bootstrap_truncated=True))
+    with pytest.raises(BatchError, match=r"`advantage` is nan at action token \d+ of rollout \d+"):
+        gae.estimate(batch.replace(truncated=cut, final_value=worth), State())
+
+
 def test_an_infinite_reward_paid_on_tool_output_names_its_rollout() -> None:
     batch = fixture(2)
     act = next(int(t) for t in batch.action.nonzero()[:, 0] if not bool(batch.action[t + 1]))

@@ -153,7 +153,8 @@ class OptimalTokenBaseline(Advantage):
     reward to go, undiscounted. Assumes that tokens equally far into a group's rollouts are alike. The baseline includes
     the rollout itself, so it is biased. A rollout that has ended leaves both sums; beyond the end of the second-longest
     there is nobody to compare with and the baseline is 0, so that equal rewards give 0 except on that tail.
-    Ours: t counts action tokens only; sums are in float64.
+    Ours: t counts action tokens only; 1 − 2π + Σπ² is summed as (1 − π)² + Σπ² − π², which does not cancel where the
+    policy is sure; the sums over a group are in float64.
     """
 
     def needs(self) -> frozenset[str]:
