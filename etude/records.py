@@ -36,11 +36,12 @@ __all__ = [
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
-def _frozen(values: ArrayLike, dtype: type[np.generic], name: str) -> NDArray[Any]:
-    """One read-only, one-dimensional array of the record's dtype; other shapes and lossy casts are refused."""
+def _frozen(values: ArrayLike, dtype: type[np.generic], name: str, dimensions: int = 1) -> NDArray[Any]:
+    """One read-only array of the record's dtype and dimensions; other shapes and lossy casts are refused."""
     array = np.asarray(values)
-    if array.ndim != 1:
-        raise ValueError(f"{name} must be one-dimensional; an array of shape {array.shape} was given.")
+    if array.ndim != dimensions:
+        wanted = {1: "one-dimensional", 2: "two-dimensional"}[dimensions]
+        raise ValueError(f"{name} must be {wanted}; an array of shape {array.shape} was given.")
     if array.size and not np.can_cast(array.dtype, dtype, casting="same_kind"):
         raise ValueError(
             f"{name} must be {np.dtype(dtype).name}; {array.dtype.name} cannot be cast to it without loss."
@@ -160,14 +161,33 @@ class Completion(_Record):
     finish: str
     """`stop`, `length` or `abort`."""
     text: str = ""
+    raw_logp: NDArray[np.float32] | None = None
+    """[T] under the model's own distribution: temperature 1, nothing cut off, penalised or biased."""
+    top_ids: NDArray[np.int32] | None = None
+    """[T, k]: the likeliest tokens, where `SamplingParams.top_logprobs` asked for them."""
+    top_logp: NDArray[np.float32] | None = None
+    """[T, k]: their log-probs at the sampling temperature, before anything was cut off."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", _frozen(self.ids, np.int32, "Completion.ids"))
-        object.__setattr__(self, "logp", _frozen(self.logp, np.float32, "Completion.logp"))
-        object.__setattr__(self, "version", _frozen(self.version, np.int32, "Completion.version"))
-        _same_length("Completion", ids=self.ids, logp=self.logp, version=self.version)
+        columns = {}
+        for name, (dtype, dimensions) in _COMPLETION_COLUMNS.items():
+            values = getattr(self, name)
+            if values is not None:
+                columns[name] = _frozen(values, dtype, f"Completion.{name}", dimensions)
+                object.__setattr__(self, name, columns[name])
+        _same_length("Completion", **columns)
         if self.finish not in FINISHES:
             raise ValueError(f"Completion.finish must be one of {', '.join(FINISHES)}; '{self.finish}' was given.")
+
+
+_COMPLETION_COLUMNS: dict[str, tuple[type[np.generic], int]] = {
+    "ids": (np.int32, 1),
+    "logp": (np.float32, 1),
+    "version": (np.int32, 1),
+    "raw_logp": (np.float32, 1),
+    "top_ids": (np.int32, 2),
+    "top_logp": (np.float32, 2),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -65,9 +65,9 @@ class Job(Generic[R, T]):
     """What the task returned."""
 
 
-def compose(root: type[R], overrides: Sequence[str] = (), *, file: Path | None = None) -> R:
-    """The run that defaults, `file` and `overrides` ask for, each over the one before."""
-    composer = _Composer(root, overrides, file)
+def compose(root: type[R], overrides: Sequence[str] = (), *, file: Path | None = None, preset: Path | None = None) -> R:
+    """The run that defaults, `preset`, `file` and `overrides` ask for, each over the one before."""
+    composer = _Composer(root, overrides, (preset, file))
     for each in composer.asked:
         if each.is_hydra:
             raise ConfigError(
@@ -82,14 +82,20 @@ def compose(root: type[R], overrides: Sequence[str] = (), *, file: Path | None =
 
 
 def multirun(
-    root: type[R], overrides: Sequence[str], task: Callable[[R], T], *, file: Path | None = None, directory: Path
+    root: type[R],
+    overrides: Sequence[str],
+    task: Callable[[R], T],
+    *,
+    file: Path | None = None,
+    preset: Path | None = None,
+    directory: Path,
 ) -> list[Job[R, T]]:
     """Run `task` once for each combination that the overrides sweep over, each job in its own part of `directory`.
 
     Every job is composed and validated before the first one starts. A task that fails does not stop the others;
     what it raised is raised at the end, as itself, or as a group where several failed.
     """
-    composer = _Composer(root, overrides, file)
+    composer = _Composer(root, overrides, (preset, file))
     for each in composer.asked:
         if _OURS.match(each.path):
             raise ConfigError(
@@ -141,14 +147,18 @@ class _Turn:
 class _Composer(Generic[R]):
     """One request, read and ready to compose once or as a sweep."""
 
-    def __init__(self, root: type[R], overrides: Sequence[str], file: Path | None) -> None:
+    def __init__(self, root: type[R], overrides: Sequence[str], files: Sequence[Path | None]) -> None:
         self._root = root
         self.asked = [read(text, example=next(iter(root.model_fields), "key")) for text in overrides]
         self._hydra = [text for text, each in zip(overrides, self.asked, strict=True) if each.is_hydra]
         own = [each for each in self.asked if not each.is_hydra]
-        given = {} if file is None else _read_file(file)
-        self._plan = Plan(root, own, given, str(file))
-        self._origins = {path: str(file) for path, _ in _items(given)}
+        given: dict[str, Any] = {}
+        self._origins: dict[str, str] = {}
+        for file in filter(None, files):
+            tree = _read_file(file)
+            given = _over(given, tree)
+            self._origins |= {path: str(file) for path, _ in _items(tree)}
+        self._plan = Plan(root, own, given, " over ".join(str(file) for file in reversed(files) if file is not None))
         for each in own:
             self._origins.pop(each.path, None)
         _refuse_broken_references((each.path, value) for each in own for value in each.values)
@@ -247,6 +257,17 @@ def _read_file(file: Path) -> dict[str, Any]:
                 f"{key}='${{oc.env:NAME}}' in the file, where NAME is a variable of the environment."
             )
     return named
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """One file's tree over another's. A choice that both make differently takes the options of the lower one away."""
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        if isinstance(under, Mapping) and isinstance(value, Mapping) and value.get("name") in (None, under.get("name")):
+            value = _over(under, value)
+        merged[key] = value
+    return merged
 
 
 def _without_quotes(told: str, text: str) -> str:

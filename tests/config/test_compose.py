@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 from etude.config import Choice, Config
 from etude.config.choice import Options
 from etude.config.compose import compose
+from etude.demo.algorithms import DemoRun
 from etude.errors import ConfigError, PlugInError, UnknownChoiceError, UnknownKeyError
 from tests.config.sample_run import (
     GSPO,
@@ -360,3 +361,13 @@ def test_what_a_reader_of_yaml_quotes_is_not_told_from_a_file_with_secrets(tmp_p
     with pytest.raises(ConfigError, match=r"mine\.yaml, line \d, column \d+ is not YAML: .*'\*\*\*'") as caught:
         compose(Run, file=written(tmp_path, text))
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_file_goes_over_a_preset_and_its_choices_take_their_options_along(tmp_path: Path) -> None:
+    preset, file = tmp_path / "preset.yaml", tmp_path / "mine.yaml"
+    preset.write_text("seed: 3\nsteps: 7\nloss: {name: ppo, clip_high: 0.3}\n")
+    file.write_text("steps: 8\nloss: {name: gspo, clip_high: 0.01}\n")
+    run = compose(DemoRun, ["noise=0.5"], file=file, preset=preset)
+    assert (run.seed, run.steps, run.noise) == (3, 8, 0.5)
+    assert type(run.loss).__name__ == "GSPO"
+    assert compose(DemoRun, preset=preset).steps == 7
