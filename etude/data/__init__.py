@@ -1,0 +1,30 @@
+"""Data: rows of files as tasks, their order, and what came of them as batches for a trainer.
+
+    files.py       files, directories and iterables → rows, in Arrow memory
+    prompts.py     prompts as files write them → messages
+    dataset.py     rows → tasks
+    sampler.py     in which order rows are asked
+    adapt.py       turns → rows to train on
+    collate.py     rows to train on → a batch
+    pack.py        a batch → micro-batches within a budget, and the tree in which a shared prompt stands once
+    balance.py     costs → parts of about the same cost
+
+What works on samples and batches is imported from its own file; `collate` and `pack` load torch.
+"""
+
+from __future__ import annotations
+
+from etude.data.config import Data
+from etude.data.dataset import Columns, Dataset
+from etude.data.prompts import spoken
+from etude.data.sampler import SAMPLERS, Order, Sampler
+
+__all__ = [
+    "SAMPLERS",
+    "Columns",
+    "Data",
+    "Dataset",
+    "Order",
+    "Sampler",
+    "spoken",
+]

@@ -1,0 +1,80 @@
+"""Turns into rows: what the endpoint recorded, as token sequences to train on.
+
+A turn whose prompt begins with all that came before it goes on in the same row, so that a long conversation is one row
+and every action token in it counts once. Where the history was rewritten, a new row begins, with the whole prompt as
+its context. Ids are only ever compared and joined, never decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.records import Sample, Turn
+
+__all__ = ["samples"]
+
+
+def samples(turns: Sequence[Turn], rollout: int) -> list[Sample]:
+    """The rows of one attempt, in the order in which its turns happened.
+
+    A turn's reward stands at its last action token. A turn that said nothing has none: its reward stands at the last
+    action before it, the newest one that could have earned it, and where there is none it trains nothing.
+    """
+    rows: list[_Row] = []
+    for turn in turns:
+        if not rows or not rows[-1].goes_on(turn):
+            rows.append(_Row(turn.model))
+        rows[-1].add(turn)
+        if turn.reward is not None:
+            acted = next((row for row in reversed(rows) if row.last_action >= 0), None)
+            if acted is not None:
+                acted.rewards[acted.last_action] = acted.rewards.get(acted.last_action, 0.0) + turn.reward
+    return [row.sample(rollout) for row in rows]
+
+
+@dataclass
+class _Row:
+    """A row as it grows: for each stretch of context or action, its columns."""
+
+    model: str
+    length: int = 0
+    last_action: int = -1
+    stretches: list[dict[str, NDArray[Any]]] = field(default_factory=list)
+    rewards: dict[int, float] = field(default_factory=dict)
+
+    def goes_on(self, turn: Turn) -> bool:
+        """Whether a turn's prompt begins with all of this row."""
+        if turn.model != self.model or len(turn.prompt) < self.length:
+            return False
+        ids = np.concatenate([stretch["ids"] for stretch in self.stretches])
+        return np.array_equal(turn.prompt[: self.length], ids)
+
+    def add(self, turn: Turn) -> None:
+        """What is new in the prompt, then what was said."""
+        told = turn.prompt[self.length :]
+        said = turn.completion
+        self._stretch(told, False, np.full(len(told), np.nan), np.full(len(told), -1), -1)
+        self._stretch(said.ids, True, said.logp, said.version, turn.index)
+        if len(said.ids):
+            self.last_action = self.length - 1
+
+    def _stretch(
+        self, ids: NDArray[np.int32], action: bool, logp: NDArray[Any], version: NDArray[Any], turn: int
+    ) -> None:
+        columns = {"ids": ids, "logp": logp, "version": version}
+        self.stretches.append(columns | {"action": np.full(len(ids), action), "turn": np.full(len(ids), turn)})
+        self.length += len(ids)
+
+    def sample(self, rollout: int) -> Sample:
+        """The row as a record."""
+        reward = None
+        if self.rewards:
+            reward = np.zeros(self.length)
+            reward[list(self.rewards)] = list(self.rewards.values())
+        columns = {name: np.concatenate([each[name] for each in self.stretches]) for name in self.stretches[0]}
+        return Sample(**columns, rollout=rollout, model=self.model, reward=reward)

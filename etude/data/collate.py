@@ -1,0 +1,27 @@
+"""Samples and the rollouts they are rows of, as one batch for a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from etude.batch import Batch
+from etude.records import Rollout, Sample
+
+__all__ = ["collate"]
+
+
+def collate(samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> Batch:
+    """The batch of these rollouts, in their order, those without a row included.
+
+    Beside what the records hold it has two columns. `metric` is the reward as it was given, so that what is later added
+    to the reward (a penalty, a KL term) does not change which groups can teach. `observation` marks what a row was told
+    after its first action: tool output, another player's words, and the template around them.
+    """
+    batch = Batch.from_records(samples, rollouts)
+    assert batch.reward is not None
+    acted = batch.action.long().cumsum(0)
+    before = torch.cat([acted.new_zeros(1), acted])[batch.offsets[:-1]]  # [R]: actions before the row
+    within = acted - torch.repeat_interleave(before, batch.offsets[1:] - batch.offsets[:-1])
+    return batch.replace(metric=batch.reward, observation=~batch.action & (within > 0))

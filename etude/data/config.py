@@ -1,0 +1,30 @@
+"""What a run is told of its data."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from etude.config import Choice, Config
+from etude.data.dataset import Columns, Overlong
+from etude.data.sampler import SAMPLERS, Sampler, Shuffled
+
+__all__ = ["Data"]
+
+
+class Data(Config):
+    """Where tasks come from, and in which order they are asked."""
+
+    train: tuple[str, ...] = Field((), description="files of tasks, or `module:Name`; several are joined in this order")
+    val: tuple[str, ...] = Field((), description="the same for evaluation; empty evaluates nothing")
+    columns: Columns = Field(Columns(), description="which columns of the files mean what")
+    max_prompt: int = Field(1024, ge=1, description="longest prompt in tokens, the chat template's own among them")
+    overlong: Overlong = Field("filter", description="longer prompts: leave out, cut at the beginning, or stop")
+    sampler: Annotated[Sampler, Choice(SAMPLERS)] = Field(Shuffled(), description="in which order rows are asked")
+
+    def cut(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """A prompt's ids as they are asked: where `overlong` is `truncate`, at most the last `max_prompt` of them."""
+        return ids[-self.max_prompt :] if self.overlong == "truncate" else ids

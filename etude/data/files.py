@@ -1,0 +1,264 @@
+"""Files, directories and iterables as rows, each made on demand: what is held is Arrow memory, not Python objects.
+
+Parquet, CSV and `datasets` directories are Arrow tables; a directory is mapped and not read. CSV has no types, so every
+column of one is text. JSON rows need not be alike and are kept as the text they are, so that nothing about them is
+guessed: "2024-01-01" stays text, a key that one row lacks does not turn up in it as null.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import UUID
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+
+from etude.errors import ConfigError, DataError
+
+__all__ = ["READERS", "JsonRows", "Rows", "TableRows", "lookup", "names", "read", "rows_of"]
+
+CHUNK = 65_536
+
+
+class Rows(Protocol):
+    """The rows of one file."""
+
+    name: str
+    """What an error calls it."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> dict[str, Any]:
+        """One row, as plain data."""
+        ...
+
+    def values(self, path: str, start: int, stop: int) -> list[Any]:
+        """A column of some rows, by its dotted path; None where a row has none."""
+        ...
+
+
+class TableRows:
+    """Rows of an Arrow table."""
+
+    def __init__(self, name: str, table: pa.Table) -> None:
+        self.name, self._table = name, table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """One row, as plain data."""
+        (row,) = self._table.slice(index, 1).to_pylist(maps_as_pydicts="strict")
+        return {key: self._plain(value, key, index) for key, value in row.items()}
+
+    def values(self, path: str, start: int, stop: int) -> list[Any]:
+        """A column of some rows, read without the others."""
+        top, *rest = [path] if path in self._table.column_names else path.split(".")
+        if top not in self._table.column_names:
+            return [None] * (stop - start)
+        column = self._table.column(top).slice(start, stop - start)
+        for name in rest:
+            if not pa.types.is_struct(column.type) or column.type.get_field_index(name) < 0:
+                return [None] * (stop - start)
+            column = pc.struct_field(column, name)
+        values = column.to_pylist(maps_as_pydicts="strict")
+        return [self._plain(value, path, start + i) for i, value in enumerate(values)]
+
+    def _plain(self, value: Any, column: str, index: int) -> Any:
+        """Dates and decimals as text; bytes have no place in a task."""
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list):
+            return [self._plain(item, column, index) for item in value]
+        if isinstance(value, dict):
+            return {key: self._plain(item, column, index) for key, item in value.items()}
+        try:
+            return _as_json(value)
+        except TypeError:
+            raise DataError(
+                f"{self.name}, row {index} has {type(value).__name__} in the column `{column}`; tasks carry text, "
+                f"numbers, lists and mappings. Leave the column out of the file, or write it as text."
+            ) from None
+
+
+class JsonRows:
+    """Rows kept as JSON text."""
+
+    def __init__(self, name: str, texts: pa.ChunkedArray) -> None:
+        self.name, self._texts = name, texts
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """One row, as plain data."""
+        row: dict[str, Any] = json.loads(self._texts[index].as_py())
+        return row
+
+    def values(self, path: str, start: int, stop: int) -> list[Any]:
+        """A column of some rows."""
+        texts = self._texts.slice(start, stop - start).to_pylist()
+        return [lookup(json.loads(text), path) for text in texts]
+
+
+def lookup(row: Mapping[str, Any], path: str) -> Any:
+    """The value at a column's name, or at a dotted path into columns that hold mappings; None where there is none."""
+    if path in row:
+        return row[path]
+    found: Any = row
+    for key in path.split("."):
+        if not isinstance(found, Mapping) or key not in found:
+            return None
+        found = found[key]
+    return found
+
+
+def names(row: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Every dotted path of a row."""
+    for key, value in row.items():
+        yield above + key
+        if isinstance(value, Mapping):
+            yield from names(value, f"{above}{key}.")
+
+
+def read(path: Path) -> Rows:
+    """The rows of a file, by its suffix, or of a directory that `datasets` saved."""
+    if path.is_dir():
+        return _saved(path)
+    if not path.exists():
+        raise ConfigError(f"The data `{path}` was asked for, and there is no such file (in {Path.cwd()}).")
+    if path.suffix not in READERS:
+        raise ConfigError(
+            f"The data `{path}` was asked for, and a file that ends in `{path.suffix}` cannot be read. "
+            f"What can: {', '.join(READERS)}, and a directory written by `save_to_disk`."
+        )
+    try:
+        return READERS[path.suffix](path)
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as {path.suffix}: {error}. Write the file anew.") from error
+
+
+def rows_of(items: Iterable[Any], name: str) -> Rows:
+    """The rows of a Python iterable of mappings, which is read once, to its end."""
+
+    def texts() -> Iterator[str]:
+        for index, row in enumerate(items):
+            if not isinstance(row, Mapping):
+                raise DataError(
+                    f"{name}, row {index} is a {type(row).__name__}; each row must be a mapping from column names."
+                )
+            try:
+                yield json.dumps(dict(row), ensure_ascii=False, default=_as_json)
+            except (TypeError, ValueError) as error:
+                raise DataError(
+                    f"{name}, row {index} cannot be written as JSON: {error}. Tasks carry text, numbers, lists and "
+                    f"mappings: leave other columns out."
+                ) from error
+
+    return JsonRows(name, _packed(texts()))
+
+
+def _as_json(value: Any) -> Any:
+    """The values that Arrow, NumPy and Python have and JSON has not."""
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal | UUID | timedelta):
+        return str(value)
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"it holds a {type(value).__name__}")
+
+
+def _packed(texts: Iterable[str]) -> pa.ChunkedArray:
+    """Texts in Arrow memory, a chunk at a time."""
+    chunks: list[pa.Array] = []
+    held: list[str] = []
+    for text in texts:
+        held.append(text)
+        if len(held) == CHUNK:
+            chunks.append(pa.array(held, pa.large_string()))
+            held.clear()
+    return pa.chunked_array([*chunks, pa.array(held, pa.large_string())])
+
+
+# -- the formats ------------------------------------------------------------------------------------------------------
+
+
+def _parquet(path: Path) -> Rows:
+    return TableRows(str(path), pq.read_table(path, memory_map=True))
+
+
+def _csv(path: Path) -> Rows:
+    parsing = pacsv.ParseOptions(newlines_in_values=True)
+    with pacsv.open_csv(path, parse_options=parsing) as reader:
+        columns = reader.schema.names
+    text = pacsv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string()), strings_can_be_null=False)
+    return TableRows(str(path), pacsv.read_csv(path, parse_options=parsing, convert_options=text))
+
+
+def _json_lines(path: Path) -> Rows:
+    def texts() -> Iterator[str]:
+        with path.open(encoding="utf-8-sig", newline="\n") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    _mapping(line, f"{path}, line {number}")
+                    yield line
+
+    return JsonRows(str(path), _packed(texts()))
+
+
+def _json(path: Path) -> Rows:
+    """A list of rows; a file that does not begin like one holds a row on each line, whatever its name."""
+    with path.open(encoding="utf-8-sig") as file:
+        if not file.read(1024).lstrip().startswith("["):
+            return _json_lines(path)
+        file.seek(0)
+        try:
+            rows: Sequence[Any] = json.load(file)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path} is not JSON: {error}. Write the file anew.") from error
+    return rows_of(rows, str(path))
+
+
+def _mapping(text: str, where: str) -> None:
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not JSON: {error}. Each line must hold one row, whole.") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where} holds a {type(row).__name__}; each line must hold a mapping from column names.")
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {
+    ".parquet": _parquet,
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+}
+
+
+def _saved(path: Path) -> Rows:
+    """A directory that `datasets` wrote with `save_to_disk`, mapped into memory."""
+    splits = path / "dataset_dict.json"
+    if splits.exists():
+        there = ", ".join(f"`{path / split}`" for split in json.loads(splits.read_text())["splits"])
+        raise ConfigError(f"The data `{path}` holds several splits. Name the one that is meant: {there}.")
+    if not (path / "state.json").exists():
+        raise ConfigError(
+            f"The data `{path}` is a directory without a `state.json`, so `save_to_disk` did not write it. "
+            f"Name the files in it instead."
+        )
+    files = [path / each["filename"] for each in json.loads((path / "state.json").read_text())["_data_files"]]
+    absent = [file for file in files if not file.exists()]
+    if absent:
+        raise DataError(f"The data `{path}` is not whole: `{absent[0].name}` is missing. Save it again.")
+    tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files]
+    return TableRows(str(path), pa.concat_tables(tables))

@@ -1,0 +1,214 @@
+"""Micro-batches by a budget of tokens, and the tree of segments in which each shared prompt stands once.
+
+Rollouts of a group begin with the same prompt. Kept apart, every row computes it again; in a tree it is computed once
+and its completions hang below it::
+
+    rows      P P P A A     P P P B     P P P C C C          14 tokens
+    tree      P P P ─┬─ A A                                   9 tokens, and the budget counts these
+                     ├─ B
+                     └─ C C C
+
+Two rows share what their contexts, the tokens before their first action, have in common from the first token on. What
+a token's hidden state is depends on the tokens before it alone, so sharing changes no number, only how often it is
+computed; and since only contexts are shared, every action token stands in a segment of its own row.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from etude.batch import Batch, Pack, ranges
+from etude.errors import BatchError
+
+__all__ = ["micro_batches", "tree"]
+
+WIDTH = np.dtype(np.int32).itemsize
+
+
+def tree(batch: Batch) -> Pack:
+    """All rows as segments; rows of one group that begin with the same context share it, at any depth."""
+    rows = _Rows.of(batch)
+    forest = _Forest(rows)
+    for members in rows.by_group:
+        forest.grow(members)
+    starts, lengths, depths = (torch.tensor(column, dtype=torch.int64) for column in forest.columns)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    path = torch.tensor([segment for segments in forest.paths for segment in segments], dtype=torch.int64)
+    place = ranges(offsets[path], lengths[path])  # [T]: where each batch token stands in the pack
+    source = torch.cat([place.new_full((1,), -1), place[:-1]])[: len(place)]
+    first = batch.offsets.cpu()
+    source[first[:-1][first[1:] > first[:-1]]] = -1
+    return Pack(
+        ids=batch.ids[ranges(starts, lengths).to(batch.device)],
+        positions=ranges(depths, lengths).to(batch.device),
+        offsets=offsets.to(batch.device),
+        parent=torch.tensor(forest.parent, dtype=torch.int64, device=batch.device),
+        source=source.to(batch.device),
+    )
+
+
+def micro_batches(batch: Batch, tokens: int, by: str = "rollout") -> list[Batch]:
+    """Batches of whole rollouts (or whole groups) of at most `tokens` packed tokens, a shared context counted once.
+
+    A unit that is larger than the budget by itself stands alone. By `rollout`, a group stays together where it fits, so
+    that its prompt is computed once; a group over the budget is cut between rollouts, and each part has the prompt.
+    """
+    if tokens < 1 or by not in ("rollout", "group"):
+        raise BatchError(
+            f"A batch is cut into micro-batches of 1 or more tokens by `rollout` or `group`; not of {tokens} by `{by}`."
+        )
+    rows = _Rows.of(batch)
+    pieces = [piece for members in _groups(batch) for piece in _pieces(rows, members, tokens, by == "rollout")]
+    bins = _fill(pieces, tokens)
+    return [batch] if len(bins) == 1 else [batch.select(rollouts) for rollouts in bins]
+
+
+# -- the rows of a batch, on the host ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What sharing asks of rows: how long each is, and its context as bytes, which compare and sort at once."""
+
+    starts: list[int]
+    lengths: list[int]
+    contexts: list[bytes]
+    of_unit: list[int]
+    """[U + 1]: rollout u has rows of_unit[u] to of_unit[u + 1]."""
+    by_group: list[list[int]]
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Rows:
+        offsets = batch.offsets.cpu().numpy()
+        ids = np.ascontiguousarray(batch.ids.cpu().numpy(), dtype=np.int32)
+        acts = np.flatnonzero(batch.action.cpu().numpy())
+        after = np.append(acts, batch.tokens)[np.searchsorted(acts, offsets[:-1])]
+        ends = np.minimum(after, offsets[1:]).tolist()
+        starts = offsets[:-1].tolist()
+        groups: dict[int, list[int]] = {}
+        for row, group in enumerate(batch.group[batch.unit].tolist()):
+            groups.setdefault(group, []).append(row)
+        return cls(
+            starts=starts,
+            lengths=np.diff(offsets).tolist(),
+            contexts=[ids[start:end].tobytes() for start, end in zip(starts, ends, strict=True)],
+            of_unit=batch.unit_rows.tolist(),
+            by_group=list(groups.values()),
+        )
+
+
+def _common(a: bytes, b: bytes) -> int:
+    """How many tokens two contexts have in common from the first on."""
+    if a == b:
+        return len(a) // WIDTH
+    shorter = min(len(a), len(b)) // WIDTH
+    differ: NDArray[np.bool_] = np.frombuffer(a, np.int32, shorter) != np.frombuffer(b, np.int32, shorter)
+    return int(differ.argmax()) if differ.any() else shorter
+
+
+# -- the tree ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Forest:
+    """Segments as they are found, parents first, and for each row the segments that it is read along."""
+
+    rows: _Rows
+    parent: list[int] = field(default_factory=list)
+    columns: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))
+    """For each segment: the batch token it begins with, its length, and how many tokens stand above it."""
+    paths: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.paths = [[] for _ in self.rows.lengths]
+
+    def grow(self, members: Sequence[int]) -> None:
+        """Add the rows of a group. In the order of their contexts, rows that share a prefix are neighbours."""
+        contexts = self.rows.contexts
+        order = sorted(members, key=contexts.__getitem__)
+        shared = [0, *(_common(contexts[a], contexts[b]) for a, b in pairwise(order))]
+        todo = [(0, len(order), 0, -1)]  # from, to (of `order`); the tokens and the segment above them
+        while todo:
+            low, high, depth, above = todo.pop()
+            if high - low == 1:
+                self._add(order[low : low + 1], depth, self.rows.lengths[order[low]], above)
+                continue
+            common = min(shared[low + 1 : high])
+            below = self._add(order[low:high], depth, common, above)
+            cuts = [low, *(i for i in range(low + 1, high) if shared[i] == common), high]
+            todo.extend((a, b, common, below) for a, b in reversed(list(pairwise(cuts))))
+
+    def _add(self, members: Sequence[int], depth: int, end: int, above: int) -> int:
+        """Give these rows one segment from token `depth` of theirs to token `end`, unless there is nothing there."""
+        if end == depth:
+            return above
+        segment = len(self.parent)
+        for column, value in zip(self.columns, (self.rows.starts[members[0]] + depth, end - depth, depth), strict=True):
+            column.append(value)
+        self.parent.append(above)
+        for row in members:
+            self.paths[row].append(segment)
+        return segment
+
+
+# -- the micro-batches ------------------------------------------------------------------------------------------------
+
+
+class _Prefixes:
+    """How many tokens a tree of rows has, row by row."""
+
+    def __init__(self) -> None:
+        self.contexts: list[bytes] = []
+
+    def add(self, context: bytes, length: int) -> int:
+        """The tokens that one more row adds: the row that it shares most with is next to it in order."""
+        at = bisect_left(self.contexts, context)
+        shared = max((_common(context, other) for other in self.contexts[max(at - 1, 0) : at + 1]), default=0)
+        if self.contexts[at : at + 1] != [context]:
+            self.contexts.insert(at, context)
+        return length - shared
+
+
+def _groups(batch: Batch) -> list[list[int]]:
+    """The rollouts of each group, those without a row too."""
+    groups: dict[int, list[int]] = {}
+    for rollout, group in enumerate(batch.group.tolist()):
+        groups.setdefault(group, []).append(rollout)
+    return list(groups.values())
+
+
+def _pieces(rows: _Rows, members: Sequence[int], tokens: int, cut: bool) -> list[tuple[int, list[int]]]:
+    """A group as (packed tokens, rollouts): one piece, or where it may be cut, pieces within the budget."""
+    pieces: list[tuple[int, list[int]]] = []
+    size, piece, prefixes = 0, list[int](), _Prefixes()
+    for rollout in members:
+        mine = range(rows.of_unit[rollout], rows.of_unit[rollout + 1])
+        more = sum(prefixes.add(rows.contexts[row], rows.lengths[row]) for row in mine)
+        if cut and piece and size + more > tokens:
+            pieces.append((size, piece))
+            size, piece, prefixes = 0, [], _Prefixes()
+            more = sum(prefixes.add(rows.contexts[row], rows.lengths[row]) for row in mine)
+        size += more
+        piece.append(rollout)
+    return [*pieces, (size, piece)]
+
+
+def _fill(pieces: Sequence[tuple[int, list[int]]], tokens: int) -> list[list[int]]:
+    """The pieces in few bins: the largest first, each into the first bin with room. Rollouts keep their order."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for size, rollouts in sorted(pieces, key=lambda piece: -piece[0]):
+        into = next((i for i, left in enumerate(room) if left >= size), len(bins))
+        if into == len(bins):
+            bins.append([])
+            room.append(tokens)
+        room[into] -= size
+        bins[into] += rollouts
+    return sorted(sorted(rollouts) for rollouts in bins)

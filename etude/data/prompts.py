@@ -1,0 +1,70 @@
+"""Prompts as data files write them, and as the records speak of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etude.errors import DataError
+from etude.records import Message, Part, ToolCall
+
+__all__ = ["plain_prompt", "spoken"]
+
+
+def spoken(prompt: str | Sequence[Mapping[str, Any]]) -> str | tuple[Message, ...]:
+    """A task's prompt as the model is asked it: text as it is, or the messages of a conversation.
+
+    Messages are as OpenAI writes them: `role`, `content` (text, or parts with a `type`), `tool_calls`, `tool_call_id`,
+    `name`, and `reasoning` or `reasoning_content`. Other keys are not shown to the model.
+    """
+    return prompt if isinstance(prompt, str) else tuple(_message(message) for message in prompt)
+
+
+def plain_prompt(value: Any, where: str) -> str | list[dict[str, Any]]:
+    """The prompt of a row, checked; a table's null entries are keys that a message does not have."""
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value:
+        found = repr(value) if value in (None, "", []) else f"a {type(value).__name__}"
+        raise DataError(f"{where} has {found} for a prompt; it must be text, or a list of messages.")
+    for place, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(
+                f"{where} has {message!r} for message {place} of its prompt; a message is a mapping with a `role` and "
+                f"its `content`."
+            )
+    return [_without_nulls(message) for message in value]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _message(message: Mapping[str, Any]) -> Message:
+    content = message.get("content", "")
+    return Message(
+        role=message["role"],
+        content=content if isinstance(content, str) else tuple(_part(part) for part in content),
+        reasoning=message.get("reasoning", message.get("reasoning_content", "")),
+        tool_calls=tuple(_tool_call(call) for call in message.get("tool_calls", ())),
+        tool_call_id=message.get("tool_call_id", ""),
+        name=message.get("name", ""),
+    )
+
+
+def _part(part: Mapping[str, Any]) -> Part:
+    """`{"type": "text", "text": …}`, or `{"type": "image_url", "image_url": {"url": …}}`."""
+    kind = part["type"]
+    held = part.get(kind)
+    url = held["url"] if isinstance(held, Mapping) else part.get("url", "")
+    return Part(kind, text=part.get("text", ""), url=url)
+
+
+def _tool_call(call: Mapping[str, Any]) -> ToolCall:
+    function = call.get("function", call)
+    arguments = function.get("arguments", "{}")
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(call.get("id", ""), function["name"], written)

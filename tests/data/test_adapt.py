@@ -1,0 +1,107 @@
+"""Turns join into rows by their ids alone, and no action token is lost or counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.data.adapt import samples
+from etude.data.collate import collate
+from etude.records import Completion, Rollout, Turn
+
+
+def turn(
+    index: int, prompt: Sequence[int], said: Sequence[int], reward: float | None = None, model: str = "policy"
+) -> Turn:
+    """A turn whose tokens have log-probs and versions of their own."""
+    ids = np.array(said, dtype=np.int32)
+    completion = Completion(ids, -0.01 * ids - index, ids % 3 + index, "stop")
+    return Turn(np.array(prompt, dtype=np.int32), completion, index, model=model, reward=reward)
+
+
+def test_a_conversation_that_goes_on_is_one_row() -> None:
+    (row,) = samples([turn(0, [1, 2], [3, 4]), turn(1, [1, 2, 3, 4, 5], [6])], 11)
+    assert row.ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert row.action.tolist() == [False, False, True, True, False, True]
+    assert row.turn.tolist() == [-1, -1, 0, 0, -1, 1]
+    assert row.version[row.action].tolist() == [0, 1, 1]
+    assert np.allclose(row.logp[row.action], [-0.03, -0.04, -1.06])
+    assert np.isnan(row.logp[~row.action]).all()
+    assert (row.rollout, row.model, row.reward) == (11, "policy", None)
+
+
+def test_a_rewritten_history_begins_a_row() -> None:
+    rows = samples([turn(0, [1, 2], [3, 4]), turn(1, [1, 2, 4, 5], [6]), turn(2, [1, 2, 4, 5, 6], [7])], 0)
+    assert [row.ids.tolist() for row in rows] == [[1, 2, 3, 4], [1, 2, 4, 5, 6, 7]]
+    assert rows[1].turn.tolist() == [-1, -1, -1, -1, 1, 2]
+
+
+def test_a_shorter_prompt_begins_a_row() -> None:
+    assert len(samples([turn(0, [1, 2], [3]), turn(1, [1, 2], [3])], 0)) == 2
+
+
+def test_another_models_turn_begins_a_row() -> None:
+    rows = samples([turn(0, [1], [2]), turn(1, [1, 2], [3], model="judge"), turn(2, [1, 2, 3], [4])], 0)
+    assert [row.model for row in rows] == ["policy", "judge", "policy"]
+
+
+def test_a_turns_reward_stands_at_its_last_action_token() -> None:
+    (row,) = samples([turn(0, [1], [2, 3], reward=0.5), turn(1, [1, 2, 3, 4], [5], reward=0.0)], 0)
+    assert row.reward is not None and row.reward.tolist() == [0, 0, 0.5, 0, 0]
+
+
+def test_the_reward_of_a_turn_that_said_nothing_stands_at_the_action_before() -> None:
+    rows = samples([turn(0, [1], [2, 3], reward=0.5), turn(1, [9], [], reward=0.25)], 0)
+    assert rows[0].reward is not None and rows[0].reward.tolist() == [0, 0, 0.75]
+    assert rows[1].ids.tolist() == [9] and rows[1].reward is None and not rows[1].action.any()
+
+
+def test_a_reward_that_no_action_could_earn_trains_nothing() -> None:
+    (row,) = samples([turn(0, [1, 2], [], reward=1.0)], 0)
+    assert row.reward is None
+
+
+def test_no_turns_no_rows() -> None:
+    assert samples([], 0) == []
+
+
+ids = st.lists(st.integers(1, 2), max_size=4)
+
+
+@st.composite
+def attempts(draw: st.DrawFn) -> list[Turn]:
+    """Turns that go on, repeat, shorten or rewrite what came before, of two ids so that chance repeats too."""
+    turns: list[Turn] = []
+    sofar: list[int] = []
+    for index in range(draw(st.integers(1, 5))):
+        prompt = sofar + draw(ids) if draw(st.booleans()) else draw(ids)
+        said = draw(ids)
+        turns.append(turn(index, prompt, said, reward=draw(st.none() | st.integers(-2, 2).map(float))))
+        sofar = prompt + said
+    return turns
+
+
+@given(attempts())
+def test_every_action_token_stands_once_after_exactly_its_own_past(turns: list[Turn]) -> None:
+    rows = samples(turns, 5)
+    acts = [(row, place) for row in rows for place in np.flatnonzero(row.action)]
+    told = [(each, n) for each in turns for n in range(len(each.completion.ids))]
+    assert len(acts) == len(told)
+    for (row, place), (each, n) in zip(acts, told, strict=True):
+        past = [*each.prompt, *each.completion.ids[:n]]
+        assert row.ids[:place].tolist() == past
+        assert row.ids[place] == each.completion.ids[n]
+        assert row.logp[place] == each.completion.logp[n]
+        assert row.version[place] == each.completion.version[n]
+        assert row.turn[place] == each.index
+
+
+@given(attempts())
+def test_rewards_reach_the_batch_whole(turns: list[Turn]) -> None:
+    batch = collate(samples(turns, 5), [Rollout(5, 0, 0, 0.0)])
+    acted = next((i for i, each in enumerate(turns) if len(each.completion.ids)), len(turns))
+    assert batch.token_reward is not None
+    assert float(batch.token_reward[batch.action].sum()) == sum(each.reward or 0.0 for each in turns[acted:])

@@ -1,0 +1,190 @@
+"""Rows become tasks: verl's and TRL's columns as they are, others as they are named, over-long prompts as asked."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from numpy.typing import NDArray
+
+from etude.data import Columns, Data, Dataset
+from etude.errors import ConfigError, DataError
+from etude.records import Message
+
+VERL: dict[str, Any] = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "2+2?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"split": "train", "index": 0},
+}
+
+
+def letters(prompt: str | Sequence[Message]) -> NDArray[np.int32]:
+    """One id for each letter, and one for each message."""
+    if isinstance(prompt, str):
+        return np.arange(len(prompt), dtype=np.int32)
+    return np.arange(sum(1 + len(message.content) for message in prompt), dtype=np.int32)
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_verls_columns_as_they_are(form: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{form}"
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist([VERL]), path)
+    else:
+        path.write_text(json.dumps(VERL))
+    task = Dataset.load(path).task(0, 7)
+    assert (task.ordinal, task.source) == (7, "openai/gsm8k")
+    assert task.fields == VERL | {"ground_truth": "4", "row": 0}
+
+
+@pytest.mark.parametrize("answer", ["answer", "solution", "ground_truth"])
+def test_trls_columns_as_they_are(answer: str) -> None:
+    row = {"prompt": "2+2?", answer: "4", "level": 3}
+    task = Dataset.load([row]).task(0, 0)
+    assert task.fields == row | {"ground_truth": "4", "extra_info": {}, "row": 0}
+    assert task.source == ""
+
+
+def test_a_prompt_alone_is_enough() -> None:
+    assert Dataset.load([{"prompt": "a"}]).task(0, 0).fields["ground_truth"] is None
+
+
+def test_columns_are_named_also_by_path() -> None:
+    row = {"in": {"question": "a"}, "out": {"is": [1, 2]}, "from": "b", "prompt": "other"}
+    data = Dataset.load([row], Columns(prompt="in.question", answer="out.is", source="from"))
+    task = data.task(0, 0)
+    assert (task.fields["prompt"], task.fields["ground_truth"], task.source) == ("a", [1, 2], "b")
+    assert task.fields["in"] == row["in"]
+
+
+def test_several_files_are_one_after_the_other(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.Table.from_pylist([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]), tmp_path / "a.parquet"
+    )
+    (tmp_path / "b.jsonl").write_text('{"prompt": [{"role": "user", "content": "c"}], "solution": "3"}')
+    data = Dataset.load([str(tmp_path / "a.parquet"), tmp_path / "b.jsonl", "tests.data.tasks_for_tests:ROWS"])
+    assert [data.task(row, 0).fields["ground_truth"] for row in range(len(data))] == [1, 2, "3", "1", "2"]
+    assert [data.task(row, 0).fields["row"] for row in range(len(data))] == [0, 1, 2, 3, 4]
+    assert data.where(2) == f"{tmp_path / 'b.jsonl'}, row 0"
+
+
+def test_data_made_by_a_function() -> None:
+    data = Dataset.load("tests.data.tasks_for_tests:made")
+    assert len(data) == 5
+    assert data.task(4, 0).fields["prompt"] == "4+4?"
+
+
+def test_a_tables_nulls_are_keys_that_a_message_does_not_have(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "tool_call_id": "1"}]
+    pq.write_table(pa.Table.from_pylist([{"prompt": messages}]), tmp_path / "a.parquet")
+    assert Dataset.load(tmp_path / "a.parquet").task(0, 0).fields["prompt"] == messages
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "message"),
+    [
+        ([{"q": 1, "meta": {"a": 2}}], Columns(), r"row 0 has no column `prompt`; it has q, meta, meta\.a\."),
+        ([{"prompt": "a"}], Columns(answer="reply"), r"no column `reply`; it has prompt\. Say which .*`columns`"),
+        ([{"prompt": "a"}], Columns(source="of"), "no column `of`"),
+        ([{"prompt": ""}], Columns(), "row 0 has '' for a prompt; it must be text, or a list of messages"),
+        ([{"prompt": None}], Columns(), "row 0 has None for a prompt"),
+        ([{"prompt": 7}], Columns(), "row 0 has a int for a prompt"),
+        ([{"prompt": ["a"]}], Columns(), "row 0 has 'a' for message 0 of its prompt"),
+        ([{"prompt": [{"content": "a"}]}], Columns(), "a mapping with a `role`"),
+        (["a"], Columns(), "no such file"),
+        ([{"prompt": "a"}, "b"], Columns(), "row 1 is a str; each row must be a mapping"),
+        ([], Columns(), "No data was named"),
+        (iter(()), Columns(), "has no rows"),
+    ],
+)
+def test_what_is_not_there_is_told(rows: Any, columns: Columns, message: str) -> None:
+    with pytest.raises((DataError, ConfigError), match=message):
+        Dataset.load(rows, columns)
+
+
+def test_an_empty_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"a\.jsonl has no rows"):
+        Dataset.load(tmp_path / "a.jsonl")
+
+
+def test_a_name_that_is_no_data_is_told() -> None:
+    with pytest.raises(ConfigError, match="is a int; it must be an iterable"):
+        Dataset.load("tests.data.tasks_for_tests:NUMBER")
+    with pytest.raises(ConfigError, match=r"has no mode\. Did you mean made"):
+        Dataset.load("tests.data.tasks_for_tests:mode")
+
+
+def lengthy() -> Dataset:
+    """Prompts of 1 to 6 letters, of two sources in turn."""
+    return Dataset.load([{"prompt": "x" * n, "data_source": "ab"[n % 2]} for n in range(1, 7)])
+
+
+def test_longer_prompts_are_left_out_and_counted() -> None:
+    data, counts = lengthy().fitting(letters, 4, "filter")
+    assert counts.reduce() == {"prompts": 6, "overlong_prompts": 2, "longest_prompt": 6}
+    assert [data.task(row, 0).fields["prompt"] for row in range(len(data))] == ["x", "xx", "xxx", "xxxx"]
+    assert data.sources() == ["b", "a", "b", "a"]
+    again, counts = data.fitting(lambda prompt: letters(prompt)[::-1], 2, "filter")
+    assert len(again) == 2 and counts.reduce()["prompts"] == 4
+
+
+def test_rows_after_a_gap_keep_their_places_in_the_file() -> None:
+    data = Dataset.load([{"prompt": "xxx"}, {"prompt": "x"}, {"prompt": "xxx"}, {"prompt": "y"}])
+    kept, _ = data.fitting(letters, 1, "filter")
+    assert [kept.task(row, 0).fields["row"] for row in range(2)] == [0, 1]
+    assert kept.where(1) == "The data given, row 3"
+    assert kept.sources() == ["", ""]
+
+
+def test_longer_prompts_are_cut_at_the_beginning() -> None:
+    data, counts = lengthy().fitting(letters, 4, "truncate")
+    assert len(data) == 6 and counts.reduce()["overlong_prompts"] == 2
+    cutting = Data(max_prompt=4, overlong="truncate")
+    assert cutting.cut(np.arange(6, dtype=np.int32)).tolist() == [2, 3, 4, 5]
+    assert cutting.cut(np.arange(3, dtype=np.int32)).tolist() == [0, 1, 2]
+    assert Data(max_prompt=4).cut(np.arange(6, dtype=np.int32)).tolist() == list(range(6))
+
+
+def test_a_longer_prompt_is_an_error_that_names_its_row() -> None:
+    with pytest.raises(DataError, match="row 4 has a prompt of 5 tokens; 4 are allowed"):
+        lengthy().fitting(letters, 4, "error")
+    assert len(lengthy().fitting(letters, 6, "error")[0]) == 6
+
+
+def test_nothing_left_is_an_error() -> None:
+    data = Dataset.load([{"prompt": "xxxx"}, {"prompt": "xxx"}])
+    with pytest.raises(DataError, match=r"Every one of the 2 prompts .* the shortest has 3"):
+        data.fitting(letters, 2, "filter")
+
+
+def test_messages_are_measured_as_messages() -> None:
+    data = Dataset.load([{"prompt": [{"role": "system", "content": "ab"}, {"role": "user", "content": "c"}]}])
+    assert data.fitting(letters, 9, "filter")[1].reduce()["longest_prompt"] == 5
+
+
+def test_a_prompt_that_breaks_a_later_row_is_named_when_measured() -> None:
+    with pytest.raises(DataError, match="row 1 has None for a prompt"):
+        Dataset.load([{"prompt": "a"}, {"question": "b"}]).fitting(letters, 9, "filter")
+
+
+def test_a_large_table_is_not_made_into_objects(tmp_path: Path) -> None:
+    """Rows are made when they are asked for; the bounds are ten times what a slow core needs."""
+    count = 300_000
+    table = pa.table({"prompt": [f"What is {n}+{n}?" for n in range(count)], "answer": range(count)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    start = time.process_time()
+    data = Dataset.load(tmp_path / "a.parquet")
+    assert time.process_time() - start < 1
+    start = time.process_time()
+    assert [data.task(row, 0).fields["answer"] for row in range(0, count, 1000)] == list(range(0, count, 1000))
+    assert time.process_time() - start < 1
