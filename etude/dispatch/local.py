@@ -1,0 +1,34 @@
+"""The crew of one worker in this process: what a laptop runs, and what every other crew must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from etude.protocols import Gather, spread_of
+
+__all__ = ["LocalCrew"]
+
+R = TypeVar("R")
+
+
+class LocalCrew:
+    """One worker, called where it stands. Nothing is divided or joined, but what is undeclared is refused all the same.
+
+    A program that runs with this crew runs with any other: a method that forgot to say how it is spread fails here
+    first, on a laptop.
+    """
+
+    def __init__(self, worker: object) -> None:
+        self._worker: object | None = worker
+
+    def call(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """Call `Worker.method` (the function on the class) on the one worker."""
+        assert self._worker is not None, "this crew was closed"
+        gather = spread_of(method).gather
+        answer = method(self._worker, *args, **kwargs)
+        return [answer] if gather is Gather.ALL else answer  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Let the worker go."""
+        self._worker = None
