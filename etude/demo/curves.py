@@ -6,7 +6,6 @@ panel for each run, all on the same axes, with the others in grey behind it.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,6 @@ from types import TracebackType
 from typing import Self
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.box import ASCII2, SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
@@ -24,25 +21,16 @@ from rich.text import Text
 
 from etude.demo.compare import Entry
 from etude.observe import format_seconds
+from etude.observe.curves import ASCII_BLOCKS, BLOCKS, GOOD, INK, PALE, POOR, carries, dress, sheet, sparkline
 
-__all__ = ["Screen", "draw", "sparkline"]
+__all__ = ["Screen", "draw"]
 
-BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 WIDEST = 40
 REDRAW = 0.1
 """Seconds between two pictures on the terminal."""
 
-INK, GOOD, POOR, PALE = "#22313f", "#0f766e", "#c2410c", "#d5dbe3"
 MOST_COLUMNS = 5
 TITLE = "Expected reward J, known exactly, after each step. Dashed: the optimum."
-
-
-def sparkline(curve: Sequence[float], low: float, high: float, width: int, blocks: str = BLOCKS) -> str:
-    """A curve as one line of blocks, `width` of them or one for each point; what leaves the range stays at its edge."""
-    count = min(width, len(curve))
-    picked = [curve[round(i * (len(curve) - 1) / max(count - 1, 1))] for i in range(count)]
-    heights = [min(max((value - low) / (high - low), 0.0), 1.0) for value in picked]
-    return "".join(blocks[round(height * (len(blocks) - 1))] for height in heights)
 
 
 class Screen:
@@ -50,7 +38,7 @@ class Screen:
 
     def __init__(self, console: Console, entries: Sequence[Entry]) -> None:
         self._console, self._entries = console, entries
-        self._blocks, self._arrow = (BLOCKS, "→") if _carries(console, BLOCKS + "→") else (ASCII_BLOCKS, ">")
+        self._blocks, self._arrow = (BLOCKS, "→") if carries(console, BLOCKS + "→") else (ASCII_BLOCKS, ">")
         self._drawn = 0.0
         self._live = None
         if console.is_interactive:
@@ -115,16 +103,8 @@ class Screen:
 def draw(entries: Sequence[Entry], path: Path) -> None:
     """The picture of every run that was not refused."""
     drawn = [entry for entry in entries if not entry.refused]
-    rows = math.ceil(len(drawn) / MOST_COLUMNS)
-    columns = math.ceil(len(drawn) / rows)
-    figure = Figure(figsize=(max(2.35 * columns, 6.0), max(1.75 * rows, 2.6) + 0.95), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(TITLE, x=0.01, ha="left", fontsize=10, color=INK)
-    figure.supxlabel("step", fontsize=8, color=INK)
-    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
-    for panel in axes[len(drawn) :]:
-        panel.remove()
-    for place, (panel, entry) in enumerate(zip(axes, drawn, strict=False)):
+    figure, panels, columns = sheet(len(drawn), TITLE, most_columns=MOST_COLUMNS, panel=(2.35, 1.75), shared=True)
+    for place, (panel, entry) in enumerate(zip(panels, drawn, strict=True)):
         for other in drawn:
             panel.plot(other.curve, color=PALE, linewidth=0.7, zorder=1)
         _panel(panel, entry)
@@ -137,19 +117,6 @@ def _panel(panel: Axes, entry: Entry) -> None:
     panel.axhline(entry.optimum, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=2)
     panel.plot(entry.curve, color=colour, linewidth=1.8, zorder=3, solid_capstyle="round")
     panel.plot(len(entry.curve) - 1, entry.curve[-1], "o", color=colour, markersize=3.5, zorder=4, clip_on=False)
-    panel.set_title(entry.name, loc="left", fontsize=9, fontweight="bold", color=INK)
-    panel.set_title(f"{entry.curve[-1]:.3f}", loc="right", fontsize=9, color=colour)
     panel.set_ylim(0, entry.optimum * 1.06)
     panel.set_xlim(0, len(entry.curve) - 1)
-    panel.tick_params(labelsize=7, colors=INK, length=2, width=0.6)
-    panel.grid(axis="y", color=PALE, linewidth=0.4)
-    panel.set_axisbelow(True)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        panel.spines[side].set_color(PALE)
-
-
-def _carries(console: Console, text: str) -> bool:
-    """Whether the console's file can carry these letters."""
-    return text.encode(console.encoding, "replace").decode(console.encoding) == text
+    dress(panel, entry.name, f"{entry.curve[-1]:.3f}", colour)

@@ -11,28 +11,13 @@ from rich.console import Console
 from etude.config.compose import compose
 from etude.demo.algorithms import DemoRun
 from etude.demo.compare import Entry
-from etude.demo.curves import ASCII_BLOCKS, BLOCKS, Screen, draw, sparkline
+from etude.demo.curves import Screen, draw
 
 RUN = compose(DemoRun, ["steps=4"])
 
 
 def entry(name: str = "ppo", top: float = 0.95) -> Entry:
     return Entry(name, RUN, curve=[0.1, 0.3, 0.2, 0.6, top], optimum=1.0, seconds=1.5)
-
-
-def test_a_sparkline_goes_from_its_lowest_to_its_highest_block() -> None:
-    assert sparkline([0.0, 0.5, 1.0], 0.0, 1.0, 10) == "▁▅█"
-    assert sparkline([0.0, 1.0], 0.0, 1.0, 10, ASCII_BLOCKS) == "_#"
-
-
-def test_a_sparkline_is_no_wider_than_asked_and_keeps_both_ends() -> None:
-    line = sparkline([step / 100 for step in range(101)], 0.0, 1.0, 8)
-    assert line == BLOCKS
-
-
-def test_what_leaves_the_range_stays_at_its_edge() -> None:
-    assert sparkline([-3.0, 7.0], 0.0, 1.0, 2) == "▁█"
-    assert sparkline([0.5], 0.0, 1.0, 2) in BLOCKS
 
 
 def test_the_share_counts_from_the_start_to_the_optimum() -> None:

@@ -1,0 +1,110 @@
+"""What every reward is: a frozen object that holds its own options and is called with a task and the text of an answer.
+
+A reward reads text and nothing else: no logits, no token ids. It returns a number, or named parts (`score_of` says what
+becomes of those). A new one is a subclass with its fields and `__call__`, chosen by its name in `REWARDS`, or from
+outside as `module:Name`; a function that has no options is chosen by `function` instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping
+from typing import Any, ClassVar, TypeAlias
+
+from etude.config import Config
+from etude.errors import DataError, RewardError
+from etude.records import Task
+
+__all__ = ["RewardFunction", "Score", "named", "score_of", "truths"]
+
+Score: TypeAlias = float | Mapping[str, float]
+
+
+class RewardFunction(Config, ABC):
+    """What an answer earns."""
+
+    quick: ClassVar[bool] = False
+    """Whether it surely ends at once, whatever it reads: it is then called where it is, without a limit."""
+    processes: ClassVar[int] = 0
+    """In how many processes of its own it is computed, unless the run says otherwise."""
+
+    @property
+    def title(self) -> str:
+        """How sentences name it."""
+        return type(self).__name__.lower()
+
+    @property
+    def waits(self) -> bool:
+        """Whether calling it makes a coroutine: it waits for others more than it computes."""
+        return inspect.iscoroutinefunction(type(self).__call__)
+
+    def prepare(self) -> None:
+        """Load what it loads only once: what goes wrong here is the fault of no answer."""
+
+    @abstractmethod
+    def __call__(self, task: Task, answer: str) -> Score | Awaitable[Score]:
+        """What this answer to this task earns."""
+
+
+def score_of(result: Any) -> tuple[float, dict[str, float]]:
+    """The reward and its named parts, from what a reward function returned.
+
+    A number (int, float, bool, a numpy scalar) is the reward. A mapping holds named parts: where one of them is called
+    `score`, that is the reward and the others are its parts (what is no number beside it, such as the text that was
+    extracted, is left out); where none is, each must be a number, and their sum is the reward.
+    """
+    if not isinstance(result, Mapping):
+        return _number(result, "it returned"), {}
+    for name in result:
+        if not isinstance(name, str):
+            raise RewardError(f"it returned a part named {name!r}; the names of parts are text")
+    if "score" in result:
+        parts = {name: value for name, value in result.items() if name != "score" and _is_number(_plain(value))}
+        return _number(result["score"], "its `score` is"), {name: _part(name, parts[name]) for name in parts}
+    if not result:
+        raise RewardError("it returned an empty mapping; return a number, or at least one named part")
+    found = {name: _part(name, value) for name, value in result.items()}
+    return _number(sum(found.values()), "its parts sum to"), found
+
+
+def truths(task: Task) -> list[str]:
+    """The answers that count as right: the task's `ground_truth`, which may be a list of them."""
+    value = task.fields.get("ground_truth")
+    accepted = value if isinstance(value, list) else [value]
+    if not accepted or any(not isinstance(one, str | int | float) for one in accepted):
+        found = "is absent" if value is None else f"is {value!r}"
+        raise DataError(
+            f"{named(task).capitalize()} needs a `ground_truth` that is text, a number or a list of them, and it "
+            f"{found}; its fields are {', '.join(task.fields)}. Name its column in `data.columns`."
+        )
+    return [str(one) for one in accepted]
+
+
+def named(task: Task) -> str:
+    """How sentences name a task."""
+    return f"task {task.ordinal}" + (f" of {task.source}" if task.source else "")
+
+
+def _part(name: str, value: Any) -> float:
+    return _number(value, f"its part `{name}` is")
+
+
+def _number(value: Any, what: str) -> float:
+    plain = _plain(value)
+    if not _is_number(plain):
+        raise RewardError(f"{what} {plain!r} of type {type(value).__name__}; a number is needed")
+    if not math.isfinite(plain):
+        raise RewardError(f"{what} {float(plain)}; a finite number is needed")
+    return float(plain)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+def _plain(value: Any) -> Any:
+    """What a scalar of numpy, or of another library of arrays, holds; anything else as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value

@@ -1,0 +1,152 @@
+"""A reward function of your own: from a file, from a module, or handed over as it is.
+
+    def my_reward(task, answer): ...                                            # Etude's signature
+    def compute_score(data_source, solution_str, ground_truth, extra_info): ... # verl's
+
+Which of the two it is, the names of its parameters say. Either may be a coroutine function, and may return a number or
+named parts (`score_of` says what becomes of those).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from etude.config import load_plugin
+from etude.errors import PlugInError
+from etude.records import Task
+from etude.rewards.base import RewardFunction, truths
+
+__all__ = ["Adapted", "Function"]
+
+ETUDE = ("task", "answer")
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+VERL_NEEDS = frozenset({"solution_str", "ground_truth"})
+"""By these verl's signature is recognised; a function may do without the other two."""
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class Adapted:
+    """A user's function, called as its parameters ask for."""
+
+    quick: ClassVar[bool] = False
+    processes: ClassVar[int] = 0
+
+    def __init__(self, function: Callable[..., Any], title: str = "") -> None:
+        self.function = function
+        kind = type(function)
+        self.title = title or str(getattr(function, "__qualname__", kind.__qualname__))
+        self.waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(kind.__call__)
+        self._names = _names(function, self.title)
+
+    def prepare(self) -> None:
+        """It is here already."""
+
+    def __call__(self, task: Task, answer: str) -> Any:
+        """What the function returns, which may be an awaitable."""
+        given = _values_of_verl(task, answer) if "solution_str" in self._names else {"task": task, "answer": answer}
+        return self.function(**{name: given[name] for name in self._names})
+
+
+class Function(RewardFunction):
+    """A reward function of your own; `etude.rewards.function` says what it may look like.
+
+    A coroutine function is awaited where the run is, many at a time. Any other is called on a thread beside the run,
+    one call at a time, or, with `judging.workers` above 0, in processes, where it may take the time it needs.
+    """
+
+    path: str = Field(description="path/to/file.py:name or module:name")
+
+    @property
+    def title(self) -> str:
+        return self.path
+
+    @property
+    def waits(self) -> bool:
+        return _loaded(self.path).waits
+
+    def prepare(self) -> None:
+        _loaded(self.path)
+
+    def __call__(self, task: Task, answer: str) -> Any:
+        return _loaded(self.path)(task, answer)
+
+
+@cache
+def _loaded(path: str) -> Adapted:
+    """The function that a path names, loaded once in each process."""
+    place, _, name = path.rpartition(":")
+    function = _from_file(Path(place), name, path) if place.endswith(".py") else load_plugin(path, None)
+    if not callable(function):
+        raise PlugInError(f"The reward function '{path}' is a {type(function).__name__}, which cannot be called.")
+    return Adapted(function, path)
+
+
+def _from_file(file: Path, name: str, path: str) -> Any:
+    if not file.is_file():
+        raise PlugInError(
+            f"The reward function '{path}' was asked for, and there is no file {file} (seen from {Path.cwd()})."
+        )
+    spec = importlib.util.spec_from_file_location(f"etude_reward_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # classes defined in it look themselves up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's file may raise anything while it is run
+        raise PlugInError(
+            f"The reward function '{path}' was asked for, and running {file} raised {type(error).__name__}: {error}."
+        ) from error
+    if not hasattr(module, name):
+        near = get_close_matches(name, [known for known in vars(module) if not known.startswith("_")])
+        hint = f"Did you mean {' or '.join(near)}?" if near else "Check its spelling."
+        raise PlugInError(f"The reward function '{path}' was asked for, and {file} has no {name}. {hint}")
+    return getattr(module, name)
+
+
+def _names(function: Callable[..., Any], title: str) -> tuple[str, ...]:
+    """The names of the arguments that a function takes, out of one signature or the other."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise PlugInError(f"The reward function {title} does not say what its parameters are: {error}.") from error
+    given: tuple[str, ...]
+    named = {parameter.name for parameter in parameters if parameter.kind in _BY_NAME}
+    if named.issuperset(ETUDE):
+        given = ETUDE
+    elif named >= VERL_NEEDS:
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        given = tuple(name for name in VERL if name in named or takes_any)
+    else:
+        taken = ", ".join(each.name for each in parameters)
+        raise PlugInError(
+            f"The reward function {title} takes ({taken}), which is neither (task, answer) "
+            f"nor verl's ({', '.join(VERL)}). Name its parameters as in one of the two."
+        )
+    required = [each for each in parameters if each.default is inspect.Parameter.empty and each.kind not in _REST]
+    owed = [each.name for each in required if each.name not in given]
+    if owed:
+        raise PlugInError(
+            f"The reward function {title} also takes {', '.join(owed)}, which nobody gives. Give it a default, or "
+            f"leave it out."
+        )
+    return given
+
+
+def _values_of_verl(task: Task, answer: str) -> Mapping[str, Any]:
+    truths(task)  # refuses a task that has none
+    return {
+        "data_source": task.source,
+        "solution_str": answer,
+        "ground_truth": task.fields["ground_truth"],
+        "extra_info": task.fields.get("extra_info"),
+    }

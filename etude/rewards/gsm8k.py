@@ -1,0 +1,90 @@
+"""Grade-school mathematics: the final number of an answer, compared with the ground truth as a number.
+
+`1,000`, `1000.0` and `$1,000` are the same number; so are `3/4`, `0.75` and `\\frac{3}{4}`. A percent sign, a currency
+and a unit are words about a number and not part of it: `50%` is 50.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from etude.errors import DataError
+from etude.records import Task
+from etude.rewards.base import RewardFunction, named, truths
+
+__all__ = ["Gsm8k", "final_number", "number"]
+
+# No answer has more digits. The bound also keeps the search linear in the text, and conversions small.
+_DIGITS = "[0-9]{1,30}"
+_UNSIGNED = rf"(?:[0-9]{{1,3}}(?:,[0-9]{{3}}){{1,10}}(?:\.{_DIGITS})?|{_DIGITS}(?:\.{_DIGITS})?|\.{_DIGITS})"
+_AMOUNT = rf"(?:{_DIGITS} {_DIGITS}/{_DIGITS}|{_UNSIGNED}(?:/{_DIGITS})?)"
+_SIGN, _CURRENCY = r"[-+−–]", r"[$€£¥]"
+# A sign after a letter, a digit or a bracket is an operator or a hyphen; more digits, a third fraction bar or a second
+# point make a date, a version or a list, which are no numbers.
+_NUMBER = re.compile(
+    rf"(?:(?<![A-Za-z0-9.)\]}}])(?P<sign>{_SIGN}))?(?:{_CURRENCY}(?P<inner>{_SIGN})?)?"
+    rf"(?<![A-Za-z0-9./])(?P<amount>{_AMOUNT})(?![0-9]|[.,/][0-9])"
+)
+_STRICT = re.compile(r"####[ \t]*")
+_FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
+
+
+class Gsm8k(RewardFunction):
+    """1 where the final number is the ground truth, which may be a whole solution that ends in `#### n`.
+
+    `strict` wants the number right after the answer's last `####`, as GSM8K's own solutions have it; `flexible` takes
+    the last number of the text, wherever it stands.
+    """
+
+    method: Literal["strict", "flexible"] = Field(
+        "strict", description="`strict`: the number after the last ####; `flexible`: the last number anywhere"
+    )
+
+    quick: ClassVar[bool] = True
+
+    def __call__(self, task: Task, answer: str) -> float:
+        said = final_number(answer, strict=self.method == "strict")
+        return float(said is not None and said in [self._truth(task, truth) for truth in truths(task)])
+
+    def _truth(self, task: Task, truth: str) -> Fraction:
+        value = number(truth.rpartition("####")[2])
+        if value is None:
+            raise DataError(f"The `ground_truth` of {named(task)} is '{truth}', and gsm8k needs one that is a number.")
+        return value
+
+
+def final_number(text: str, *, strict: bool) -> Fraction | None:
+    """The number that an answer ends in; None where it has none."""
+    plain = _plain(text)
+    found: re.Match[str] | None
+    if strict:
+        marks = list(_STRICT.finditer(plain))
+        found = _NUMBER.match(plain, marks[-1].end()) if marks else None
+    else:
+        found = next(reversed(list(_NUMBER.finditer(plain))), None)
+    return _value(found) if found else None
+
+
+def number(text: str) -> Fraction | None:
+    """The value of a text that is one number, with its sign, currency, unit sign and separators; else None."""
+    found = _NUMBER.fullmatch(_plain(text).strip().rstrip("%. "))
+    return _value(found) if found else None
+
+
+def _plain(text: str) -> str:
+    return _FRACTION.sub(r"\1/\2", text).replace("\\$", "$").replace("\\%", "%").replace("\\!", "").replace("{,}", ",")
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    amount = found["amount"].replace(",", "")
+    whole, _, part = amount.rpartition(" ")
+    above, _, below = part.partition("/")
+    if below and int(below) == 0:
+        return None
+    value = Fraction(above) / int(below or 1) + int(whole or 0)
+    minus = sum(found[place] in ("-", "−", "–") for place in ("sign", "inner"))
+    return -value if minus == 1 else value

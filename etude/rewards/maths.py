@@ -1,0 +1,94 @@
+"""Mathematics: the final expression of an answer, compared with the ground truth by math-verify.
+
+What counts as the final expression: the last `\\boxed{…}` of the text; where there is none, what the last line says
+after its last word (`The answer is 2x+1.`); where that is in dollars, or nothing, what math-verify finds in the text.
+
+math-verify's own time limits need the main thread and a signal. They are off: the judge limits what runs in a process
+of its own by ending the process, which also stops what no signal could.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from etude.errors import DataError
+from etude.records import Task
+from etude.rewards.base import RewardFunction, named, truths
+
+__all__ = ["Math", "boxed", "equal", "final_expression"]
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that its limits are off, which is wanted
+
+_FOUND = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi)(?![A-Za-z]))[A-Za-z]{2,}")
+_PERCENT = re.compile(r"\s*\\?%\s*$")
+_DELIMITED = re.compile(r"\$|\\\(|\\\[")
+
+
+class Math(RewardFunction):
+    """1 where the final expression equals the ground truth: as numbers, symbols, sets, intervals or matrices."""
+
+    processes: ClassVar[int] = 2
+
+    def __call__(self, task: Task, answer: str) -> float:
+        for truth in truths(task):
+            if not _truth(truth):
+                raise DataError(f"The `ground_truth` of {named(task)} is '{truth}', which math cannot read.")
+        return float(any(equal(truth, answer) for truth in truths(task)))
+
+
+def equal(truth: str, answer: str) -> bool:
+    """Whether the final expression of an answer equals a ground truth."""
+    return bool(verify(_truth(truth), final_expression(answer), timeout_seconds=None))
+
+
+def final_expression(answer: str) -> list[Any]:
+    """What an answer says in the end, as math-verify reads it; empty where it says nothing."""
+    inside = boxed(answer)
+    if inside is not None:
+        return _expression(inside)
+    last = answer.rstrip().rpartition("\n")[2]
+    if not _DELIMITED.search(answer):
+        spoken = _WORD.split(last)[-1].strip(" .:*`")
+        if re.search(r"\w", spoken):
+            return _expression(spoken)
+    return _parsed(answer) or _expression(last)
+
+
+def boxed(text: str) -> str | None:
+    """What the last `\\boxed{…}` holds, its braces balanced; None where there is none that ends."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    first, depth = start + len("\\boxed{"), 1
+    for place in range(first, len(text)):
+        escaped = text[place - 1] == "\\"
+        depth += (text[place] == "{" and not escaped) - (text[place] == "}" and not escaped)
+        if depth == 0:
+            return text[first:place]
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _truth(truth: str) -> list[Any]:
+    inside = boxed(truth)
+    return _expression(truth.strip().strip("$") if inside is None else inside)
+
+
+def _expression(text: str) -> list[Any]:
+    """A text that is one expression and nothing else."""
+    text = text.strip().strip("$")
+    percent = _PERCENT.search(text)
+    if percent:
+        return _parsed(f"${text[: percent.start()]}$%")
+    return _parsed(f"\\boxed{{{text}}}")
+
+
+def _parsed(text: str) -> list[Any]:
+    found: list[Any] = parse(text, extraction_config=_FOUND, parsing_timeout=None)
+    return found

@@ -1,0 +1,114 @@
+"""Rewards that compare text: exact, by a pattern, by shared words, by form."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from etude.errors import ConfigError
+from etude.records import Task
+from etude.rewards.base import RewardFunction, truths
+
+__all__ = ["F1", "Exact", "Format", "Regex", "words"]
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = frozenset({"a", "an", "the"})
+
+
+def words(text: str) -> list[str]:
+    """The words of a text as SQuAD's scorer compares them: lower case, without punctuation and articles."""
+    return [word for word in text.lower().translate(_PUNCTUATION).split() if word not in _ARTICLES]
+
+
+class Exact(RewardFunction):
+    """1 where the answer is the ground truth, spaces around it aside; where that is a list, one of it."""
+
+    loose: bool = Field(False, description="whether case, punctuation, articles and spacing are ignored")
+
+    quick: ClassVar[bool] = True
+
+    def __call__(self, task: Task, answer: str) -> float:
+        if self.loose:
+            return float(any(words(answer) == words(truth) for truth in truths(task)))
+        return float(answer.strip() in [truth.strip() for truth in truths(task)])
+
+
+class Regex(RewardFunction):
+    """By a pattern, sought anywhere in the answer; of several matches the last one counts.
+
+    A pattern with a group extracts: 1 where what the group matched is the ground truth, spaces around it aside.
+    A pattern without a group only seeks: 1 where it is found, whatever the ground truth.
+
+    A pattern can take forever on the wrong answer, and nothing in its own process can stop it: hence processes.
+    """
+
+    pattern: str = Field(description="what to look for; its group, if any, is compared with the ground truth")
+
+    processes: ClassVar[int] = 2
+
+    @model_validator(mode="after")
+    def _pattern_is_one(self) -> Regex:
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ConfigError(f"`pattern` is '{self.pattern}', which is no regular expression: {error}.") from error
+        if groups > 1:
+            raise ConfigError(
+                f"`pattern` has {groups} groups, and one is compared with the ground truth. Write the others as (?:…)."
+            )
+        return self
+
+    def __call__(self, task: Task, answer: str) -> float:
+        matches = list(re.finditer(self.pattern, answer))
+        if not matches or not matches[-1].re.groups:
+            return float(bool(matches))
+        extracted = matches[-1][1] or ""
+        return float(extracted.strip() in [truth.strip() for truth in truths(task)])
+
+
+class F1(RewardFunction):
+    """The words shared with the ground truth: the harmonic mean of precision and recall, as in SQuAD.
+
+    Where the ground truth is a list, the best of it counts. Two texts without words are the same.
+    """
+
+    quick: ClassVar[bool] = True
+
+    def __call__(self, task: Task, answer: str) -> float:
+        said = words(answer)
+        return max(_shared(said, words(truth)) for truth in truths(task))
+
+
+class Format(RewardFunction):
+    """1 where the answer is nothing but these sections in their order, each once: `<think>…</think><answer>…</answer>`.
+
+    Spaces and line ends between sections are free; an empty section is not one. The ground truth is not read.
+    """
+
+    tags: tuple[str, ...] = Field(("think", "answer"), min_length=1, description="the names of the sections, in order")
+
+    quick: ClassVar[bool] = True
+
+    def __call__(self, task: Task, answer: str) -> float:  # noqa: ARG002
+        rest = answer.strip()
+        for tag in self.tags:
+            opening, closing = f"<{tag}>", f"</{tag}>"
+            if answer.count(opening) != 1 or answer.count(closing) != 1 or not rest.startswith(opening):
+                return 0.0
+            inside, _, rest = rest[len(opening) :].partition(closing)
+            if not inside.strip():
+                return 0.0
+            rest = rest.lstrip()
+        return float(not rest)
+
+
+def _shared(said: list[str], truth: list[str]) -> float:
+    """F1 of two bags of words."""
+    if not said or not truth:
+        return float(said == truth)
+    common = (Counter(said) & Counter(truth)).total()
+    return 2 * common / (len(said) + len(truth))

@@ -1,0 +1,80 @@
+"""What became of judging one answer: a reward, or the sentence that says why there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from etude.errors import EtudeError, RewardError
+from etude.records import Outcome, Task
+from etude.rewards.base import named, score_of
+
+__all__ = ["Verdict", "failed", "too_long", "tried", "verdict_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One answer, judged."""
+
+    reward: float
+    """NaN where there is none, so that it cannot pass for one."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    outcome: Outcome = Outcome.SUCCEEDED
+    """`SUCCEEDED` where `reward` may be used; else how judging ended."""
+    error: str = ""
+    """What went wrong, in words that name the reward and the task; also where a fixed score took its place."""
+    seconds: float = 0.0
+    """How long judging took, its wait for a free worker not counted."""
+
+    @classmethod
+    def failure(cls, outcome: Outcome, error: str, seconds: float = 0.0) -> Self:
+        """A verdict without a reward."""
+        return cls(math.nan, {}, outcome, error, seconds)
+
+
+def tried(reward: Callable[[Task, str], Any], title: str, task: Task, answer: str, runner: asyncio.Runner) -> Verdict:
+    """Call a reward function, in a thread or a process of its own, and say what came of it. It never raises."""
+    began = time.perf_counter()
+    try:
+        result = reward(task, answer)
+        if inspect.isawaitable(result):
+            result = runner.run(_awaited(result))
+    except BaseException as error:  # sys.exit() in a user's function is a failure of that function too
+        return failed(error, title, task, time.perf_counter() - began)
+    return verdict_of(result, title, task, time.perf_counter() - began)
+
+
+def verdict_of(result: Any, title: str, task: Task, seconds: float) -> Verdict:
+    """The verdict on what a reward function returned."""
+    try:
+        reward, parts = score_of(result)
+    except RewardError as error:
+        sentence = f"The reward {title} cannot be used on {named(task)}: {error}."
+        return Verdict.failure(Outcome.FAILED, sentence, seconds)
+    return Verdict(reward, parts, seconds=seconds)
+
+
+def failed(error: BaseException, title: str, task: Task, seconds: float) -> Verdict:
+    """The verdict on a reward function that raised."""
+    if isinstance(error, EtudeError):
+        told = str(error)
+    else:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
+    return Verdict.failure(Outcome.FAILED, f"The reward {title} failed on {named(task)}: {told}", seconds)
+
+
+def too_long(limit: float) -> str:
+    """What is said of a reward function that exceeded its limit."""
+    return f"took longer than `judging.timeout` = {limit:g} seconds"
+
+
+async def _awaited(result: Any) -> Any:
+    return await result

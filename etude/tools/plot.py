@@ -1,0 +1,159 @@
+"""`etude plot RUN…`: the curves of one run, or of several over each other, as a picture and in the terminal.
+
+The picture has a panel for each metric and a colour for each run: faint as measured, strong as smoothed. The terminal
+has a line for each, from the lowest value (lowest block) to the highest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from os.path import commonpath
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from etude.errors import ConfigError
+from etude.observe import format_number, make_console
+from etude.observe.curves import ASCII_BLOCKS, BLOCKS, GOOD, INK, carries, dress, sheet, sparkline
+from etude.tools.history import Curve, History, read
+
+__all__ = ["HEADLINE", "draw", "plot", "smoothed"]
+
+HEADLINE = (
+    *("reward", "expected_reward", "eval/mean@*", "eval/maj@*", "loss", "entropy", "policy_kl", "kl", "mismatch/k3"),
+    *("answer_length", "truncated", "grad_norm"),
+    *("sampled_tokens_per_second", "trained_tokens_per_second", "time/step"),
+)
+"""What is drawn unless something else is asked for: those of these that the runs have."""
+PICTURE = "plot.png"
+COLOURS = (GOOD, "#c2410c", "#4338ca", "#b45309", "#be185d", "#0369a1", "#4d7c0f", "#57534e")
+MOST_RUNS = len(COLOURS)
+MOST_COLUMNS = 3
+WINDOWS = 30
+"""A curve is smoothed over about one part in so many of its points."""
+SPARSE = 30
+"""A curve of so few points is drawn with its points."""
+
+
+def plot(runs: Sequence[Path], metrics: Sequence[str] = (), console: Console | None = None) -> Path:
+    """Draw these runs: a picture in the directory of the first, whose path is returned, and lines on the console.
+
+    `metrics` names what to draw, `*` standing for any letters; without it, whatever is there of `HEADLINE`.
+    """
+    console = make_console() if console is None else console
+    if len(runs) > MOST_RUNS:
+        raise ConfigError(f"{len(runs)} runs were named, and one picture tells {MOST_RUNS} apart. Name fewer.")
+    histories = [read(run) for run in dict.fromkeys(runs)]
+    chosen = _chosen(histories, metrics)
+    names = _names([history.directory for history in histories])
+    path = histories[0].directory / PICTURE
+    draw(histories, names, chosen, path)
+    console.print(_table(histories, names, chosen, console))
+    console.print(Text.assemble(("picture  ", "dim"), str(path)), soft_wrap=True)
+    return path
+
+
+def draw(histories: Sequence[History], names: Sequence[str], metrics: Sequence[str], path: Path) -> None:
+    """The picture: a panel for each metric, a colour for each run."""
+    title = names[0] if len(names) == 1 else ""
+    steps = [curve.steps for history in histories for name, curve in history.curves.items() if name in metrics]
+    first, last = min(int(each[0]) for each in steps), max(int(each[-1]) for each in steps)
+    figure, panels, _ = sheet(len(metrics), title, most_columns=MOST_COLUMNS, panel=(3.3, 2.1))
+    for panel, metric in zip(panels, metrics, strict=True):
+        curves = [history.curves.get(metric) for history in histories]
+        for curve, colour in zip(curves, COLOURS, strict=False):
+            if curve is not None:
+                _draw_curve(panel, curve, colour)
+        only = curves[0] if len(curves) == 1 else None
+        dress(panel, metric, "" if only is None else format_number(smoothed(only.values)[-1]), COLOURS[0])
+        panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        panel.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+        panel.margins(y=0.1)
+        panel.set_xlim(first - 0.02 * (last - first), last + 0.02 * (last - first) + (last == first))
+    if len(names) > 1:
+        _legend(figure, names)
+    figure.savefig(path)
+
+
+def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A weighted mean of each point's neighbours, the nearer the heavier; at the ends of those that there are."""
+    reach = len(values) // WINDOWS
+    weights = 1.0 + reach - np.abs(np.arange(-reach, reach + 1))
+    mean: NDArray[np.float64] = np.convolve(values, weights, "same") / np.convolve(
+        np.ones_like(values), weights, "same"
+    )
+    return mean
+
+
+def _draw_curve(panel: Axes, curve: Curve, colour: str) -> None:
+    smooth = smoothed(curve.values)
+    dots = {"marker": "o", "markersize": 2.5} if len(curve) <= SPARSE else {}
+    if not dots:
+        panel.plot(curve.steps, curve.values, color=colour, linewidth=0.7, alpha=0.28, zorder=2)
+    panel.plot(curve.steps, smooth, color=colour, linewidth=1.7, zorder=3, solid_capstyle="round", **dots)  # type: ignore[arg-type]
+    panel.plot(curve.steps[-1], smooth[-1], "o", color=colour, markersize=3.8, zorder=4, clip_on=False)
+
+
+def _legend(figure: Figure, names: Sequence[str]) -> None:
+    lines = [Line2D([], [], color=colour, linewidth=2.2) for colour, _ in zip(COLOURS, names, strict=False)]
+    figure.legend(
+        lines, names, loc="outside upper left", ncols=min(len(names), 4), frameon=False, fontsize=8, labelcolor=INK
+    )
+
+
+def _table(histories: Sequence[History], names: Sequence[str], metrics: Sequence[str], console: Console) -> Table:
+    """A line for each metric of each run."""
+    blocks, arrow = (BLOCKS, "→") if carries(console, BLOCKS + "→") else (ASCII_BLOCKS, ">")
+    several = len(names) > 1
+    beside = max(map(len, metrics)) + (max(map(len, names)) + 2 if several else 0) + 26
+    width = max(8, min(48, console.width - beside))
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for metric in metrics:
+        curves = {name: history.curves.get(metric) for name, history in zip(names, histories, strict=True)}
+        there = {name: smoothed(curve.values) for name, curve in curves.items() if curve is not None}
+        low, high = min(map(np.min, there.values())), max(map(np.max, there.values()))
+        top = high if high > low else low + 1.0
+        for place, (name, values) in enumerate(there.items()):
+            cells = [Text(metric if place == 0 else "", "bold")]
+            cells += [Text(name, "dim")] if several else []
+            cells.append(Text(sparkline(values.tolist(), float(low), float(top), width, blocks), "cyan"))
+            cells.append(Text(f"{format_number(values[0])} {arrow} {format_number(values[-1])}"))
+            table.add_row(*cells)
+    return table
+
+
+def _chosen(histories: Sequence[History], asked: Sequence[str]) -> list[str]:
+    """The metrics to draw, in the order in which they were asked for."""
+    there = list(dict.fromkeys(name for history in histories for name in history.curves))
+    listed = f"Those there are {', '.join(sorted(there))}."
+    chosen: dict[str, None] = {}
+    for pattern in asked or HEADLINE:
+        found = [name for name in there if fnmatchcase(name, pattern)]
+        if asked and not found:
+            near = get_close_matches(pattern, there, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"No run here has a metric '{pattern}'.{hint} {listed}")
+        chosen |= dict.fromkeys(found)
+    if not chosen:
+        raise ConfigError(f"None of the usual metrics is there, so name those to draw with --metrics. {listed}")
+    return list(chosen)
+
+
+def _names(directories: Sequence[Path]) -> list[str]:
+    """What tells the runs apart: their paths without what all of them begin with."""
+    paths = [directory.resolve() for directory in directories]
+    if len(paths) == 1:
+        return [paths[0].name]
+    shared = commonpath(paths)
+    return [path.relative_to(shared).as_posix() if path != Path(shared) else path.name for path in paths]

@@ -1,0 +1,116 @@
+"""Reward functions as users write them, good and bad. Processes that judge import them from here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from etude.records import Task
+
+NO_FUNCTION = 3
+
+
+def length(task: Task, answer: str) -> float:
+    return float(len(answer))
+
+
+async def waited(task: Task, answer: str) -> float:
+    await asyncio.sleep(float(answer))
+    return 1.0
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
+    """verl's, with verl's mixture in what it returns."""
+    right = solution_str == ground_truth
+    return {"score": 1.0 if right else -1.0, "acc": right, "seen": bool(extra_info), "pred": solution_str + data_source}
+
+
+def process(task: Task, answer: str) -> int:
+    return os.getpid()
+
+
+def returned(task: Task, answer: str) -> Any:
+    """What the answer asks for."""
+    values: Mapping[str, Any] = {
+        "nan": float("nan"),
+        "inf": float("inf"),
+        "none": None,
+        "text": "0.5",
+        "array": np.ones(3),
+        "true": True,
+        "numpy": np.float32(0.5),
+        "no dimensions": np.array(0.25),
+        "parts": {"right": 1, "short": np.int64(2)},
+        "empty": {},
+        "nan part": {"right": float("nan")},
+        "text part": {"right": "yes"},
+        "number name": {1: 1.0},
+        "nan beside a score": {"score": 1.0, "acc": float("nan")},
+        "nan score": {"score": float("nan")},
+    }
+    return values[answer]
+
+
+def misbehaves(task: Task, answer: str) -> float:
+    """Does as the answer says."""
+    match answer.split():
+        case ["raise"]:
+            raise ValueError("no such luck")
+        case ["exit"]:
+            sys.exit("enough")
+        case ["die"]:
+            os._exit(3)
+        case ["crash"]:
+            os.abort()
+        case ["loop"]:
+            while True:
+                pass
+        case ["hold"]:  # the interpreter is not let go of while this matches, which is longer than anyone lives
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        case ["sleep", seconds]:
+            time.sleep(float(seconds))
+        case ["print"]:
+            print("a word on standard output")
+        case ["child", path]:
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            with open(path, "w") as file:  # noqa: PTH123
+                file.write(str(child.pid))
+            while True:
+                pass
+    return 1.0
+
+
+def announced(task: Task, answer: str) -> float:
+    """Says in which process it is, then does as the answer says."""
+    print(os.getpid(), flush=True)
+    return misbehaves(task, answer)
+
+
+def no_known_names(question: str, reply: str) -> float:
+    return 0.0
+
+
+def owes_more(task: Task, answer: str, tokenizer: Any) -> float:
+    return 0.0
+
+
+def takes_any(solution_str: str, ground_truth: str, **others: Any) -> float:
+    return float(len(others))
+
+
+class Holder:
+    """Callable objects are functions too, also where they wait."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    async def __call__(self, task: Task, answer: str) -> float:
+        return self.value

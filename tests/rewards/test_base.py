@@ -1,0 +1,61 @@
+"""What becomes of what a reward function returns."""
+
+from __future__ import annotations
+
+import pytest
+
+from etude.errors import RewardError
+from etude.records import Task
+from etude.rewards import score_of
+from etude.rewards.base import named
+from tests.rewards import functions
+from tests.rewards.tasks import task
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward", "parts"),
+    [
+        ("true", 1.0, {}),
+        ("numpy", 0.5, {}),
+        ("no dimensions", 0.25, {}),
+        ("parts", 3.0, {"right": 1.0, "short": 2.0}),
+    ],
+)
+def test_numbers_and_parts(answer: str, reward: float, parts: dict[str, float]) -> None:
+    found = score_of(functions.returned(task(), answer))
+    assert found == (reward, parts)
+    assert {type(value) for value in [found[0], *found[1].values()]} == {float}
+
+
+def test_a_score_is_the_reward_and_its_text_is_left_out() -> None:
+    assert score_of(functions.compute_score("sums", "4", "4")) == (1.0, {"acc": 1.0, "seen": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ("nan", "it returned nan; a finite number is needed"),
+        ("inf", "it returned inf; a finite number"),
+        ("none", "it returned None of type NoneType; a number is needed"),
+        ("text", "it returned '0.5' of type str; a number is needed"),
+        ("array", "it returned .* of type ndarray; a number is needed"),
+        ("empty", "it returned an empty mapping"),
+        ("nan part", "its part `right` is nan"),
+        ("text part", "its part `right` is 'yes' of type str"),
+        ("number name", "it returned a part named 1; the names of parts are text"),
+        ("nan beside a score", "its part `acc` is nan"),
+        ("nan score", "its `score` is nan"),
+    ],
+)
+def test_anything_else_is_refused_in_words(answer: str, sentence: str) -> None:
+    with pytest.raises(RewardError, match=sentence):
+        score_of(functions.returned(task(), answer))
+
+
+def test_parts_that_overflow_are_refused() -> None:
+    with pytest.raises(RewardError, match="its parts sum to"):
+        score_of({"a": 1e308, "b": 1e308})
+
+
+def test_a_task_is_named() -> None:
+    assert named(task()) == "task 7 of sums" and named(Task(3, {})) == "task 3"

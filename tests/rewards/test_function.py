@@ -1,0 +1,115 @@
+"""A user's function, wherever it is and whichever signature it has."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.config import Choice, Config
+from etude.errors import ConfigError, PlugInError
+from etude.rewards import REWARDS, Function
+from etude.rewards.function import Adapted
+from tests.rewards import functions
+from tests.rewards.tasks import task
+
+MODULE = "tests.rewards.functions"
+
+
+def test_a_function_by_its_module() -> None:
+    reward = Function(path=f"{MODULE}:length")
+    assert reward(task(), "four") == 4.0 and not reward.waits and reward.title == f"{MODULE}:length"
+    assert pickle.loads(pickle.dumps(reward))(task(), "four") == 4.0
+
+
+def test_a_function_by_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from dataclasses import dataclass\n\n@dataclass\nclass Held:\n    value: float\n\n"
+        "def half(task, answer):\n    return Held(len(answer) / 2).value\n"
+    )
+    assert Function(path=f"{path}:half")(task(), "four") == 2.0
+
+
+def test_verls_signature_gets_what_verl_gives() -> None:
+    reward = Function(path=f"{MODULE}:compute_score")
+    seen = {"score": 1.0, "acc": True, "seen": True, "pred": "4sums"}
+    assert reward(task(extra_info={"index": 3}), "4") == seen
+    assert reward(task(), "5") == {"score": -1.0, "acc": False, "seen": False, "pred": "5sums"}
+    assert Adapted(functions.takes_any)(task(), "4") == 2.0  # data_source and extra_info
+    assert Adapted(lambda ground_truth, solution_str: float(ground_truth == solution_str))(task(), "4") == 1.0
+
+
+def test_verls_signature_needs_a_ground_truth() -> None:
+    with pytest.raises(ValueError, match="Task 7 of sums needs a `ground_truth`"):
+        Function(path=f"{MODULE}:compute_score")(task(None), "4")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [functions.waited, functions.Holder(1.0), functools.partial(functions.waited)],
+    ids=["function", "object", "partial"],
+)
+def test_what_waits_is_known_before_it_is_called(function: Any) -> None:
+    adapted = Adapted(function)
+    assert adapted.waits and asyncio.run(adapted(task(), "0")) == 1.0
+    assert not Adapted(functions.length).waits
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        (f"{MODULE}:lenght", r"tests\.rewards\.functions has no lenght\. Did you mean length"),
+        ("nowhere_at_all:f", r"there is no module nowhere_at_all"),
+        ("no_colon", r"cannot be read\. Write module:Name"),
+        (f"{MODULE}:NO_FUNCTION", r"is a int, which cannot be called"),
+        ("nowhere/mine.py:f", r"there is no file nowhere/mine\.py \(seen from /"),
+        (
+            f"{MODULE}:no_known_names",
+            r"takes \(question, reply\), which is neither \(task, answer\) nor verl's",
+        ),
+        (f"{MODULE}:owes_more", r"also takes tokenizer, which nobody gives"),
+    ],
+)
+def test_each_way_to_fail_has_its_sentence(path: str, sentence: str) -> None:
+    with pytest.raises(PlugInError, match=sentence):
+        Function(path=path).prepare()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("raise RuntimeError('no licence')", r"running .*mine\.py raised RuntimeError: no licence"),
+        ("def", r"running .*mine\.py raised SyntaxError"),
+        ("def score(task, answer): ...", r"mine\.py has no scores\. Did you mean score"),
+    ],
+)
+def test_a_file_that_fails_is_named(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(PlugInError, match=sentence):
+        Function(path=f"{path}:scores").prepare()
+
+
+def test_a_callable_without_a_signature_is_refused() -> None:
+    with pytest.raises(PlugInError, match="does not say what its parameters are"):
+        Adapted(dict)
+
+
+def test_positional_only_parameters_are_refused() -> None:
+    def positional(task: Any, answer: Any, /) -> float:
+        return 0.0
+
+    with pytest.raises(PlugInError, match=r"takes \(task, answer\), which is neither"):
+        Adapted(positional)
+
+
+def test_it_is_chosen_by_name() -> None:
+    choice = Choice(REWARDS).options(Config)
+    assert choice.validate({"name": "function", "path": "a:b"}) == Function(path="a:b")
+    with pytest.raises(ConfigError):
+        Function()

@@ -1,0 +1,353 @@
+"""The judge: real functions, real threads, real processes, and each way in which they go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.errors import ConfigError, PlugInError, RewardError
+from etude.records import Outcome
+from etude.rewards import Exact, Function, Judge, Judging, Math, Regex, RewardFunction, Verdict
+from etude.rewards.judge import HOPELESS
+from tests.rewards import functions
+from tests.rewards.tasks import task
+
+MISBEHAVES = Function(path="tests.rewards.functions:misbehaves")
+PLACES = {"thread": 0, "processes": 1}
+
+
+def judged(judge: Judge, *answers: str) -> list[Verdict]:
+    """The verdicts on some answers, asked for all at once."""
+
+    async def ask() -> Sequence[Verdict]:
+        return await asyncio.gather(*(judge.judge(task(ordinal=i), answer) for i, answer in enumerate(answers)))
+
+    return list(asyncio.run(ask()))
+
+
+def ended(pid: int, within: float = 10.0) -> bool:
+    """Whether a process is gone, or only waits to be buried, before so many seconds have passed."""
+    until = time.monotonic() + within
+    while time.monotonic() < until:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+class Blocks(RewardFunction):
+    """A reward of one's own, with no word on where it is to run."""
+
+    def __call__(self, task: Any, answer: str) -> float:
+        time.sleep(float(answer))
+        return 1.0
+
+
+class Waits(RewardFunction):
+    """A reward of one's own that is a coroutine function."""
+
+    async def __call__(self, task: Any, answer: str) -> float:
+        await asyncio.sleep(float(answer))
+        return 1.0
+
+
+# -- where rewards are computed ---------------------------------------------------------------------------------------
+
+
+def test_a_quick_reward_is_called_in_place() -> None:
+    with Judge(Exact()) as judge:
+        right, wrong = judged(judge, "4", "5")
+    assert (right.reward, wrong.reward) == (1.0, 0.0) and right.outcome is Outcome.SUCCEEDED and not right.error
+    assert 0 <= right.seconds < 1
+
+
+@pytest.mark.parametrize("reward", [functions.waited, Waits()], ids=["function", "config"])
+def test_coroutine_functions_wait_side_by_side(reward: Any) -> None:
+    with Judge(reward) as judge:
+        began = time.perf_counter()
+        verdicts = judged(judge, *["0.3"] * 10)
+    assert time.perf_counter() - began < 1.5 and {verdict.reward for verdict in verdicts} == {1.0}
+    assert all(0.2 < verdict.seconds < 1.5 for verdict in verdicts)
+
+
+def test_a_function_runs_beside_the_event_loop() -> None:
+    async def ticking(judge: Judge) -> tuple[Verdict, int]:
+        asked, ticks = asyncio.create_task(judge.judge(task(), "0.3")), 0
+        while not asked.done():
+            ticks += 1
+            await asyncio.sleep(0.01)
+        return asked.result(), ticks
+
+    with Judge(Blocks()) as judge:
+        verdict, ticks = asyncio.run(ticking(judge))
+    assert verdict.reward == 1.0 and ticks > 5
+
+
+def test_a_lambda_is_a_reward() -> None:
+    with Judge(lambda task, answer: {"long": len(answer), "sure": answer.endswith("!")}) as judge:
+        (verdict,) = judged(judge, "four!")
+    assert verdict.reward == 6.0 and verdict.parts == {"long": 5.0, "sure": 1.0}
+
+
+def test_processes_are_as_many_as_asked_for_and_are_kept() -> None:
+    with Judge(Function(path="tests.rewards.functions:process"), Judging(workers=2)) as judge:
+        pids = {verdict.reward for _ in range(3) for verdict in judged(judge, *"abcdefgh")}
+    assert 1 <= len(pids) <= 2 and os.getpid() not in pids
+    assert all(ended(int(pid)) for pid in pids)
+
+
+def test_mathematics_and_patterns_have_processes_of_their_own() -> None:
+    assert Math.processes == Regex.processes == 2
+    with Judge(Regex(pattern=r"(\d)")) as judge:
+        assert [verdict.reward for verdict in judged(judge, "4", "5")] == [1.0, 0.0]
+
+
+def test_a_process_awaits_coroutine_functions_too() -> None:
+    with Judge(functions.Holder(0.5), Judging(workers=1)) as judge:
+        assert judged(judge, "x")[0].reward == 0.5
+
+
+def test_a_judge_serves_one_event_loop_after_another() -> None:
+    with Judge(MISBEHAVES, Judging(workers=1)) as judge:
+        assert [judged(judge, "fine")[0].reward for _ in range(3)] == [1.0, 1.0, 1.0]
+
+
+# -- what goes wrong is an outcome ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=PLACES.values(), ids=PLACES)
+def shared(request: pytest.FixtureRequest) -> Iterator[Judge]:
+    """A judge that goes through it all: each test also shows that it has survived the one before."""
+    with Judge(MISBEHAVES, Judging(workers=request.param, timeout=0.5)) as judge:
+        yield judge
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"), [("raise", "ValueError: no such luck (functions.py, line "), ("exit", "SystemExit: enough")]
+)
+def test_what_a_function_raises_is_told(shared: Judge, answer: str, told: str) -> None:
+    fine, raised = judged(shared, "fine", answer)
+    assert fine.reward == 1.0
+    assert raised.outcome is Outcome.FAILED and math.isnan(raised.reward) and told in raised.error
+    assert raised.error.startswith("The reward tests.rewards.functions:misbehaves failed on task 1 of sums: ")
+
+
+def test_a_call_that_takes_too_long_is_an_outcome(shared: Judge) -> None:
+    late, fine = judged(shared, "sleep 5", "fine")
+    assert late.outcome is Outcome.TIMED_OUT and late.seconds >= 0.5
+    assert late.error.endswith("misbehaves took longer than `judging.timeout` = 0.5 seconds on task 0 of sums.")
+    assert fine.reward == 1.0
+
+
+@pytest.mark.parametrize("shared", [1], indirect=True, ids=["processes"])
+@pytest.mark.parametrize(
+    ("answer", "outcome", "told"),
+    [
+        ("loop", Outcome.TIMED_OUT, "took longer than"),
+        ("hold", Outcome.TIMED_OUT, "took longer than"),
+        ("die", Outcome.INFRA_ERROR, "ended its process (exit code 3) on task 0 of sums"),
+        ("crash", Outcome.INFRA_ERROR, "ended its process (killed by SIGABRT) on task 0 of sums"),
+    ],
+)
+def test_a_process_may_do_anything(shared: Judge, answer: str, outcome: Outcome, told: str) -> None:
+    lost, fine = judged(shared, answer, "fine")
+    assert lost.outcome is outcome and told in lost.error and fine.reward == 1.0
+
+
+@pytest.mark.parametrize("reward", [functions.Holder(math.nan), functions.waited], ids=["nan", "raises"])
+def test_what_goes_wrong_in_place_is_told(reward: Callable[..., Awaitable[float]]) -> None:
+    with Judge(reward) as judge:
+        (verdict,) = judged(judge, "not a number of seconds")
+    assert verdict.outcome is Outcome.FAILED and "task 0 of sums" in verdict.error
+
+
+@pytest.mark.parametrize("answer", ["nan", "none", "text", "nan part"])
+def test_what_is_no_number_is_never_a_reward(answer: str) -> None:
+    with Judge(functions.returned) as judge:
+        (verdict,) = judged(judge, answer)
+    assert verdict.outcome is Outcome.FAILED and math.isnan(verdict.reward)
+    assert verdict.error.startswith("The reward returned cannot be used on task 0 of sums: it")
+
+
+def test_a_coroutine_that_takes_too_long_is_an_outcome() -> None:
+    with Judge(functions.waited, Judging(timeout=0.2)) as judge:
+        late, fine = judged(judge, "5", "0")
+    assert late.outcome is Outcome.TIMED_OUT and "took longer than" in late.error and "task 0 of sums" in late.error
+    assert fine.reward == 1.0
+
+
+def test_a_process_that_dies_between_calls_costs_nothing() -> None:
+    with Judge(Function(path="tests.rewards.functions:process"), Judging(workers=1)) as judge:
+        first = int(judged(judge, "a")[0].reward)
+        os.kill(first, signal.SIGKILL)
+        assert ended(first)
+        time.sleep(0.3)  # its other thread may still be on its way, and hold the pipe
+        (again,) = judged(judge, "a")
+    assert again.outcome is Outcome.SUCCEEDED and again.reward != first
+
+
+def test_killing_a_process_ends_what_it_started(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    with Judge(MISBEHAVES, Judging(workers=1, timeout=2.0)) as judge:
+        (late,) = judged(judge, f"child {path}")
+    assert late.outcome is Outcome.TIMED_OUT and ended(int(path.read_text()))
+
+
+def test_a_hard_expression_ends_at_the_limit() -> None:
+    with Judge(Math(), Judging(workers=1, timeout=2.0)) as judge:
+        (warm,) = judged(judge, "4")
+        hard, fine = judged(judge, "\\boxed{9^{9^{9^9}}}", "\\boxed{4}")
+    assert warm.reward == fine.reward == 1.0 and hard.outcome is Outcome.TIMED_OUT
+
+
+# -- what becomes of a failure ----------------------------------------------------------------------------------------
+
+
+def test_a_failure_may_have_a_score_which_says_so() -> None:
+    with Judge(functions.returned, Judging(on_error="score", error_score=-0.5)) as judge:
+        (verdict,) = judged(judge, "nan")
+    assert verdict.reward == -0.5 and verdict.outcome is Outcome.SUCCEEDED and "it returned nan" in verdict.error
+
+
+def test_a_failure_may_stop_the_run() -> None:
+    with (
+        Judge(functions.returned, Judging(on_error="stop")) as judge,
+        pytest.raises(RewardError, match=r"returned cannot be used on task 0 of sums.*`judging\.on_error` is stop"),
+    ):
+        judged(judge, "nan")
+
+
+@pytest.mark.parametrize("judging", [Judging(), Judging(on_error="score", error_score=0.0)])
+def test_a_reward_that_always_fails_stops_the_run(judging: Judging) -> None:
+    with Judge(functions.returned, judging) as judge:
+        judged(judge, *["nan"] * (HOPELESS - 1), "true", *["nan"] * (HOPELESS - 1))
+        with pytest.raises(RewardError, match=rf"That was failure {HOPELESS} in a row, so the run stops here"):
+            judged(judge, "nan")
+
+
+def test_a_score_without_its_policy_is_refused() -> None:
+    for wrong in ({"error_score": 1.0}, {"on_error": "score"}, {"on_error": "score", "error_score": math.nan}):
+        with pytest.raises(ConfigError):
+            Judging(**wrong)  # type: ignore[arg-type]
+
+
+# -- beginning and end ------------------------------------------------------------------------------------------------
+
+
+def test_a_function_that_cannot_be_loaded_is_refused_at_once() -> None:
+    with pytest.raises(PlugInError, match="there is no file nowhere"):
+        Judge(Function(path="nowhere.py:f"))
+
+
+def test_what_another_process_cannot_find_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"<lambda> cannot be sent to another process.*`judging\.workers` to 0"):
+        Judge(lambda task, answer: 0.0, Judging(workers=1))
+
+
+def test_a_process_that_cannot_start_is_no_verdict(tmp_path: Path) -> None:
+    path = tmp_path / "fickle.py"
+    path.write_text("def score(task, answer):\n    return 1.0\n")
+    with Judge(Function(path=f"{path}:score"), Judging(workers=1)) as judge:
+        path.write_text("raise RuntimeError('gone')")
+        with pytest.raises(RewardError, match=r"could not start: .*fickle\.py raised RuntimeError: gone"):
+            judged(judge, "a")
+        path.write_text("def score(task, answer):\n    return 1.0\n")
+        assert judged(judge, "a")[0].reward == 1.0
+
+
+@pytest.mark.parametrize("workers", PLACES.values(), ids=PLACES)
+def test_closing_ends_what_is_under_way_and_what_waits(workers: int) -> None:
+    async def closed_while_asked(judge: Judge) -> list[Verdict]:
+        asked = [asyncio.create_task(judge.judge(task(ordinal=i), "sleep 60")) for i in range(3)]
+        await asyncio.sleep(1.5)
+        await asyncio.to_thread(judge.close)
+        return await asyncio.gather(*asked)
+
+    began = time.monotonic()
+    verdicts = asyncio.run(closed_while_asked(Judge(MISBEHAVES, Judging(workers=workers, on_error="stop"))))
+    assert [verdict.outcome for verdict in verdicts] == [Outcome.CANCELLED] * 3
+    assert "was stopped on task 2 of sums, because the judge was closed" in verdicts[2].error
+    assert time.monotonic() - began < 20
+
+
+def test_a_cancelled_call_that_waits_is_not_made(tmp_path: Path) -> None:
+    def noted(task: Any, answer: str) -> float:
+        (tmp_path / answer).touch()
+        time.sleep(0.3)
+        return 1.0
+
+    async def cancelled(judge: Judge) -> None:
+        first = asyncio.create_task(judge.judge(task(), "first"))
+        second = asyncio.create_task(judge.judge(task(), "second"))
+        await asyncio.sleep(0.1)
+        second.cancel()
+        await first
+        await judge.judge(task(), "third")
+
+    with Judge(noted) as judge:
+        asyncio.run(cancelled(judge))
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "third"}
+
+
+SCRIPT = """
+import asyncio, sys, time
+from etude.records import Task
+from etude.rewards import Function, Judge, Judging
+
+judge = Judge(Function(path="tests.rewards.functions:announced"), Judging(workers=1, timeout=3.0))
+asyncio.run(judge.judge(Task(0, {}), sys.argv[1]))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("answer", ["idle", "loop", "hold"])
+def test_processes_end_when_their_parent_does(answer: str) -> None:
+    command = [sys.executable, "-c", SCRIPT, answer]
+    parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert parent.stderr is not None
+    try:
+        pid = int(parent.stderr.readline())  # what the function prints
+        time.sleep(0.3)
+        assert not ended(pid, within=0.1)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stderr.close()
+    assert ended(pid, within=20.0)
+
+
+def test_what_a_function_prints_is_not_standard_output() -> None:
+    script = """
+import asyncio
+from etude.records import Task
+from etude.rewards import Function, Judge, Judging
+with Judge(Function(path="tests.rewards.functions:misbehaves"), Judging(workers=1)) as judge:
+    print(asyncio.run(judge.judge(Task(0, {}), "print")).reward)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True
+    )
+    assert done.stdout == "1.0\n" and "a word on standard output" in done.stderr
+
+
+def test_a_function_of_the_script_itself_is_refused_in_processes() -> None:
+    script = """
+from etude.rewards import Judge, Judging
+def mine(task, answer): return 1.0
+Judge(mine, Judging(workers=1))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert "The reward mine is defined in the script that was started" in done.stderr
