@@ -7,8 +7,16 @@
     │   └── PlugInError                   a `module:Name` that does not import, or is not what it should be
     ├── DataError (ValueError)            the data handed in breaks a rule; names the row or rollout
     │   ├── BatchError                    columns of a batch that do not fit together
+    │   ├── ChatError                     a conversation that cannot be shown to the model; says why
     │   ├── MissingColumnError            a column that an algorithm declared and nobody provided
-    │   └── RewardError                   a reward that is not a finite number; names the rollout
+    │   └── RewardError                   a reward that could not be had, or is no finite number; names the task
+    ├── CheckpointError                   a checkpoint that cannot be written or read; names the file
+    ├── CollectionError                   a step that got nothing to train on; says what failed
+    ├── RunError                          a run directory that cannot be used: in use, missing, not a run
+    ├── TrainingError                     an update that cannot be taken; the weights are as they were
+    ├── StoreError                        the journal cannot be opened, read or written as asked; names the file
+    │   └── IllegalMoveError (ValueError) an event that may not follow what is recorded; names both states
+    ├── EngineError (RuntimeError)         an inference engine cannot go on; says which knob to turn
     └── MissingPackageError (ImportError) an optional package is absent; names the extra to install
 
 Each message is a sentence or two: what was asked, what was found, where, and what to do about it.
@@ -19,13 +27,21 @@ from __future__ import annotations
 
 __all__ = [
     "BatchError",
+    "ChatError",
+    "CheckpointError",
+    "CollectionError",
     "ConfigError",
     "DataError",
+    "EngineError",
     "EtudeError",
+    "IllegalMoveError",
     "MissingColumnError",
     "MissingPackageError",
     "PlugInError",
     "RewardError",
+    "RunError",
+    "StoreError",
+    "TrainingError",
     "UnknownChoiceError",
     "UnknownKeyError",
 ]
@@ -59,12 +75,44 @@ class BatchError(DataError):
     """The columns of a batch do not fit together."""
 
 
+class ChatError(DataError):
+    """A conversation that cannot be shown to the model."""
+
+
 class MissingColumnError(DataError):
     """An algorithm declared a column that the batch does not have."""
 
 
 class RewardError(DataError):
-    """A reward that is not a finite number."""
+    """A reward that could not be had, or that is not a finite number."""
+
+
+class CheckpointError(EtudeError):
+    """A checkpoint cannot be written or read."""
+
+
+class CollectionError(EtudeError):
+    """A step got nothing to train on."""
+
+
+class RunError(EtudeError):
+    """A run directory cannot be used."""
+
+
+class TrainingError(EtudeError):
+    """An update cannot be taken; the weights are as they were before it."""
+
+
+class StoreError(EtudeError):
+    """The journal cannot be opened, read or written as asked."""
+
+
+class IllegalMoveError(StoreError, ValueError):
+    """An event that may not follow what is recorded."""
+
+
+class EngineError(EtudeError, RuntimeError):
+    """An inference engine cannot do what it was asked, or cannot go on."""
 
 
 class MissingPackageError(EtudeError, ImportError):

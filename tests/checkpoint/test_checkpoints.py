@@ -1,0 +1,277 @@
+"""Checkpoints: whole or not there, found again, kept as long as they are wanted."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from etude.checkpoint import Checkpoints
+from etude.errors import CheckpointError
+
+FACTS = {"journal": 7, "rate": 0.1, "names": ["a", "b"]}
+
+
+def tensors(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
+    """A tree of two dtypes and an empty corner."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "weights": {"a.weight": torch.randn(3, 5, generator=generator), "b": torch.randn(4, generator=generator)},
+        "half": {"c": torch.randn(6, generator=generator).bfloat16()},
+        "counts": {"steps": torch.tensor(seed), "none": torch.empty(0)},
+    }
+
+
+def like(tree: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+    """The same tree of other numbers."""
+    return {name: {key: torch.full_like(value, 9) for key, value in part.items()} for name, part in tree.items()}
+
+
+def same(a: dict[str, dict[str, torch.Tensor]], b: dict[str, dict[str, torch.Tensor]]) -> bool:
+    return all(torch.equal(value, b[name][key]) for name, part in a.items() for key, value in part.items())
+
+
+def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    assert checkpoints.newest() is None
+    saved = checkpoints.save(12, tensors(3), FACTS)
+    found = checkpoints.newest()
+    assert found is not None
+    assert (found.step, found.path, found.facts) == (12, saved.path, FACTS)
+    target = like(tensors(3))
+    assert not same(target, tensors(3))
+    checkpoints.load(found, target)
+    assert same(target, tensors(3))
+
+
+def test_a_part_of_a_checkpoint_can_be_read(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    saved = checkpoints.save(1, tensors(3), {})
+    target = {"weights": like(tensors())["weights"]}
+    checkpoints.load(saved, target)
+    assert same(target, tensors(3))
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step, score in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.9), (5, 0.1)):
+        checkpoints.save(step, tensors(step), {})
+        assert checkpoints.mark_best(step, score) == ((score > 0.5 and step == 2) or step == 1)
+    assert [found.step for found in checkpoints.kept()] == [2, 4, 5]
+    best = checkpoints.best()
+    assert best is not None and best.step == 2 and checkpoints.best_score() == 0.9
+    assert not checkpoints.mark_best(3, 1.0)  # it is no longer there
+    assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {
+        "step-00000002",
+        "step-00000004",
+        "step-00000005",
+        "best",
+    }
+
+
+def test_going_back_writes_nothing_over(tmp_path: Path) -> None:
+    """A run that returns to step 4 and saves 6 again: its own 6 is the newest, also beside an old 8."""
+    checkpoints = Checkpoints(tmp_path, keep=10)
+    for step in (4, 6, 8):
+        checkpoints.save(step, tensors(step), {})
+    again = checkpoints.save(6, tensors(60), {})
+    assert len(checkpoints.kept()) == 4
+    newest = checkpoints.newest()
+    assert newest is not None and newest.path == again.path
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 3)
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "complaint"),
+    [
+        ("__0_0.distcp", Path.unlink, r"its file __0_0.distcp is missing"),
+        ("__0_0.distcp", truncate, r"its file __0_0.distcp has \d+ bytes and should have \d+"),
+        ("__0_0.distcp", flip, r"its file __0_0.distcp is not what was written"),
+        (".metadata", flip, r"its file .metadata is not what was written"),
+        ("facts.json", Path.unlink, r"its facts.json cannot be read"),
+        ("facts.json", truncate, r"its facts.json cannot be read"),
+    ],
+)
+def test_a_broken_checkpoint_is_told_and_the_one_before_is_offered(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], complaint: str
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, tensors(1), {"at": 1})
+    broken = checkpoints.save(2, tensors(2), {"at": 2})
+    damage(broken.path / name)
+    with pytest.raises(CheckpointError, match=complaint + ".*whole checkpoint before it is step-00000001.1, of step 1"):
+        checkpoints.newest()
+    found = checkpoints.newest(fall_back=True)
+    assert found is not None and found.facts == {"at": 1}
+    target = like(tensors())
+    checkpoints.load(found, target)
+    assert same(target, tensors(1))
+    checkpoints.save(2, tensors(3), {"at": 3})  # the run went on from there: its own checkpoint is the newest
+    newest = checkpoints.newest()
+    assert newest is not None and newest.facts == {"at": 3}
+
+
+def test_a_broken_checkpoint_alone_is_told(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    truncate(checkpoints.save(2, tensors(2), {}).path / ".metadata")
+    for fall_back in (False, True):
+        with pytest.raises(CheckpointError, match="There is no whole checkpoint before it"):
+            checkpoints.newest(fall_back=fall_back)
+
+
+def test_other_tensors_are_refused_before_any_is_written(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    saved = checkpoints.save(2, tensors(2), {})
+    weights = like(tensors())["weights"]
+    for odd, complaint in (
+        ({"zzz": torch.zeros(2)}, "has no tensor `weights.zzz`"),
+        ({"b": torch.zeros(5)}, r"`weights.b` is torch.float32 \[4\] in the checkpoint .* torch.float32 \[5\] in this"),
+        ({"b": torch.zeros(4).double()}, r"`weights.b` is torch.float32 .* and torch.float64"),
+    ):
+        with pytest.raises(CheckpointError, match=complaint):
+            checkpoints.load(saved, {"weights": weights | odd})
+        assert bool((weights["a.weight"] == 9).all())
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    facts = checkpoints.save(2, tensors(2), {}).path / "facts.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"format": 99}))
+    with pytest.raises(CheckpointError, match=r"of format 99.*reads format 1"):
+        checkpoints.newest()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from etude.checkpoint import Checkpoints
+
+def at(point):
+    if point == "checkpoint.renaming":
+        os.kill(os.getpid(), signal.SIGKILL)
+Checkpoints(Path(sys.argv[1]), at=at).save(2, {"x": torch.full((50_000,), 2.0)}, {"at": 2})
+"""
+
+
+def interrupted_at_writing(directory: Path) -> None:
+    def at(point: str) -> None:
+        if point == "checkpoint.writing":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Checkpoints(directory, at=at).save(2, {"x": torch.full((50_000,), 2.0)}, {"at": 2})
+
+
+def killed_at_renaming(directory: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(directory)], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("end", [interrupted_at_writing, killed_at_renaming])
+def test_a_save_that_is_killed_leaves_the_one_before(tmp_path: Path, end: Callable[[Path], None]) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"x": torch.ones(50_000)}, {"at": 1})
+    end(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    newest = checkpoints.newest()
+    assert newest is not None and newest.facts == {"at": 1}
+    checkpoints.save(2, {"x": torch.ones(50_000)}, {"at": 2})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.1", "step-00000002.2"]
+
+
+def test_a_file_that_cannot_grow_leaves_the_one_before_and_no_litter(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"x": torch.ones(50_000)}, {"at": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"Step 2 could not be saved in .* Make room"):
+            checkpoints.save(2, {"x": torch.ones(50_000)}, {"at": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.1"]
+    newest = checkpoints.newest()
+    assert newest is not None and newest.facts == {"at": 1}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte, where this user may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]).returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_leaves_the_one_before_and_no_litter(small_disk: Path) -> None:
+    checkpoints = Checkpoints(small_disk)
+    checkpoints.save(1, {"x": torch.ones(120_000)}, {"at": 1})
+    with pytest.raises(CheckpointError, match=r"Step 2 could not be saved in .* where 0 MiB are free"):
+        checkpoints.save(2, {"x": torch.ones(150_000)}, {"at": 2})
+    assert [path.name for path in small_disk.iterdir()] == ["step-00000001.1"]
+    target = {"x": torch.zeros(120_000)}
+    newest = checkpoints.newest()
+    assert newest is not None
+    checkpoints.load(newest, target)
+    assert bool((target["x"] == 1).all())
+
+
+RANKS = """
+import os, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from etude.checkpoint import Checkpoints
+
+directory, rank = Path(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+x = distribute_tensor(torch.arange(30.0).reshape(10, 3), mesh, [Shard(0)])
+checkpoints = Checkpoints(directory / "checkpoints")
+saved = checkpoints.save(1, {"x": x}, {"at": 1})
+assert saved.path.name == "step-00000001.1"
+y = distribute_tensor(torch.zeros(10, 3), mesh, [Shard(1)])
+checkpoints.load(checkpoints.newest(), {"x": y})
+assert torch.equal(y.full_tensor(), torch.arange(30.0).reshape(10, 3))
+dist.barrier()
+os._exit(0)  # gloo's threads do not always end in good order with the interpreter
+"""
+
+
+def test_what_two_ranks_wrote_one_reads(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANKS, str(tmp_path), str(rank)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, complaint = process.communicate(timeout=120)
+        assert process.returncode == 0, complaint
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    newest = checkpoints.newest()
+    assert newest is not None
+    target = torch.zeros(10, 3)
+    checkpoints.load(newest, {"x": target})
+    assert torch.equal(target, torch.arange(30.0).reshape(10, 3))
