@@ -1,0 +1,20 @@
+"""How conversations become token ids and token ids become messages, exactly as the model's authors meant.
+
+tokenizer       text and ids, from a Hugging Face directory, with incremental decoding
+template        a chat template, rendered as transformers renders it
+messages        messages in and out of their JSON form, and when two of them are the same
+reasoning       the thinking before an answer, told apart from it
+tools           the calls a model wrote, read back
+continuation    a conversation that goes on keeps the very ids it was served with
+chat            all of these as one: the `Renderer`
+"""
+
+from __future__ import annotations
+
+from etude.chat.chat import Chat, ChatConfig
+from etude.chat.continuation import Conversation
+from etude.chat.messages import message_of
+from etude.chat.template import Template
+from etude.chat.tokenizer import Stream, Tokenizer
+
+__all__ = ["Chat", "ChatConfig", "Conversation", "Stream", "Template", "Tokenizer", "message_of"]

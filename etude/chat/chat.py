@@ -1,0 +1,135 @@
+"""A model's chat: messages to the ids it is shown, and the ids it wrote to a message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from etude.chat.continuation import Conversation, History
+from etude.chat.messages import check_roles, message_of
+from etude.chat.reasoning import CLOSE, OPEN, split_reasoning
+from etude.chat.template import Template
+from etude.chat.tokenizer import Ids, Tokenizer
+from etude.chat.tools import FORMATS, PYTHON_TAG, Found, format_of
+from etude.config import Config
+from etude.errors import ChatError, ConfigError
+from etude.records import Message, ToolCall
+
+__all__ = ["Chat", "ChatConfig"]
+
+Tools = Sequence[Mapping[str, Any]]
+_MARKUP = (OPEN, CLOSE, "<tool_call>", "</tool_call>", PYTHON_TAG)
+_TAIL = 8  # ids at the end of a prompt that may open the reasoning
+
+
+class Chat:
+    """The `Renderer` of one model.
+
+    With `history` "served" a conversation keeps what the model wrote, thinking included; with "template" it keeps it
+    where the model's template would, and is rendered anew where the template drops earlier thinking.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        history: History = "served",
+        *,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`template` takes the place of the model's own; `variables` are what it is told beside the conversation."""
+        self.tokenizer = tokenizer
+        self.history: History = history
+        self._variables = dict(variables or {})
+        sources = {"default": template} if template is not None else tokenizer.templates
+        self._templates = {name: Template(source, tokenizer.specials) for name, source in sources.items()}
+        default = sources.get("default", "")
+        self._reasons = CLOSE in default
+        self._calls = format_of(sources.get("tool_use", default))
+        self._markup = frozenset(tokenizer.id(token) for token in _MARKUP)
+
+    def text(self, messages: Sequence[Message], tools: Tools = ()) -> str:
+        """The text of a conversation, up to where the assistant is to speak."""
+        if not messages:
+            raise ChatError("A conversation without messages cannot be rendered; give at least one.")
+        check_roles(messages)
+        return self._template(tools).text(messages, tools, **self._variables)
+
+    def render(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
+        """The ids of a conversation, up to where the assistant is to speak."""
+        return self.tokenizer.encode(self.text(messages, tools))
+
+    def prompt_ids(self, prompt: str | Sequence[Message | Mapping[str, Any]]) -> Ids:
+        """The ids of what a task asks: a text as it is, messages (or their JSON form) by the template."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, special=True)
+        return self.render([each if isinstance(each, Message) else message_of(each) for each in prompt])
+
+    def parse(self, completion: Ids, prompt: Ids | None = None, tools: Tools = ()) -> Message:
+        """What the model said. A malformed tool call stays text.
+
+        Given the prompt, it is known whether that has opened the reasoning already, and calls made in answer to
+        different prompts have different ids. Given the tools, the arguments of a call have the types these declare,
+        where the model writes arguments without types.
+        """
+        kept = [id for id in map(int, completion) if id not in self.tokenizer.special_ids or id in self._markup]
+        content, reasoning = self.tokenizer.decode(kept, special=True), ""
+        if self._reasons:
+            opened = prompt is not None and self._opens(prompt)
+            reasoning, content = split_reasoning(content, opened)
+        calls: Found = []
+        if self._calls is not None:
+            content, calls = FORMATS[self._calls](content, tools)
+        seed = blake2b(b"" if prompt is None else np.ascontiguousarray(prompt, np.int32).tobytes(), digest_size=12)
+        seed.update(np.ascontiguousarray(completion, np.int32).tobytes())
+        ids = (f"call_{seed.hexdigest()}{index:x}" for index in range(len(calls)))
+        return Message(
+            "assistant",
+            content,
+            reasoning=reasoning,
+            tool_calls=tuple(ToolCall(id, name, text) for id, (name, text) in zip(ids, calls, strict=True)),
+        )
+
+    def conversation(self) -> Conversation:
+        """A conversation that keeps the very ids it was served with."""
+        return Conversation(self.tokenizer, self.text, self.history)
+
+    def _opens(self, prompt: Ids) -> bool:
+        return self.tokenizer.decode(prompt[-_TAIL:], special=True).rstrip().endswith(OPEN)
+
+    def _template(self, tools: Tools) -> Template:
+        if tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if "default" not in self._templates:
+            others = ", ".join(self._templates)
+            found = f"no chat template named default (only {others})" if others else "no chat template"
+            raise ConfigError(
+                f"The tokenizer in {self.tokenizer.directory} has {found}, so messages cannot be rendered: write one "
+                "into chat_template.jinja there, set `chat.template`, or give prompts as plain text."
+            )
+        return self._templates["default"]
+
+
+class ChatConfig(Config):
+    """How conversations are shown to the model."""
+
+    history: History = Field(
+        "served",
+        description="what the model sees of its earlier answers; served: all it wrote; template: what that keeps",
+    )
+    template: Path | None = Field(None, description="a jinja file to use in place of the model's own chat template")
+    variables: dict[str, Any] = Field(
+        default_factory=dict, description="what the template is told besides, such as enable_thinking: false"
+    )
+
+    def chat(self, tokenizer: Tokenizer) -> Chat:
+        """The chat of the model with this tokenizer."""
+        if self.template is not None and not self.template.is_file():
+            raise ConfigError(f"There is no chat template {self.template}; give the path of a jinja file.")
+        source = self.template.read_text(encoding="utf-8") if self.template is not None else None
+        return Chat(tokenizer, self.history, template=source, variables=self.variables)

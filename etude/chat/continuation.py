@@ -1,0 +1,177 @@
+"""Exact continuation: a conversation that goes on from what was served keeps the very ids it was served with.
+
+Text does not determine tokens: what a model wrote, turned to text and tokenised again, may be other tokens than those
+it sampled, and a template may leave out or reword what was said. So a conversation remembers the ids of each answer,
+and what comes after an answer is rendered alone, from the end of the answer on. Where the messages are not those
+that were served (an agent rewrote its history), the conversation is rendered anew: it branches, and both branches are
+kept. Which differences count is said in `messages`.
+
+Where an answer ends in a rendered text is found by rendering a marked answer in its place. The model usually wrote the
+token that closes its turn, and the rest of what the template closes it with follows; where it did not (it was cut off,
+or stopped by another token), all of the template's close follows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from etude.chat.messages import same, same_tools
+from etude.chat.tokenizer import Ids, Tokenizer
+from etude.errors import ChatError
+from etude.records import Message
+
+__all__ = ["Conversation", "History"]
+
+History: TypeAlias = Literal["served", "template"]
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Served:
+    """One answer and all that came before it."""
+
+    tools: Tools
+    history: tuple[Message, ...]
+    """The messages, with earlier answers as they were served; the last is the answer."""
+    ids: Ids
+    end: int | None
+    """The last id, if it is one that ends an answer."""
+    thoughts: frozenset[int]
+    """Which messages' reasoning the ids show, as far as that matters: only where the template decides what is kept."""
+
+
+class Conversation:
+    """What one attempt has said to a model, in as many branches as its agent made. Used by one thread at a time."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, text: Callable[[Sequence[Message], Tools], str], history: History = "served"
+    ) -> None:
+        """`text` renders a conversation up to where the assistant is to speak."""
+        self._tokenizer = tokenizer
+        self._text = text
+        self._history = history
+        self._served: list[_Served] = []  # the latest first
+        ends = {id: tokenizer.decode([id], special=True) for id in tokenizer.eos_ids}
+        self._ends = {id: end for id, end in ends.items() if end}
+
+    def render(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
+        """The ids of a conversation, up to where the assistant is to speak, those that were served among them."""
+        messages = tuple(messages)
+        known = None
+        for served in self._continued(messages, tools):
+            whole = served.history + messages[len(served.history) :]
+            known = known or whole
+            if self._history == "served" or served.thoughts <= self._shown(whole, tools):
+                return np.concatenate([served.ids, self._after(served, whole, tools)])
+        return self._tokenizer.encode(self._text(known or messages, tools))
+
+    def served(
+        self, messages: Sequence[Message], tools: Tools, prompt_ids: Ids, completion_ids: Ids, answer: Message
+    ) -> None:
+        """Remember an answer: the messages and ids it was given, the ids it is, and the message it was read as."""
+        messages = tuple(messages)
+        kept = next((each for each in self._continued(messages, tools) if _begins(prompt_ids, each.ids)), None)
+        known = kept.history if kept else ()
+        history = known + messages[len(known) :]
+        thoughts: frozenset[int] = frozenset()
+        if self._history == "template":
+            thoughts = kept.thoughts if kept else thoughts
+            thoughts |= {index for index in self._shown(history, tools) if index >= len(known)}
+            thoughts |= {len(history)} if answer.reasoning else set()
+        last = int(completion_ids[-1]) if len(completion_ids) else None
+        self._served.insert(
+            0,
+            _Served(
+                tools=tuple(tools),
+                history=(*history, answer),
+                ids=np.concatenate([prompt_ids, completion_ids]).astype(np.int32),
+                end=last if last in self._ends else None,
+                thoughts=thoughts,
+            ),
+        )
+
+    def _continued(self, messages: tuple[Message, ...], tools: Tools) -> Iterator[_Served]:
+        """The answers that these messages go on from: the longest history first, and the latest of equals."""
+        for served in sorted(self._served, key=lambda each: -len(each.history)):
+            if (
+                len(served.history) <= len(messages)
+                and all(same(*pair) for pair in zip(served.history, messages, strict=False))
+                and same_tools(served.tools, tools)
+            ):
+                yield served
+
+    def _shown(self, messages: tuple[Message, ...], tools: Tools) -> frozenset[int]:
+        """The messages whose reasoning the template shows."""
+        mark = _mark("etudemark", messages)
+        marks = {index: f"{mark}{index}x" for index, message in enumerate(messages) if message.reasoning}
+        if not marks:
+            return frozenset()
+        marked = [replace(message, reasoning=marks.get(index, "")) for index, message in enumerate(messages)]
+        text = self._text(marked, tools)
+        return frozenset(index for index, each in marks.items() if each in text)
+
+    def _after(self, served: _Served, messages: tuple[Message, ...], tools: Tools) -> Ids:
+        """The ids of what follows a served answer: the rest of its close, the new messages, the assistant's opening."""
+        text, region = self._rest(served, messages, tools)
+        end = self._ends[served.end] if served.end is not None else ""
+        if end and end in region:
+            text = text[region.index(end) + len(end) :]
+        else:
+            text = text[min((region.index(each) for each in self._ends.values() if each in region), default=0) :]
+        ids = self._tokenizer.encode(end + text)
+        # The end is encoded too, for tokenizers that treat a text's beginning in a way of its own.
+        return ids[1:] if end and ids[0] == served.end else self._tokenizer.encode(text)
+
+    def _rest(self, served: _Served, messages: tuple[Message, ...], tools: Tools) -> tuple[str, str]:
+        """The text that follows a served answer, and of it what comes before the first new message's own words."""
+        before, new = served.history[:-1], messages[len(served.history) :]
+        mark, words = _mark("etudemark", messages), _mark("etudewords", messages)
+        for marked in _marked(served.history[-1], mark):
+            try:
+                whole = self._text((*before, marked, *new), tools)
+                probe = (replace(new[0], content=words), *new[1:]) if new else ()
+                other = self._text((*before, marked, *probe), tools)
+            except ChatError:
+                continue  # a template may refuse this kind of answer, or what follows it
+            text = whole.rpartition(mark)[2]
+            region = _common(text, other.rpartition(mark)[2])
+            closed = any(end in region for end in self._ends.values())
+            if mark in whole and (closed or not marked.tool_calls):
+                return text, region
+        self._text(messages, tools)  # if the template refuses the conversation itself, it says why
+        raise ChatError(
+            "The chat template does not show what an assistant's message says, so a conversation cannot go on from "
+            "one. Give the model another template."
+        )
+
+
+def _marked(answer: Message, mark: str) -> Iterator[Message]:
+    """Answers of the same kind that end in a mark: templates close a call and a text in their own ways."""
+    if answer.tool_calls:
+        arguments = json.dumps({mark: mark})
+        calls = tuple(replace(call, arguments=arguments) for call in answer.tool_calls)
+        yield replace(answer, content="", reasoning="", tool_calls=calls)
+    yield Message("assistant", mark)
+
+
+def _mark(word: str, messages: Sequence[Message]) -> str:
+    """A word that occurs in none of the messages."""
+    said = repr(messages)
+    while word in said:
+        word += "k"
+    return word
+
+
+def _common(one: str, other: str) -> str:
+    """What two texts begin with alike."""
+    length = min(len(one), len(other))
+    return one[: next((at for at in range(length) if one[at] != other[at]), length)]
+
+
+def _begins(ids: Ids, prefix: Ids) -> bool:
+    return len(prefix) <= len(ids) and bool(np.array_equal(ids[: len(prefix)], prefix))

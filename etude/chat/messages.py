@@ -1,0 +1,168 @@
+"""Messages in and out of the JSON form that people, agents and chat templates write, and when two are the same.
+
+Exact continuation rests on `same`: an agent sends back the conversation it has had, and small differences that the
+model never saw must not make it a new one, while any difference in what was said must.
+
+- Role, name, call ids and text are equal character by character; white space counts.
+- A list of text parts is the text they join to. Other parts are equal part by part.
+- The arguments of a call are equal as JSON values: key order and spacing do not count, but 1, 1.0 and true are three
+  different values. Arguments that are not JSON are compared as text.
+- Reasoning that was served may be left out of what comes back; if it comes back, it is equal character by character.
+- Tools are equal as JSON values, in their order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etude.errors import ChatError
+from etude.records import Message, Part, ToolCall
+
+__all__ = ["ROLES", "check_roles", "json_form", "message_of", "same", "same_tools", "text_of"]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+
+def check_roles(messages: Sequence[Message]) -> None:
+    """Refuse a message by somebody no template knows."""
+    for index, message in enumerate(messages):
+        if message.role not in ROLES:
+            raise ChatError(
+                f"Message {index} of the conversation has the role '{message.role}'; a message is by one of "
+                f"{', '.join(ROLES)}. Rename the role."
+            )
+
+
+def text_of(content: str | tuple[Part, ...]) -> str | None:
+    """The text of a message's content, or None where some of it is not text."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.text for part in content) if all(part.kind == "text" for part in content) else None
+
+
+def message_of(form: Mapping[str, Any]) -> Message:
+    """A message from its JSON form: the `{"role": …, "content": …}` of datasets and of OpenAI-compatible requests."""
+    if not isinstance(form.get("role"), str):
+        raise ChatError(f"A message needs a text under 'role'; this one has the keys {', '.join(map(str, form))}.")
+    reasoning = next((form[key] for key in REASONING_KEYS if form.get(key) is not None), "")
+    return Message(
+        role=form["role"],
+        content=_content_of(form.get("content")),
+        reasoning=reasoning,
+        tool_calls=tuple(_call_of(call) for call in form.get("tool_calls") or ()),
+        tool_call_id=form.get("tool_call_id") or "",
+        name=form.get("name") or "",
+    )
+
+
+def json_form(message: Message, *, parts: bool = False, arguments_as_text: bool = False) -> dict[str, Any]:
+    """What a template is shown of a message. Keys without a value are absent, as templates test for their presence.
+
+    Text goes as a string, or as a list of parts where the template reads only those; the arguments of a call go as the
+    JSON value they are, or as text where the template wants that.
+    """
+    text = text_of(message.content)
+    form: dict[str, Any] = {"role": message.role}
+    if text is None:
+        form["content"] = [_part_form(part) for part in message.content if isinstance(part, Part)]
+    else:
+        form["content"] = [{"type": "text", "text": text}] if parts else text
+    if message.reasoning:
+        form["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        form["tool_calls"] = [_call_form(call, arguments_as_text) for call in message.tool_calls]
+    if message.tool_call_id:
+        form["tool_call_id"] = message.tool_call_id
+    if message.name:
+        form["name"] = message.name
+    return form
+
+
+def same(known: Message, given: Message) -> bool:
+    """Whether a message that came back is the one that was served. The rules are this file's."""
+    return (
+        known.role == given.role
+        and known.name == given.name
+        and known.tool_call_id == given.tool_call_id
+        and _same_content(known.content, given.content)
+        and given.reasoning in ("", known.reasoning)
+        and len(known.tool_calls) == len(given.tool_calls)
+        and all(_same_call(one, other) for one, other in zip(known.tool_calls, given.tool_calls, strict=True))
+    )
+
+
+def same_tools(known: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the same tools were offered."""
+    return len(known) == len(given) and all(_same_json(*pair) for pair in zip(known, given, strict=True))
+
+
+def _same_content(known: str | tuple[Part, ...], given: str | tuple[Part, ...]) -> bool:
+    one, other = text_of(known), text_of(given)
+    return known == given if one is None or other is None else one == other
+
+
+def _same_call(known: ToolCall, given: ToolCall) -> bool:
+    if (known.id, known.name) != (given.id, given.name):
+        return False
+    if known.arguments == given.arguments:
+        return True
+    try:
+        return _same_json(json.loads(known.arguments), json.loads(given.arguments))
+    except ValueError:
+        return False
+
+
+def _same_json(one: Any, other: Any) -> bool:
+    """Equality of JSON values. Python's own takes true, 1 and 1.0 for the same."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same_json(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(_same_json(*pair) for pair in zip(one, other, strict=True))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _content_of(content: Any) -> str | tuple[Part, ...]:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content):
+        return tuple(_part_of(part) for part in content)
+    raise ChatError(f"The content of a message is a text or a list of parts; a {type(content).__name__} was given.")
+
+
+def _part_of(form: Mapping[str, Any]) -> Part:
+    """`{"type": "text", "text": …}`, `{"type": "image", "url": …}`, or OpenAI's `image_url`."""
+    kind = str(form.get("type", "text"))
+    if kind == "text":
+        return Part("text", text=str(form.get("text", "")))
+    address = form.get("url") or form.get(kind) or ""
+    return Part(kind.removesuffix("_url"), url=str(address["url"] if isinstance(address, Mapping) else address))
+
+
+def _part_form(part: Part) -> dict[str, str]:
+    return {"type": "text", "text": part.text} if part.kind == "text" else {"type": part.kind, "url": part.url}
+
+
+def _call_of(form: Mapping[str, Any]) -> ToolCall:
+    """`{"id": …, "function": {"name": …, "arguments": …}}`, or the name and arguments alone."""
+    function = form.get("function") or form
+    if not isinstance(function.get("name"), str):
+        raise ChatError("A tool call needs the function's name: {'function': {'name': …, 'arguments': …}}.")
+    arguments = function.get("arguments", "{}")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(form.get("id") or "", function["name"], text)
+
+
+def _call_form(call: ToolCall, as_text: bool) -> dict[str, Any]:
+    arguments: Any = call.arguments
+    if not as_text:
+        try:
+            arguments = json.loads(call.arguments)
+        except ValueError:
+            arguments = call.arguments
+    named = {"id": call.id} if call.id else {}
+    return {**named, "type": "function", "function": {"name": call.name, "arguments": arguments}}

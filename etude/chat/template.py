@@ -1,0 +1,191 @@
+"""A chat template, rendered as transformers renders it: the same sandbox, the same filters, the same text.
+
+Templates come with models from the web, so they run in jinja2's immutable sandbox and see plain JSON values alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from etude.chat.messages import json_form
+from etude.errors import ChatError, ConfigError
+from etude.records import Message, ToolCall
+
+__all__ = ["Template"]
+
+_PROBE = "etudeprobe"
+
+
+class Template:
+    """A compiled chat template. Templates differ in what they can read, so each is tried once, when it is made:
+    whether it takes a message's text as a string or only as a list of parts, and a call's arguments as a value or only
+    as text."""
+
+    def __init__(self, source: str, specials: Mapping[str, str] | None = None) -> None:
+        self.source = source
+        self._specials = dict(specials or {})
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"The chat template is not valid jinja: {error.message} (line {error.lineno}). Correct the template."
+            ) from error
+        self._parts = self._wants_parts()
+        self._arguments_as_text = self._wants_arguments_as_text()
+
+    def text(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        generate: bool = True,
+        **extra: Any,
+    ) -> str:
+        """The text of a conversation, up to where the assistant is to speak if it is to `generate`.
+
+        What else a template knows (`enable_thinking=False` …) goes into `extra`. Mappings are shown to the template as
+        they are, without the keys whose value is None.
+        """
+        try:
+            return self._render(messages, tools, generate, extra)
+        except Exception as error:  # a template is somebody's program: whatever it raises is about this conversation
+            roles = ", ".join(_role(message) for message in messages) or "none"
+            raise ChatError(
+                f"The chat template refused a conversation (its messages are by: {roles}): {error}. "
+                "Change the conversation, or give the model another template."
+            ) from error
+
+    def _render(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        generate: bool,
+        extra: Mapping[str, Any],
+    ) -> str:
+        variables = {
+            "messages": [self._form(message) for message in messages],
+            "tools": [dict(tool) for tool in tools] or None,
+            "documents": None,
+            "add_generation_prompt": generate,
+        }
+        return self._template.render({**variables, **self._specials, **extra})
+
+    def _form(self, message: Message | Mapping[str, Any]) -> dict[str, Any]:
+        """What the template sees of a message. Its reasoning has every name that templates know it by."""
+        if isinstance(message, Message):
+            message = json_form(message, parts=self._parts, arguments_as_text=self._arguments_as_text)
+        form = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((form[key] for key in _REASONING_ORDER if key in form), None)
+        return form if reasoning is None else {"thinking": reasoning, **form, "reasoning_content": reasoning}
+
+    def _wants_parts(self) -> bool:
+        self._parts = self._arguments_as_text = False
+        question = Message("user", _PROBE)
+        if self._shows(question):
+            return False
+        self._parts = True
+        return self._shows(question)
+
+    def _wants_arguments_as_text(self) -> bool:
+        arguments = json.dumps({_PROBE: _PROBE})
+        conversation = (
+            Message("user", "?"),
+            Message("assistant", "", tool_calls=(ToolCall("call00000", "probe", arguments),)),
+        )
+        if self._shows(*conversation):
+            return False
+        self._arguments_as_text = True
+        return self._shows(*conversation)
+
+    def _shows(self, *messages: Message) -> bool:
+        try:
+            return _PROBE in self.text(messages, generate=False)
+        except ChatError:
+            return False
+
+
+_REASONING_ORDER = ("reasoning_content", "thinking", "reasoning")
+
+
+def _role(message: Message | Mapping[str, Any]) -> str:
+    return message.role if isinstance(message, Message) else str(message.get("role", "nobody"))
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The world of a chat template."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    names = {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
+    environment.globals.update(names)
+    return environment
+
+
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote; it changes nothing of the text."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Dict:
+    """`dict(…)` without the attributes of the class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """As `dict.fromkeys`."""
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """`namespace(…)` that keeps out of Python's inside."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        own, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(own, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: str) -> None:
+    if name.startswith("_"):
+        raise SecurityError(f"a template's namespace cannot have the attribute {name!r}")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is, where jinja2's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

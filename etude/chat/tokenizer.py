@@ -1,0 +1,241 @@
+"""Text to ids and back, from the files a Hugging Face model directory has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from etude.errors import ConfigError
+
+__all__ = ["Stream", "Tokenizer"]
+
+Ids = NDArray[np.int32]
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_UNFINISHED = "\ufffd"
+_HELD = 32  # tokens; a character has four bytes, so what is still unfinished after these is not text
+
+
+class Tokenizer:
+    """A fast tokenizer and what its model's files say of it: special tokens, where answers end, chat templates."""
+
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        *,
+        specials: Mapping[str, str],
+        eos_ids: tuple[int, ...],
+        templates: Mapping[str, str],
+        adds_bos: bool,
+        directory: Path,
+    ) -> None:
+        self._inner = inner
+        self._special_ids = frozenset(id for id, token in inner.get_added_tokens_decoder().items() if token.special)
+        self.specials = dict(specials)
+        """The special tokens by their names (`bos_token`, …), as templates know them."""
+        self.eos_ids = eos_ids
+        """The ids that end an answer: the tokenizer's own first, then those the model's generation settings add."""
+        self.templates = dict(templates)
+        """The chat templates by name; most models have `default` alone, some also `tool_use`."""
+        self.adds_bos = adds_bos
+        """Whether a plain text begins with the beginning-of-sequence token."""
+        self.directory = directory
+        self.size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        """How many ids there are: one more than the largest."""
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Read `tokenizer.json` and the files beside it."""
+        directory = Path(directory)
+        inner = _inner(directory)
+        config = _json(directory / "tokenizer_config.json")
+        named = {**_json(directory / "special_tokens_map.json"), **config}
+        generation = _json(directory / "generation_config.json")
+        for _, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+            if inner.token_to_id(token["content"]) is None:
+                inner.add_tokens([tokenizers.AddedToken(**token)])
+        specials = {name: _content(named[name]) for name in _NAMED if named.get(name)}
+        bos = inner.token_to_id(specials["bos_token"]) if "bos_token" in specials else None
+        return cls(
+            inner,
+            specials=specials,
+            eos_ids=_eos_ids(inner, specials, generation, directory),
+            templates=_templates(directory, config),
+            adds_bos=bos is not None and inner.encode("").ids[:1] == [bos],
+            directory=directory,
+        )
+
+    @property
+    def template(self) -> str | None:
+        """The chat template, if the model has one."""
+        return self.templates.get("default")
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id that begins a sequence, if there is one."""
+        return self._named_id("bos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        """The id of padding, if there is one. Nothing in Etude pads with it."""
+        return self._named_id("pad_token")
+
+    @property
+    def unk(self) -> int | None:
+        """The id for what has no id, if there is one."""
+        return self._named_id("unk_token")
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of all special tokens: what `decode` leaves out."""
+        return self._special_ids
+
+    def encode(self, text: str, special: bool = False) -> Ids:
+        """The ids of a text; with `special`, after the beginning-of-sequence token if the tokenizer puts one there.
+
+        Special tokens written out in the text are read as such.
+        """
+        ids = self._inner.encode(text, add_special_tokens=False).ids
+        bos = self.bos_id if special and self.adds_bos else None
+        return np.array(ids if bos is None else [bos, *ids], dtype=np.int32)
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """The text of ids, without special tokens unless they are wanted."""
+        return self._inner.decode([int(id) for id in ids], skip_special_tokens=not special)
+
+    def token(self, id: int) -> str | None:
+        """A token as it stands in the vocabulary, which for a special token is its text; None for an id it lacks."""
+        return self._inner.id_to_token(id)
+
+    def id(self, token: str) -> int | None:
+        """The id of a token, if it has one."""
+        return self._inner.token_to_id(token)
+
+    def stream(self, special: bool = False) -> Stream:
+        """Decode ids as they come."""
+        return Stream(lambda ids: self.decode(ids, special), frozenset() if special else self._special_ids)
+
+    def _named_id(self, name: str) -> int | None:
+        return self._inner.token_to_id(self.specials[name]) if name in self.specials else None
+
+
+class Stream:
+    """Text from ids that come one after another: the pieces, joined, are the text of all the ids.
+
+    A character that is not whole yet is held back, until its last byte comes or `finish`. Bytes that never become a
+    character are given out as U+FFFD once it is sure, so that a model that writes garbage costs no more than another.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], skipped: frozenset[int] = frozenset()) -> None:
+        self._decode = decode
+        self._skipped = skipped
+        self._ids: list[int] = []  # the last piece, for decoders that look back, and what came since
+        self._given = ""  # the text of the last piece
+        self._read = 0  # how many ids the last piece has
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that these ids make certain."""
+        return "".join(self._step(int(id)) for id in ids if int(id) not in self._skipped)
+
+    def finish(self) -> str:
+        """What was held back. The stream can then be used for another text."""
+        text = self._decode(self._ids)[len(self._given) :]
+        self._restart([])
+        return text
+
+    def _step(self, id: int) -> str:
+        self._ids.append(id)
+        text = self._decode(self._ids)
+        new = text[len(self._given) :]
+        if text.endswith(_UNFINISHED):
+            if len(self._ids) - self._read < _HELD:
+                return ""
+            self._restart([])
+        elif new:
+            self._restart(self._ids[self._read :])
+        return new
+
+    def _restart(self, ids: list[int]) -> None:
+        self._ids, self._read = ids, len(ids)
+        self._given = self._decode(ids) if ids else ""
+
+
+def _inner(directory: Path) -> tokenizers.Tokenizer:
+    """The tokenizer itself. Truncation and padding that its file may ask for are switched off: nothing is cut here."""
+    path = directory / "tokenizer.json"
+    if not directory.is_dir():
+        raise ConfigError(f"There is no directory {directory} to read a tokenizer from; give a model's directory.")
+    if not path.is_file():
+        found = ", ".join(sorted(each.name for each in directory.iterdir())) or "nothing"
+        raise ConfigError(
+            f"The tokenizer in {directory} has no tokenizer.json (there is: {found}). Make one: load the directory "
+            "with transformers.AutoTokenizer.from_pretrained and write it back with save_pretrained."
+        )
+    try:
+        inner = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises Exception itself
+        raise ConfigError(f"{path} is not a tokenizer that can be read: {error}. Fetch the file again.") from error
+    inner.no_truncation()
+    inner.no_padding()
+    return inner
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}. Fetch the file again.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold a JSON object; it holds a {type(found).__name__}. Fetch the file again.")
+    return found
+
+
+def _content(token: str | Mapping[str, Any]) -> str:
+    """A token's text: files have it plain, or within a description of it."""
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _eos_ids(
+    inner: tokenizers.Tokenizer, specials: Mapping[str, str], generation: Mapping[str, Any], directory: Path
+) -> tuple[int, ...]:
+    named = specials.get("eos_token")
+    own = inner.token_to_id(named) if named is not None else None
+    if named is not None and own is None:
+        raise ConfigError(
+            f"The tokenizer in {directory} names {named!r} as its end-of-sequence token, but its vocabulary has no "
+            "such token. Correct `eos_token` in tokenizer_config.json."
+        )
+    more = generation.get("eos_token_id")
+    ids = [own, *(more if isinstance(more, list) else [more])]
+    found = tuple(dict.fromkeys(id for id in ids if id is not None))
+    if not found:
+        raise ConfigError(
+            f"The tokenizer in {directory} has no end-of-sequence token, so no answer could end: write `eos_token` "
+            "into tokenizer_config.json, or `eos_token_id` into generation_config.json."
+        )
+    return found
+
+
+def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name: files of their own come before those written into the tokenizer's configuration."""
+    written = config.get("chat_template")
+    if isinstance(written, str):
+        written = {"default": written}
+    elif isinstance(written, list):
+        written = {each["name"]: each["template"] for each in written}
+    templates: dict[str, str] = dict(written or {})
+    own = directory / "chat_template.jinja"
+    if own.is_file():
+        templates = {"default": own.read_text(encoding="utf-8")}
+    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    return templates
