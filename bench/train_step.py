@@ -1,0 +1,211 @@
+"""Time one optimizer step of a 75 M model: Etude's packed tree against a plain transformers step on padded rows.
+
+    python -m bench.train_step [--rounds 5] [--only mixed shared] [--size 75m] [--json FILE]
+
+Both do the same work on the same random Qwen3-shaped weights in bf16: log-probs of each row's answer tokens, a
+policy-gradient loss, backward, clip-free AdamW. The plain step is what one writes with transformers alone: rows padded
+to the longest, in micro-batches of eight, all logits, `log_softmax`, SDPA attention. Two cases:
+
+    mixed    rows of 16 to 128 tokens, a quarter of each a prompt of its own
+    shared   512-token prompts, each shared by eight answers of 32 tokens
+
+The ratio is Etude's time over the plain step's, so 0.5 is twice as fast; the limits are 1/1.15 and 1/4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from bench.common import Case, machine, measure, table, write_json
+from etude.batch import Pack
+from etude.models import Model, PackedAttention, create, save, tiny, token_logp
+from etude.observe import make_console, progress
+
+SIZES = {
+    "75m": {"layers": 18, "hidden": 512, "heads": 8, "kv_heads": 4, "intermediate": 1536},
+    "tiny": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 64},
+}
+VOCABULARY = {"75m": 32_768, "tiny": 64}
+GROUP, PROMPT, ANSWER, MICRO = 8, 512, 32, 8
+"""Rows that share a prompt; its tokens; an answer's tokens; rows of a padded micro-batch."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token sequences with their answers, and which of them share a prompt."""
+
+    ids: tuple[Tensor, ...]
+    prompts: tuple[int, ...]
+    """How many tokens of each row are its prompt."""
+    group: int
+    """How many neighbouring rows have the same prompt."""
+
+    @property
+    def tokens(self) -> int:
+        """Without padding, nothing shared."""
+        return sum(len(row) for row in self.ids)
+
+
+def mixed_rows(count: int, vocabulary: int, seed: int = 0) -> Rows:
+    """Rows of 16 to 128 tokens, nothing in common."""
+    chance = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(16, 129, (count,), generator=chance).tolist()
+    ids = tuple(torch.randint(0, vocabulary, (n,), generator=chance) for n in lengths)
+    return Rows(ids, tuple(n // 4 for n in lengths), 1)
+
+
+def shared_rows(count: int, vocabulary: int, prompt: int = PROMPT, answer: int = ANSWER, seed: int = 0) -> Rows:
+    """Groups of eight answers to one long prompt."""
+    chance = torch.Generator().manual_seed(seed)
+    ids: list[Tensor] = []
+    for _ in range(count // GROUP):
+        asked = torch.randint(0, vocabulary, (prompt,), generator=chance)
+        ids += [torch.cat([asked, torch.randint(0, vocabulary, (answer,), generator=chance)]) for _ in range(GROUP)]
+    return Rows(tuple(ids), (prompt,) * len(ids), GROUP)
+
+
+def tree(rows: Rows) -> Pack:
+    """A prompt that rows share is one segment, their answers its children."""
+    segments: list[Tensor] = []
+    parents, positions, source = [], [], []
+    start = 0
+    for first in range(0, len(rows.ids), rows.group):
+        members = range(first, first + rows.group)
+        shared = rows.prompts[first] if rows.group > 1 else 0
+        root, root_start = len(segments), start
+        if shared:
+            segments.append(rows.ids[first][:shared])
+            parents.append(-1)
+            positions.append(torch.arange(shared))
+            start += shared
+        for row in members:
+            own = rows.ids[row][shared:]
+            segments.append(own)
+            parents.append(root if shared else -1)
+            positions.append(torch.arange(shared, shared + len(own)))
+            source += list(range(root_start - 1, root_start + shared - 1)) if shared else []
+            source += [root_start + shared - 1 if shared else -1, *range(start, start + len(own) - 1)]
+            start += len(own)
+    return Pack(
+        ids=torch.cat(segments).int(),
+        positions=torch.cat(positions),
+        offsets=torch.tensor([0, *map(len, segments)]).cumsum(0),
+        parent=torch.tensor(parents),
+        source=torch.tensor(source),
+    )
+
+
+def answers(rows: Rows) -> Tensor:
+    """[T] bool: the tokens that are trained."""
+    return torch.cat([torch.arange(len(row)) >= asked for row, asked in zip(rows.ids, rows.prompts, strict=True)])
+
+
+def etude_step(model: Model, rows: Rows) -> Callable[[], float]:
+    """Pack, run, take the log-probs of the answers, step. Packing is part of the time."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    ids, action, advantage = torch.cat(rows.ids), answers(rows), _advantages(rows)
+
+    def step() -> float:
+        pack = tree(rows)
+        hidden = model.hidden(pack.ids, pack.positions, PackedAttention(pack))
+        logp = token_logp(model, hidden[pack.source[action]], ids[action])
+        loss = -(logp * advantage).sum() / len(advantage)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return step
+
+
+def plain_step(model: torch.nn.Module, rows: Rows) -> Callable[[], float]:
+    """Pad, run, take log-softmax of all logits, step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    total = int(answers(rows).sum())
+    shares = _advantages(rows).split([len(row) - asked for row, asked in zip(rows.ids, rows.prompts, strict=True)])
+    longest = max(len(row) for row in rows.ids)
+
+    def step() -> float:
+        told = 0.0
+        for first, stop in pairwise([*range(0, len(rows.ids), MICRO), len(rows.ids)]):
+            count = stop - first
+            ids, seen, weight = torch.zeros(count, longest, dtype=torch.int64), torch.zeros(count, longest), None
+            weight = torch.zeros(count, longest)
+            for place, row in enumerate(range(first, stop)):
+                length, asked = len(rows.ids[row]), rows.prompts[row]
+                ids[place, :length], seen[place, :length] = rows.ids[row], 1
+                weight[place, asked:length] = shares[row]
+            logits = model(input_ids=ids, attention_mask=seen.long(), use_cache=False).logits
+            logp = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+            loss = -(logp * weight[:, 1:]).sum() / total
+            loss.backward()  # type: ignore[no-untyped-call]
+            told += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return told
+
+    return step
+
+
+def _advantages(rows: Rows) -> Tensor:
+    """[A]: one number for each answer token, the same at all of a row's."""
+    lengths = torch.tensor([len(row) - asked for row, asked in zip(rows.ids, rows.prompts, strict=True)])
+    return torch.randn(len(lengths), generator=torch.Generator().manual_seed(1)).repeat_interleave(lengths)
+
+
+def config_of(size: str) -> PreTrainedConfig:
+    """The shape of a size: Qwen3, tied embeddings."""
+    return tiny(VOCABULARY[size], **SIZES[size])
+
+
+def cases(size: str, count: int, only: Sequence[str]) -> list[Case]:
+    """Each case with weights of its own on both sides."""
+    prompt, answer = (PROMPT, ANSWER) if size == "75m" else (24, 4)
+    told = {
+        "mixed": (mixed_rows(count, VOCABULARY[size]), 1 / 1.15),
+        "shared": (shared_rows(count, VOCABULARY[size], prompt, answer), 1 / 4),
+    }
+    found = []
+    for name, (rows, limit) in told.items():
+        if not only or name in only:
+            model = create(config_of(size), seed=0, dtype=torch.bfloat16)
+            with tempfile.TemporaryDirectory() as directory:
+                save(model, directory)
+                plain = AutoModelForCausalLM.from_pretrained(
+                    directory, dtype=torch.bfloat16, attn_implementation="sdpa"
+                )
+            found.append(Case(name, f"{len(rows.ids)} rows", etude_step(model, rows), plain_step(plain, rows), limit))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; medians are shown")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a step; a multiple of 8")
+    parser.add_argument("--size", choices=list(SIZES), default="75m", help="the model")
+    parser.add_argument("--only", nargs="*", default=[], choices=["mixed", "shared"], help="time these alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
+    asked = parser.parse_args(argv)
+    console = make_console()
+    told = cases(asked.size, asked.rows, asked.only)
+    with progress("timing", len(told) * (asked.rounds + 1), console) as bar:
+        measured = measure(told, asked.rounds, bar.advance)
+    console.print(f"Size {asked.size}, bf16, {machine()['threads']} threads, median of {asked.rounds} rounds.")
+    console.print(table(measured, "plain step"))
+    if asked.json:
+        write_json(asked.json, measured, {"size": asked.size, "rows": asked.rows})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

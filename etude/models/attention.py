@@ -1,0 +1,98 @@
+"""Attention over a pack: within segments and to their ancestors, and nothing else, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.batch import Pack
+from etude.models.blocks import Block, Plan
+from etude.models.kernels import backward, forward
+
+__all__ = ["PackedAttention"]
+
+
+class PackedAttention:
+    """An `Attend` for one pack: causal within a segment, and everything of its ancestors.
+
+    Nothing is computed between segments that do not descend from each other, and a shared segment's keys and values
+    are met by all of its descendants at once. What goes where is planned at construction, for all layers.
+    """
+
+    def __init__(self, pack: Pack) -> None:
+        self.plan = Plan(pack)
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """See `Attend`."""
+        del layer  # every layer sees the same pack
+        out: Tensor = _Attention.apply(q, k, v, self.plan.blocks(window), scale, softcap)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Attention(torch.autograd.Function):
+    """The blocks of a plan, merged by their log-sum-exps.
+
+    A block's backward pass needs the merged output and log-sum-exp only: with these, its share of the softmax is what
+    it is in the whole.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scale: float, softcap: float | None
+    ) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(q.shape[:2], dtype=wide)
+        for block in blocks:
+            part, part_lse = forward(block, block.query.take(q), block.key.take(k), block.key.take(v), scale, softcap)
+            if block.level == 0:
+                block.query.put(part, out)
+                block.query.put(part_lse, lse)
+            else:
+                _merge(block, part, part_lse, out, lse)
+        ctx.blocks, ctx.scale, ctx.softcap = blocks, scale, softcap
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        into_q, into_k, into_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for block in ctx.blocks:
+            query, key = block.query, block.key
+            block_grad = query.take(grad)
+            if query.real is not None:
+                block_grad = query.padded(query.kept(block_grad))
+            of_q, of_k, of_v = backward(
+                block,
+                block_grad,
+                query.take(q),
+                key.take(k),
+                key.take(v),
+                query.take(out),
+                query.take(lse),
+                ctx.scale,
+                ctx.softcap,
+            )
+            write = (query.put, key.put) if block.level == 0 else (query.add, key.add)
+            write[0](of_q, into_q)
+            write[1](of_k, into_k)
+            write[1](of_v, into_v)
+        return into_q, into_k, into_v, None, None, None
+
+
+def _merge(block: Block, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Let what a block found count beside what its tokens have found so far."""
+    tokens = block.query.tokens
+    more, more_lse = block.query.kept(part), block.query.kept(part_lse)
+    so_far, so_far_lse = out.index_select(0, tokens), lse.index_select(0, tokens)
+    whole = torch.logaddexp(so_far_lse, more_lse)
+    kept, added = (so_far_lse - whole).exp()[..., None], (more_lse - whole).exp()[..., None]
+    out.index_copy_(0, tokens, (so_far * kept + more * added).to(out.dtype))
+    lse.index_copy_(0, tokens, whole)

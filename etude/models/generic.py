@@ -1,0 +1,226 @@
+"""Any transformers model whose attention goes through its AttentionInterface, run as it is.
+
+Attention is handed to us layer by layer; all else is the model's own code. Because that code is not ours, a model is
+examined once when it is made: that each layer asks for attention once, that nothing else lets a token know of the
+others (recurrence, convolution), and that its logits are what `Model.logits` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from etude.errors import ConfigError
+from etude.models.body import Attend
+
+if TYPE_CHECKING:
+    from etude.models.model import Model
+
+__all__ = ["ATTENTION", "Generic", "examine", "offer", "refuse"]
+
+ATTENTION = "etude"
+"""What our attention is called among transformers' implementations."""
+
+_KINDS = {"full_attention", "sliding_attention"}
+_LENGTH_DEPENDENT = {"dynamic", "longrope"}
+_attend: ContextVar[Attend] = ContextVar("attend")
+
+
+class Generic:
+    """A transformers model, called once for a flat list of tokens."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module: Any = module
+        self.checkpointing = False
+
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, *, checkpoint: bool) -> Tensor:
+        """See `Body`."""
+        self._checkpoint(checkpoint)
+        with attending(attend):
+            out = self.module.base_model(input_ids=ids[None].long(), position_ids=positions[None], use_cache=False)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def _checkpoint(self, wanted: bool) -> None:
+        """transformers checkpoints in training mode only, where dropout would act too; so dropout is all of it we
+        leave out."""
+        if wanted == self.checkpointing:
+            return
+        self.checkpointing = wanted
+        if wanted:
+            how = {"use_reentrant": False, "context_fn": _again}
+            self.module.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+        else:
+            self.module.activation_checkpointing_disable()
+        for part in self.module.modules():
+            part.training = wanted and not isinstance(part, nn.Dropout)
+
+
+@contextmanager
+def attending(attend: Attend) -> Iterator[None]:
+    """Within, whatever asks our interface for attention is answered by `attend`."""
+    token = _attend.set(attend)
+    try:
+        yield
+    finally:
+        _attend.reset(token)
+
+
+def _again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """A checkpointed layer's first forward pass and its second, in which nobody is calling the model any more."""
+    attend = _attend.get()
+    return attending(attend), attending(attend)
+
+
+def _interface(
+    module: Any,
+    query: Tensor,  # [1, Hq, P, D]
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """transformers asks; the `Attend` of the running forward pass answers."""
+    strange = [f"`{name}`" for name, given in more.items() if isinstance(given, Tensor) and name not in _HARMLESS]
+    strange += ["bidirectional attention"] if more.get("is_causal") is False else []
+    strange += ["values of another width than its keys"] if value.shape[-1] != query.shape[-1] else []
+    if strange:
+        raise ConfigError(
+            f"Layer {module.layer_idx} ({type(module).__name__}) attends with {strange[0]}, which Etude's attention "
+            f"does not know. Choose a model with plain causal attention."
+        )
+    windows = {sliding_window} if attention_mask is None else {sliding_window, int(attention_mask) or None}
+    told = max((each for each in windows if each is not None), default=None)
+    out = _attend.get()(
+        module.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=told,
+        softcap=softcap,
+    )
+    return out[None], None
+
+
+_HARMLESS = {"position_ids", "cache_position"}
+
+
+def _mask(*, local_size: int | None = None, **_: object) -> Tensor:
+    """What stands for a mask: the window that it would have drawn, 0 for none. No mask is ever made."""
+    return torch.full((1, 1, 1, 1), local_size or 0)
+
+
+def offer() -> None:
+    """Make our attention known to transformers; a model can be made with it from then on."""
+    AttentionInterface.register(ATTENTION, _interface)
+    AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+def refuse(config: PreTrainedConfig) -> None:
+    """Refuse what its configuration already tells cannot be run, before any weight is read."""
+    text = config.get_text_config()
+    for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
+        if kind not in _KINDS:
+            raise ConfigError(
+                f"Layer {index} of this {config.model_type} model is `{kind}`. Etude trains models whose every layer "
+                f"attends ({' or '.join(sorted(_KINDS))}); choose one of those."
+            )
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in [ropes, *(each for each in ropes.values() if isinstance(each, dict))]:
+        if rope.get("rope_type") in _LENGTH_DEPENDENT:
+            raise ConfigError(
+                f"This {config.model_type} model has `{rope['rope_type']}` rotary positions, which change with the "
+                f"longest sequence computed beside a token, so that a row's result would depend on its company. "
+                f"Set another `rope_type` in its config.json, such as `yarn`, or choose another model."
+            )
+
+
+class _Alone:
+    """An `Attend` in which each token sees only itself, and which notes who asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+        """A mean over one value is that value."""
+        self.asked.append(layer)
+        return v.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+@torch.no_grad()
+def examine(model: Model) -> None:
+    """Run four tokens that may see only themselves, and refuse a model in which they know of each other."""
+    module, alone = model.module, _Alone()
+    ids = torch.tensor([0, 1, 2, 1], device=model.device) % model.vocabulary
+    positions = torch.zeros(4, dtype=torch.int64, device=model.device)
+    layers = _decoder_layers(module, model.layers)
+    outputs: list[Tensor] = []
+    hooks = [layer.register_forward_hook(_note(outputs)) for layer in layers]
+    try:
+        hidden = model.hidden(ids, positions, alone)
+        with attending(_Alone()):
+            logits = module(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+    except ConfigError:
+        raise
+    except Exception as error:
+        where = _called(layers, min(len(outputs), model.layers - 1))
+        raise ConfigError(f"This {_kind(module)} model cannot be run: {where} fails with: {error}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    silent = [index for index in range(model.layers) if alone.asked.count(index) != 1]
+    if silent:
+        raise ConfigError(
+            f"{_called(layers, silent[0])} of this {_kind(module)} model does not attend through transformers' "
+            f"AttentionInterface: it is recurrent, or has an attention of its own. Choose a model whose every layer "
+            f"attends."
+        )
+    for index, output in enumerate(outputs[: model.layers]):
+        if not _same(output[1], output[3]):
+            raise ConfigError(
+                f"{_called(layers, index)} of this {_kind(module)} model tells tokens of each other outside its "
+                f"attention (a recurrence or a convolution). Choose a model in which only attention does."
+            )
+    if not _same(model.logits(hidden), logits):
+        raise ConfigError(
+            f"This {_kind(module)} model makes its logits in a way that Etude does not know, so that its log-probs "
+            f"would be wrong. Choose another model."
+        )
+
+
+def _note(outputs: list[Tensor]) -> Callable[..., None]:
+    def hook(_layer: nn.Module, _given: object, output: Any) -> None:
+        outputs.append((output if isinstance(output, Tensor) else output[0]).reshape(4, -1))
+
+    return hook
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    coarse = a.dtype in (torch.bfloat16, torch.float16)
+    return torch.allclose(a.double(), b.double(), rtol=0.05 if coarse else 1e-3, atol=0.05 if coarse else 1e-4)
+
+
+def _decoder_layers(module: PreTrainedModel, count: int) -> list[nn.Module]:
+    """The list of layers: the first module list of that length."""
+    found = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    if not found:
+        raise ConfigError(f"The {count} layers of this {_kind(module)} model are nowhere to be found in its modules.")
+    return list(found[0])
+
+
+def _called(layers: list[nn.Module], index: int) -> str:
+    return f"Layer {index} ({type(layers[index]).__name__})"
+
+
+def _kind(module: PreTrainedModel) -> str:
+    return str(module.config.model_type)

@@ -1,0 +1,176 @@
+"""One block of attention, forward and backward: torch's own flash kernels where they can, plain products elsewhere.
+
+On a CPU the flash kernel takes padded rows and any mask. On a GPU it takes rows of any lengths end to end, in half
+precision and without a window. Capped scores, and what is left, are plain products.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from etude.models.blocks import Block
+
+__all__ = ["backward", "forward"]
+
+_SHORT = 128
+"""Rows up to this long go backward in float32: the CPU kernel for bfloat16 costs much for each row, whatever its
+length, so that below this the wider one is faster, by fifteen times at 16 tokens."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def forward(
+    block: Block, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """[B, Lq, Hq, D], [B, Lk, Hk, D] twice → the output [B, Lq, Hq, D] and log-sum-exp [B, Lq, Hq] of this block."""
+    if _on_gpu(block, q, softcap):
+        return _gpu_forward(block, q, k, v, scale)
+    if softcap is not None or q.device.type != "cpu":
+        return _forward(block, q, k, v, scale, softcap)
+    mask = _additive(block, q.dtype)
+    out, lse = _flash(*(x.transpose(1, 2) for x in (q, k, v)), 0.0, block.causal, attn_mask=mask, scale=scale)
+    lse = lse.transpose(1, 2)
+    if block.mask is not None:  # a row that sees nothing is given a log-sum-exp of 0
+        lse = lse.masked_fill(~block.mask.any(2)[..., None], -torch.inf)
+    return out.transpose(1, 2), lse
+
+
+def backward(
+    block: Block,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, given the output and log-sum-exp of the whole softmax, not only of this block."""
+    if _on_gpu(block, q, softcap):
+        return _gpu_backward(block, grad, q, k, v, out, lse, scale)
+    if softcap is not None or q.device.type != "cpu":
+        return _backward(block, grad, q, k, v, out, lse, scale, softcap)
+    work = torch.promote_types(q.dtype, torch.float32) if max(q.shape[1], k.shape[1]) <= _SHORT else q.dtype
+    turned = (x.to(work).transpose(1, 2) for x in (grad, q, k, v, out))
+    mask = _additive(block, work)
+    found = _flash_backward(*turned, lse.transpose(1, 2), 0.0, block.causal, attn_mask=mask, scale=scale)
+    of_q, of_k, of_v = (x.transpose(1, 2).to(q.dtype) for x in found)
+    return of_q, of_k, of_v
+
+
+def _on_gpu(block: Block, q: Tensor, softcap: float | None) -> bool:
+    """Whether the GPU's flash kernel serves."""
+    half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+    return q.device.type == "cuda" and half and softcap is None and not block.windowed
+
+
+def _gpu_forward(block: Block, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    rows = block.query.kept(q), block.key.kept(k), block.key.kept(v)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *rows, *_ends(block), q.shape[1], k.shape[1], 0.0, block.causal, False, scale=scale
+    )
+    return block.query.padded(out), block.query.padded(lse.T)
+
+
+def _gpu_backward(
+    block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = block.query.kept(grad), block.query.kept(q), block.key.kept(k), block.key.kept(v), block.query.kept(out)
+    chance = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that never acts
+    of_q, of_k, of_v = torch.ops.aten._flash_attention_backward(
+        *rows,
+        block.query.kept(lse).T.contiguous(),
+        *_ends(block),
+        q.shape[1],
+        k.shape[1],
+        0.0,
+        block.causal,
+        chance,
+        torch.zeros((), dtype=torch.uint64, device=q.device),
+        scale=scale,
+    )
+    return block.query.padded(of_q), block.key.padded(of_k), block.key.padded(of_v)
+
+
+def _ends(block: Block) -> tuple[Tensor, Tensor]:
+    """Where each row begins and ends in the rows end to end, for queries and for keys."""
+    queries, keys = (
+        torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+        for lengths in (block.query.lengths, block.key.lengths)
+    )
+    return queries, keys
+
+
+def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
+    """The mask as the kernel wants it, [B, 1, Lq, Lk]: 0 where seen."""
+    if block.mask is None:
+        return None
+    return torch.zeros(block.mask.shape, dtype=dtype, device=block.mask.device).masked_fill_(~block.mask, -torch.inf)[
+        :, None
+    ]
+
+
+def _forward(
+    block: Block, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    scores, _ = _scores(block, q, k, scale, softcap)
+    lse = scores.logsumexp(-1, keepdim=True)
+    shares = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)).exp()
+    out = _columns(shares.to(v.dtype) @ v.transpose(1, 2), q)
+    return out, _columns(lse, q)[..., 0]
+
+
+def _backward(
+    block: Block,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads = k.shape[2]
+    scores, slope = _scores(block, q, k, scale, softcap)
+    shares = (scores - _rows(lse[..., None], heads)).exp()
+    rows_grad = _rows(grad, heads)
+    of_v = shares.to(v.dtype).transpose(2, 3) @ rows_grad
+    delta = _rows((grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True), heads)
+    of_scores = shares * ((rows_grad @ v.permute(0, 2, 3, 1)).to(lse.dtype) - delta) * scale
+    if slope is not None:
+        of_scores = of_scores * slope
+    of_scores = of_scores.to(q.dtype)
+    of_q = _columns(of_scores @ k.transpose(1, 2), q)
+    of_k = of_scores.transpose(2, 3) @ _rows(q, heads)
+    return of_q, of_k.transpose(1, 2), of_v.transpose(1, 2)
+
+
+def _scores(block: Block, q: Tensor, k: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """[B, Hk, G · Lq, Lk] scores in float32 or wider, −∞ where not seen, and the slope of their cap."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (_rows(q, k.shape[2]) @ k.permute(0, 2, 3, 1)).to(wide) * scale
+    slope = None
+    if softcap is not None:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = bent * softcap, 1 - bent.square()
+    seen = block.mask
+    if block.causal:
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()[None]
+    if seen is not None:
+        group = q.shape[2] // k.shape[2]
+        scores = scores.masked_fill(~seen.repeat(1, group, 1)[:, None], -torch.inf)
+    return scores, slope
+
+
+def _rows(x: Tensor, heads: int) -> Tensor:
+    """[B, L, Hk · G, D] → [B, Hk, G · L, D]: the query heads that share a key head, one after the other."""
+    return x.view(*x.shape[:2], heads, -1, x.shape[3]).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _columns(x: Tensor, q: Tensor) -> Tensor:
+    """[B, Hk, G · Lq, D] → [B, Lq, Hk · G, D]: `_rows` undone."""
+    return x.view(*x.shape[:2], -1, q.shape[1], x.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,0 +1,145 @@
+"""The layers of the Llama, Mistral, Qwen2 and Qwen3 families, written once for trainer and engine.
+
+They compute what transformers' modules compute, with the modules' own parameters, in fewer and larger steps: q, k and
+v are one matrix product, gate and up another, and norms, rotary positions and the gated activation are each one step
+forward and one backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+from torch.utils.checkpoint import checkpoint as again
+from transformers import PreTrainedModel
+
+from etude.models.body import Attend
+from etude.models.steps import gated_silu, normed, rotated
+
+__all__ = ["Fused", "FusedLinear", "fits"]
+
+_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
+
+
+def fits(module: PreTrainedModel) -> bool:
+    """Whether this module is of a family whose layers are written here."""
+    config = module.config
+    return config.model_type in _TYPES and config.hidden_act == "silu" and not getattr(config, "mlp_bias", False)
+
+
+class FusedLinear:
+    """Linear maps of the same input as one: their weights are views of one storage, and stay leaves of their own."""
+
+    def __init__(self, *parts: nn.Linear) -> None:
+        self.parameters: list[Any] = [part.weight for part in parts]
+        self.weight = _one_storage(self.parameters)
+        biases: list[Any] = [part.bias for part in parts]
+        self.bias = None if biases[0] is None else _one_storage(biases)
+        self.parameters += [] if self.bias is None else biases
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[P, H] → [P, ΣO]: the outputs side by side."""
+        first = self.parameters[0]
+        assert first.data_ptr() == self.weight.data_ptr(), "a fused parameter was given other memory: see `Model`"
+        if not torch.is_grad_enabled():
+            return linear(x, self.weight, self.bias)
+        out: Tensor = _FusedLinear.apply(x, self.weight, self.bias, *self.parameters)  # type: ignore[no-untyped-call]
+        return out
+
+
+def _one_storage(parameters: list[Any]) -> Tensor:
+    """The parameters end to end; each becomes a view of its part."""
+    whole = torch.cat([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, torch.split(whole, [len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole
+
+
+class _FusedLinear(torch.autograd.Function):
+    """One product forward, two backward; the parameters' gradients are views of one result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sizes = [len(parameter) for parameter in parameters if parameter.ndim == 2]
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        (grad,) = grads
+        needed = ctx.needs_input_grad
+        into_x = grad @ weight if needed[0] else None
+        into: list[Tensor | None] = [None] * (len(needed) - 3)
+        count = len(ctx.sizes)
+        if any(needed[3 : 3 + count]):
+            into[:count] = torch.split(grad.T @ x, ctx.sizes)
+        if any(needed[3 + count :]):
+            into[count:] = torch.split(grad.sum(0), ctx.sizes)
+        return into_x, None, None, *(g if wanted else None for g, wanted in zip(into, needed[3:], strict=True))
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The sizes that every layer's attention shares."""
+
+    query: int
+    key: int
+    width: int
+    scale: float
+    eps: float
+
+
+class _Layer:
+    """One decoder layer: attention and a gated MLP, each added to what it reads."""
+
+    def __init__(self, layer: Any, index: int, heads: _Heads) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index, self.heads = index, heads
+        # Mistral windows every layer and reads the window from its config; the others say which layers.
+        source = attention.config if attention.config.model_type == "mistral" else attention
+        self.window: int | None = getattr(source, "sliding_window", None)
+        self.before, self.between = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        self.qkv = FusedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = attention.o_proj
+        has_norms = hasattr(attention, "q_norm")
+        self.q_norm: Tensor | None = attention.q_norm.weight if has_norms else None
+        self.k_norm: Tensor | None = attention.k_norm.weight if has_norms else None
+        self.gate_up = FusedLinear(mlp.gate_proj, mlp.up_proj)
+        self.down = mlp.down_proj
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """[P, H] → [P, H]."""
+        heads = self.heads
+        heads_apart = self.qkv(normed(x, self.before, heads.eps)).view(len(x), -1, heads.width)
+        q, k, v = torch.split(heads_apart, [heads.query, heads.key, heads.key], 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = normed(q, self.q_norm, heads.eps), normed(k, self.k_norm, heads.eps)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        seen = attend(self.index, q, k, v, scale=heads.scale, window=self.window, softcap=None)
+        x = x + linear(seen.reshape(len(x), -1), self.out.weight, self.out.bias)
+        return x + linear(gated_silu(self.gate_up(normed(x, self.between, heads.eps))), self.down.weight)
+
+
+class Fused:
+    """A whole model of these families; see `Body`."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        body: Any = module.base_model
+        config = module.config
+        width = body.layers[0].self_attn.head_dim
+        eps = config.rms_norm_eps
+        heads = _Heads(config.num_attention_heads, config.num_key_value_heads, width, width**-0.5, eps)
+        self.embedding, self.rotary, self.norm, self.eps = body.embed_tokens, body.rotary_emb, body.norm, eps
+        self.layers = [_Layer(layer, index, heads) for index, layer in enumerate(body.layers)]
+
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, *, checkpoint: bool) -> Tensor:
+        """See `Body`."""
+        x = embedding(ids, self.embedding.weight)
+        cos, sin = (angle[0] for angle in self.rotary(x[None], positions[None]))
+        for layer in self.layers:
+            x = again(layer, x, cos, sin, attend, use_reentrant=False) if checkpoint else layer(x, cos, sin, attend)
+        return normed(x, self.norm.weight, self.eps)

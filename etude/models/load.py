@@ -1,0 +1,137 @@
+"""Models from a directory, from a configuration, and back into a directory. Nothing is fetched from anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging
+
+from etude.errors import ConfigError
+from etude.models.generic import ATTENTION, offer, refuse
+from etude.models.model import Model, cast
+
+__all__ = ["create", "load", "save"]
+
+_auto: Any = AutoModelForCausalLM
+_logging: Any = logging
+
+
+def load(directory: Path | str, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Model:
+    """The model of a Hugging Face directory. Every weight it needs must be there, in the shape its config says."""
+    where = Path(directory)
+    if not where.is_dir():
+        raise ConfigError(
+            f"There is no model directory {where}. Models are read from disk: download one first, and name its folder."
+        )
+    if not (where / "config.json").is_file():
+        found = ", ".join(sorted(entry.name for entry in where.iterdir())[:8]) or "nothing"
+        raise ConfigError(f"{where} is not a model directory: it has no config.json. It holds {found}.")
+    config = _config(where)
+    refuse(config)
+    offer()
+    try:
+        with _quiet():
+            module, told = _auto.from_pretrained(
+                where,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ConfigError(f"The model in {where} cannot be loaded: {error}") from error
+    _refuse_gaps(where, sorted(told["missing_keys"]), sorted(told["mismatched_keys"]))
+    _refuse_large_tokenizer(where, len(module.get_input_embeddings().weight))
+    cast(module, dtype, torch.device(device))
+    return Model(module)
+
+
+def create(
+    config: PreTrainedConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Model:
+    """A model with random weights. The same seed gives the same weights, rounded to the dtype asked for."""
+    refuse(config)
+    offer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = _auto.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
+    cast(module, dtype, torch.device(device))
+    return Model(module)
+
+
+def save(model: Model, directory: Path | str) -> None:
+    """Write a directory that `load` and transformers' `from_pretrained` read."""
+    with _quiet():
+        model.module.save_pretrained(directory)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars and reports: what matters of them is said in an error."""
+    level, bars = _logging.get_verbosity(), _logging.is_progress_bar_enabled()
+    _logging.set_verbosity_error()
+    _logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        _logging.set_verbosity(level)
+        if bars:
+            _logging.enable_progress_bar()
+
+
+def _config(where: Path) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(where, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"The config.json in {where} cannot be used: {error}") from error
+    return config
+
+
+def _refuse_gaps(where: Path, missing: list[str], mismatched: list[object]) -> None:
+    if missing:
+        raise ConfigError(
+            f"The model in {where} lacks {len(missing)} of its weights, {', '.join(missing[:3])} among them. "
+            f"Fetch its weight files again, or mend its config.json."
+        )
+    if mismatched:
+        raise ConfigError(
+            f"{len(mismatched)} weights in {where} have other shapes than its config.json says, for one "
+            f"{_told(mismatched[0])}. The config and the weights are of two models."
+        )
+
+
+def _told(mismatch: object) -> str:
+    """A mismatch as transformers reports it: (name, shape found, shape wanted)."""
+    if isinstance(mismatch, tuple) and len(mismatch) == 3:
+        name, found, wanted = mismatch
+        return f"{name}: {list(found)} instead of {list(wanted)}"
+    return str(mismatch)
+
+
+def _refuse_large_tokenizer(where: Path, rows: int) -> None:
+    """A token id without a row in the embedding would be an index error in the middle of a run."""
+    file = where / "tokenizer.json"
+    if not file.is_file():
+        return
+    told = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = told.get("model", {}).get("vocab", {})
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+    ids += [token["id"] for token in told.get("added_tokens", [])]
+    if ids and max(ids) >= rows:
+        raise ConfigError(
+            f"The tokenizer in {where} has the token id {max(ids)}, but the model embeds {rows} tokens (0 to "
+            f"{rows - 1}). The tokenizer belongs to another model."
+        )

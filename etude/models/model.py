@@ -1,0 +1,124 @@
+"""A causal language model over flat lists of tokens: no batch dimension, no padding, attention from the caller."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from etude.models.body import Attend, Body
+from etude.models.generic import Generic, examine
+from etude.models.layers import Fused, fits
+
+__all__ = ["Model"]
+
+
+class Model:
+    """The weights of a transformers model, and how they are run here.
+
+    `module` owns the weights. Its parameters are leaves with their published names, so that `torch.optim`,
+    `state_dict`, `save_pretrained` and `named_parameters` work as everywhere. Where the architecture is one that
+    `layers` knows, the parameters of q, k and v are views of one storage, and so are those of gate and up: one matrix
+    product runs them and one gives their gradients, which arrive in each parameter's own `.grad`. Write to parameters
+    in place (`copy_`, an optimizer step, `load_state_dict`); to change dtype or device, take a `copy`, because giving
+    a parameter other memory (`param.data = …`, `module.to(…)`) would part it from the storage that is multiplied.
+
+    Dropout never acts, in training neither: the probability trained must be the probability sampled.
+    """
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module: Any = module
+        self.module.eval()  # type: ignore[no-untyped-call]
+        config = module.config.get_text_config()
+        self.layers: int = config.num_hidden_layers
+        self.activation_checkpointing = False
+        """Whether a layer's activations are computed again for its backward pass instead of kept."""
+        self.logit_scale: float = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0)
+        self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._head: Any = self.module.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._body: Body = Fused(module) if fits(module) else Generic(module)
+        if isinstance(self._body, Generic):
+            examine(self)
+        self.query_heads: int = config.num_attention_heads
+        self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.query_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.query_heads
+        self.context: int = config.max_position_embeddings
+        """The longest sequence its positions were made for."""
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """[V, H]: what hidden states are multiplied with for logits; tied to the embedding in many models."""
+        weight: nn.Parameter = self._head.weight
+        return weight
+
+    @property
+    def head_bias(self) -> nn.Parameter | None:
+        """[V], in the few architectures that have one."""
+        bias: nn.Parameter | None = self._head.bias
+        return bias
+
+    @property
+    def vocabulary(self) -> int:
+        """How many logits there are: the tokenizer's size, or a little more."""
+        return int(self.head_weight.shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return self.head_weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.head_weight.device
+
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """[P] int, [P] int64 → [P, H]: final normed hidden states of a flat list of tokens; differentiable."""
+        return self._body(ids, positions, attend, checkpoint=self.activation_checkpointing and torch.is_grad_enabled())
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] → [N, V] in the dtype of the weights, scaled and capped as the architecture has it."""
+        return self.finished_logits(self.raw_logits(hidden))
+
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] → [N, V]: the product with the head, nothing more."""
+        return linear(hidden, self.head_weight, self.head_bias)
+
+    def finished_logits(self, raw: Tensor) -> Tensor:
+        """[N, V] → [N, V]: scaled and capped."""
+        logits = raw if self.logit_scale == 1 else raw * self.logit_scale
+        return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
+
+    def logits_backward(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """The gradient of the raw logits from that of the finished ones, which is used up."""
+        if self.logit_cap is not None:
+            grad = grad.mul_(1 - (logits / self.logit_cap).square())
+        return grad if self.logit_scale == 1 else grad.mul_(self.logit_scale)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Every parameter once."""
+        yield from self.module.parameters()
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every weight once, by its published name; what is tied goes by its first name."""
+        yield from self.module.named_parameters()
+
+    def copy(self, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Model:
+        """The same model with weights of its own, in another dtype or place if asked."""
+        module = copy.deepcopy(self.module)
+        cast(module, dtype or self.dtype, torch.device(device or self.device))
+        made = Model(module)
+        made.activation_checkpointing = self.activation_checkpointing
+        return made
+
+
+def cast(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give the parameters another dtype and device. Buffers keep their precision: rotary frequencies need it."""
+    module.to(device)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,37 @@
+"""The training-step benchmark at a tiny size: both sides do the same step, and the file says what ran where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.train_step import answers, cases, main, mixed_rows, shared_rows, tree
+
+
+def test_a_tree_holds_what_rows_share_once() -> None:
+    rows = shared_rows(16, 64, prompt=24, answer=4)
+    pack = tree(rows)
+    assert len(pack.ids) == 2 * (24 + 8 * 4) and rows.tokens == 16 * 28
+    ids, action = torch.cat(rows.ids), answers(rows)
+    before = torch.cat([torch.tensor([-1]), ids[:-1]])
+    assert torch.equal(pack.ids[pack.source[action]].long(), before[action])
+    assert torch.equal(tree(mixed_rows(4, 64)).ids.long(), torch.cat(mixed_rows(4, 64).ids))
+
+
+@pytest.mark.parametrize("name", ["mixed", "shared"])
+def test_both_sides_compute_the_same_loss(name: str) -> None:
+    (case,) = cases("tiny", 16, [name])
+    ours, theirs = case.work(), case.yardstick()
+    assert isinstance(ours, float) and ours == pytest.approx(theirs, rel=0.02, abs=0.01)
+
+
+def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    assert main(["--size", "tiny", "--rows", "16", "--rounds", "1", "--json", str(file)]) == 0
+    told = json.loads(file.read_text())
+    assert set(told["ratios"]) == {"mixed", "shared"} and all(ratio > 0 for ratio in told["ratios"].values())
+    assert told["versions"]["torch"] == torch.__version__ and told["size"] == "tiny"
+    assert "plain step" in capsys.readouterr().out

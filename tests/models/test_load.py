@@ -1,0 +1,163 @@
+"""What loads and what does not: each refusal is a sentence that says where to look."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from etude.errors import ConfigError, UnknownChoiceError
+from etude.models import create, load, save, tiny
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save(create(tiny(50, tied=False), seed=0), tmp_path)
+    return tmp_path
+
+
+def test_what_was_saved_is_what_is_loaded(directory: Path) -> None:
+    model, again = create(tiny(50, tied=False), seed=0), load(directory, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    for (name, weight), (same, loaded) in zip(model.named_weights(), again.named_weights(), strict=True):
+        assert name == same and torch.equal(weight, loaded) and torch.equal(weight, theirs[name])
+
+
+def test_a_seed_makes_the_same_model_in_any_dtype_and_leaves_chance_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, same, other = (create(tiny(50), seed=seed) for seed in (1, 1, 2))
+    half = create(tiny(50), seed=1, dtype=torch.bfloat16)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one.head_weight, same.head_weight) and not torch.equal(one.head_weight, other.head_weight)
+    assert torch.equal(half.head_weight, one.head_weight.bfloat16())
+
+
+def test_a_loaded_model_computes_in_the_dtype_asked_for_and_keeps_its_rotary_frequencies(directory: Path) -> None:
+    model = load(directory, dtype=torch.bfloat16)
+    assert {weight.dtype for _, weight in model.named_weights()} == {torch.bfloat16}
+    assert {b.dtype for name, b in model.module.named_buffers() if "inv_freq" in name} == {torch.float32}
+
+
+def test_a_missing_directory_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"There is no model directory .*nowhere"):
+        load(tmp_path / "nowhere", dtype=torch.float32)
+
+
+def test_a_directory_without_a_config_is_told(tmp_path: Path) -> None:
+    (tmp_path / "weights.txt").write_text("?")
+    with pytest.raises(ConfigError, match=r"has no config\.json\. It holds weights\.txt"):
+        load(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("text", ["{", '{"model_type": "no-such-model"}', "{}"])
+def test_a_config_that_cannot_be_used_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"The config\.json in .* cannot be used"):
+        load(tmp_path, dtype=torch.float32)
+
+
+def test_absent_weight_files_are_told(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load(directory, dtype=torch.float32)
+
+
+def test_broken_weight_files_are_told(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load(directory, dtype=torch.float32)
+
+
+def test_missing_weights_are_named(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 of its weights, model\.layers\.1\.self_attn\.k_proj\.weight"):
+        load(directory, dtype=torch.float32)
+
+
+def test_weights_of_another_shape_are_named(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(7)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight: \[7\] instead of \[64\]"):
+        load(directory, dtype=torch.float32)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(directory: Path) -> None:
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(50)}, unk_token="w0"))
+    words.save(str(directory / "tokenizer.json"))
+    assert load(directory, dtype=torch.float32).vocabulary == 50
+    words.add_special_tokens(["<extra>"])
+    words.save(str(directory / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"has the token id 50, but the model embeds 50 tokens \(0 to 49\)"):
+        load(directory, dtype=torch.float32)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+HEADLESS = ("mamba", "rwkv")
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mamba": ({"state_size": 4}, "Layer 0 "),
+    "mamba2": ({"num_heads": 4, "n_groups": 1, "expand": 2, "state_size": 8}, "Layer 0 "),
+    "rwkv": ({"attention_hidden_size": 32}, "Layer 0 "),
+    "recurrent_gemma": ({"lru_width": 32, "block_types": ["recurrent", "attention"]}, "Layer 0 "),
+    "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, **EXPERTS}, "Layer 0 "),
+    "qwen3_next": ({"layer_types": ["full_attention", "linear_attention"], **EXPERTS}, "Layer 1 "),
+    "lfm2": ({"layer_types": ["full_attention", "conv"]}, "Layer 1 "),
+    "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}, "Layer 0 "),
+    "gpt_oss": ({"num_local_experts": 2, "num_experts_per_tok": 1}, "Layer 0 "),
+    "bloom": ({}, "Layer 0 "),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_layers_that_do_more_or_other_than_attend_are_refused_by_name(kind: str) -> None:
+    more, wanted = REFUSED[kind]
+    sizes = {name: size for name, size in SIZES.items() if "head" not in name or kind not in HEADLESS}
+    config = AutoConfig.for_model(kind, **{**sizes, **more})
+    with pytest.raises(ConfigError, match=wanted):
+        create(config, seed=0)
+
+
+def test_a_recurrent_model_on_disk_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("qwen3_next", **{**SIZES, **REFUSED["qwen3_next"][0]})
+    config.save_pretrained(tmp_path)  # no weights at all
+    with pytest.raises(ConfigError, match=r"Layer 1 of this qwen3_next model is `linear_attention`"):
+        load(tmp_path, dtype=torch.float32)
+
+
+def test_positions_that_depend_on_the_batch_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    with pytest.raises(ConfigError, match="`dynamic` rotary positions"):
+        create(tiny(50, rope_parameters=rope), seed=0)
+
+
+def test_a_family_that_is_not_there_lists_those_that_are() -> None:
+    with pytest.raises(UnknownChoiceError, match="no tiny model of the family 'gpt5'; there are llama"):
+        tiny(50, family="gpt5")
+
+
+def test_the_directory_is_what_transformers_writes(directory: Path) -> None:
+    told = json.loads((directory / "config.json").read_text())
+    assert told["model_type"] == "qwen3" and "_attn_implementation" not in told
