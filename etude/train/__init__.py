@@ -1,0 +1,9 @@
+"""Training: a model's weights, the optimizer that moves them, and the updates that it makes."""
+
+from __future__ import annotations
+
+from etude.train.config import Train
+from etude.train.cost import matmul_rate
+from etude.train.fsdp import Learner, Objective, load_weights
+
+__all__ = ["Learner", "Objective", "Train", "load_weights", "matmul_rate"]

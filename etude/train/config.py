@@ -1,0 +1,43 @@
+"""The options of training: precision, optimizer, and how much of a batch is computed at once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from etude.config import Config
+from etude.errors import ConfigError
+
+__all__ = ["Precision", "Train"]
+
+Precision = Literal["bf16", "fp32", "fp16", "fp64"]
+
+
+class Train(Config):
+    """How weights follow a gradient, and what it costs in memory."""
+
+    precision: Precision = Field(
+        "bf16", description="what the model computes in; half precisions keep float32 weights beside it to step on"
+    )
+    learning_rate: float = Field(1e-6, ge=0, description="AdamW's rate, at its highest")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="how the rate goes on after warm-up: as it is, or down to 0 after the last update"
+    )
+    warmup: int = Field(0, ge=0, description="updates over which the rate rises from 0")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decay of matrices; biases and norms have none")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="how long AdamW remembers gradients and their squares")
+    clip: float | None = Field(1.0, gt=0, description="the largest norm that a gradient may have; none does not clip")
+    micro_tokens: int = Field(16384, ge=1, description="tokens computed at once; fewer need less memory")
+    activation_checkpointing: bool = Field(
+        False, description="compute activations again for the backward pass: less memory, a third more work"
+    )
+
+    @model_validator(mode="after")
+    def _betas_are_shares(self) -> Train:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(
+                f"`betas` are shares of what is remembered, from 0 to below 1; {self.betas} was given. Usual are 0.9 "
+                f"and 0.999."
+            )
+        return self

@@ -1,0 +1,61 @@
+"""What a pass through a model costs in floating-point operations, and what a device can do of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from etude.batch import Pack
+from etude.models import Model
+
+__all__ = ["Cost", "matmul_rate"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The operations of a forward pass that the model's definition asks for; a backward pass asks for twice as many.
+
+    Only products of matrices count, as is usual: norms, activations and the look-up of embeddings are small beside
+    them. Activations that are computed twice to save memory count once.
+    """
+
+    per_token: float
+    """For each token that goes through the layers."""
+    per_judged: float
+    """For each token that gets logits."""
+    per_pair: float
+    """For each token that a token attends to."""
+
+    @classmethod
+    def of(cls, model: Model) -> Cost:
+        """Read from the shapes of a model."""
+        looked_up = {id(part.weight) for part in model.module.modules() if isinstance(part, nn.Embedding)}
+        apart = {*looked_up, id(model.head_weight)}
+        matrices = sum(w.numel() for _, w in model.named_weights() if w.ndim == 2 and id(w) not in apart)
+        pair = 4 * model.layers * model.query_heads * model.head_dim
+        return cls(2.0 * matrices, 2.0 * model.head_weight.numel(), float(pair))
+
+    def forward(self, pack: Pack, judged: int) -> float:
+        """Of one pass over a pack, a shared prefix counted once. A sliding window is counted as if it were open."""
+        pairs = float(pack.positions.sum()) + len(pack.ids)
+        return self.per_token * len(pack.ids) + self.per_pair * pairs + self.per_judged * judged
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 2048, seconds: float = 0.5) -> float:
+    """Operations a second in the best product of two large square matrices: what this device can really do."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best, until = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        begun = _now(device)
+        a @ b
+        best = min(best, _now(device) - begun)
+    return 2.0 * size**3 / best
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

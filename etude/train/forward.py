@@ -1,0 +1,104 @@
+"""From a micro-batch to what its losses and columns are made of: pack, hidden states, and only the logits asked for.
+
+    rows ──► tree of segments ──► hidden states ──► those that predict an action ──► log-prob, entropy … in chunks
+
+Context costs a forward pass and nothing more: logits are computed where something is to be learned or said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etude.algorithms import logits as of_logits
+from etude.algorithms.view import places
+from etude.batch import Batch, Pack
+from etude.errors import BatchError
+from etude.models import Model, PackedAttention, logp_and_entropy, over_chunks, token_logp
+
+__all__ = ["JUDGED", "ForwardPass", "Passed"]
+
+Judge = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+
+JUDGED: dict[str, Judge] = {
+    "logp": lambda logits, ids, _, t: of_logits.token_logp(logits, ids, t),
+    "entropy": lambda logits, _, __, t: of_logits.entropy(logits, t),
+    "sum_pi_squared": lambda logits, _, __, t: of_logits.sum_pi_squared(logits, t),
+    "topk_logp": lambda logits, _, top, t: of_logits.topk_and_rest(logits, _there(top), t),
+}
+"""What can be said of tokens from one model: by its logits, their ids, the teacher's top ids, the temperature."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What one pass found: flat columns [T, …] of the micro-batch, NaN where nothing was judged."""
+
+    columns: dict[str, Tensor]
+    pack: Pack
+    judged: int
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """How a model is run over batches."""
+
+    model: Model
+    pack: Callable[[Batch], Pack]
+    temperature: float
+
+    def __call__(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> Passed:
+        """Judge the action tokens, and the tool output too if asked."""
+        mask = batch.action
+        if observations:
+            mask = mask | batch.need("observation", by="An objective that learns from tool output")
+        at = places(mask)
+        pack = self.pack(batch)
+        source = pack.source[at]
+        if bool((source < 0).any()):
+            token = int(at[source < 0][0])
+            row = int(torch.searchsorted(batch.offsets, token, right=True)) - 1
+            raise BatchError(
+                f"Row {row} begins with a token that is to be learned, and nothing comes before it to predict it from. "
+                f"Give the model's tokenizer a beginning-of-sequence token, or the prompt at least one token."
+            )
+        if not len(at) or not wanted:
+            return Passed({name: self._nothing(name, batch) for name in wanted}, pack, 0)
+        hidden = self.model.hidden(pack.ids, pack.positions, PackedAttention(pack)).index_select(0, source)
+        top = batch.need("teacher_topk_ids", by="Distillation")[at] if "topk_logp" in wanted else None
+        judged = self._judged(hidden, batch.ids[at], top, wanted)
+        return Passed({name: _spread(values, at, batch.tokens) for name, values in judged.items()}, pack, len(at))
+
+    def _nothing(self, name: str, batch: Batch) -> Tensor:
+        """The column of a micro-batch that has no token to judge."""
+        top = batch.need("teacher_topk_ids", by="Distillation") if name == "topk_logp" else None
+        shape = (batch.tokens,) if top is None else (batch.tokens, top.shape[1] + 1)
+        return torch.full(shape, torch.nan, device=batch.device)
+
+    def _judged(self, hidden: Tensor, ids: Tensor, top: Tensor | None, wanted: frozenset[str]) -> dict[str, Tensor]:
+        """[N, …] of each; the common two have a gradient written by hand."""
+        if wanted == {"logp"}:
+            return {"logp": token_logp(self.model, hidden, ids, self.temperature)}
+        if wanted <= {"logp", "entropy"}:
+            logp, entropy = logp_and_entropy(self.model, hidden, ids, self.temperature)
+            return {name: {"logp": logp, "entropy": entropy}[name] for name in sorted(wanted)}
+        names = sorted(wanted)
+
+        def judge(logits: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
+            rows = ids[start:stop], None if top is None else top[start:stop]
+            return tuple(JUDGED[name](logits, *rows, self.temperature) for name in names)
+
+        return dict(zip(names, over_chunks(self.model, hidden, judge), strict=True))
+
+
+def _spread(values: Tensor, at: Tensor, tokens: int) -> Tensor:
+    """[N, …] → [T, …], NaN elsewhere."""
+    whole = values.new_full((tokens, *values.shape[1:]), torch.nan)
+    return whole.index_copy(0, at, values)
+
+
+def _there(top: Tensor | None) -> Tensor:
+    assert top is not None, "asked for with the log-probs that are read at it"
+    return top

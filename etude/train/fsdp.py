@@ -1,0 +1,270 @@
+"""The learner: owner of a model's weights, their optimizer and their version.
+
+    update batch ──► micro-batches ──► forward ──► objective ──► backward ──┐   until all are through
+                                                                            ▼
+                                     weights ◄── AdamW ◄── clip ◄── one gradient
+
+An update is one optimizer step. How its batch was cut, packed or shared changes nothing but time and memory: the
+objective divides by counts of the whole update batch, and gradients add up.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from etude.algorithms import Denominators, LossValue, Outputs, View
+from etude.batch import Batch, Column, Kind, Pack
+from etude.checkpoint import Checkpoint, Checkpoints, Tree, flat
+from etude.data.pack import micro_batches, tree
+from etude.errors import ConfigError, TrainingError
+from etude.models import Model
+from etude.observe import Last, Max, Mean, Metrics, Sum
+from etude.protocols import Gather, Split, spread
+from etude.train.config import Train
+from etude.train.cost import Cost
+from etude.train.forward import ForwardPass
+from etude.train.optim import PRECISIONS, Masters, rate
+
+__all__ = ["Learner", "Objective", "load_weights"]
+
+COLUMNS = {"old_logp": "logp", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"}
+"""The batch columns that the model itself can tell, and what they are called while they are computed."""
+OUTPUTS = {"logp", "entropy", "topk_logp"}
+"""The fields of `Outputs` that need no second model and no second head."""
+
+
+class Objective(Protocol):
+    """What is minimised. It may change from one update to the next; the learner keeps nothing of it."""
+
+    @property
+    def split_unit(self) -> Literal["rollout", "group"]:
+        """What must stay in one micro-batch."""
+        ...
+
+    def needs(self) -> frozenset[str]:
+        """The batch columns it reads."""
+        ...
+
+    def outputs(self) -> frozenset[str]:
+        """What the forward pass must compute for it: names of fields of `Outputs`."""
+        ...
+
+    def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
+        """The share of a micro-batch, where `whole` counts the update batch."""
+        ...
+
+
+class Learner:
+    """One model on one device, and how it learns.
+
+    The model's parameters are what is computed with, here and in an engine that shares them. In half precision they
+    are a copy of float32 weights that the optimizer keeps; see `Masters`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: Train,
+        *,
+        temperature: float = 1.0,
+        steps: int | None = None,
+        peak: float | None = None,
+        pack: Callable[[Batch], Pack] = tree,
+    ) -> None:
+        """`temperature` is the sampler's; `steps` is how many updates the schedule is for; `peak` is what the device
+        can do in operations a second, where the share of it that is used shall be told. Without `steps` there is no
+        schedule to follow, as for a learner that only annotates."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"This learner trains on one device, and {dist.get_world_size()} processes are in its group. Start one."
+            )
+        if model.dtype != PRECISIONS[config.precision]:
+            raise ConfigError(
+                f"`train.precision={config.precision}` computes in {PRECISIONS[config.precision]}, and the model was "
+                f"loaded in {model.dtype}. Load it in that dtype, or choose another precision."
+            )
+        if config.schedule != "constant" and steps is not None and config.warmup >= steps:
+            raise ConfigError(
+                f"`train.warmup={config.warmup}` leaves nothing of the {steps} updates for `train.schedule="
+                f"{config.schedule}`. Shorten the warm-up, or choose `train.schedule=constant`."
+            )
+        if temperature <= 0:
+            raise ConfigError(
+                f"The temperature is {temperature:g}: greedy answers have no log-prob to train on. Sample above 0."
+            )
+        self.model = model
+        model.activation_checkpointing = config.activation_checkpointing
+        self._config, self._steps, self._peak = config, steps, peak
+        self._forward = ForwardPass(model, pack, temperature)
+        self._masters = Masters(model.named_weights(), config)
+        self._version = torch.tensor(0)
+        self._cost = Cost.of(model)
+
+    @property
+    def version(self) -> int:
+        """How many updates were made: the policy version of the weights."""
+        return int(self._version)
+
+    @spread(Split.ROLLOUTS, Gather.CONCAT)
+    def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
+        """The batch with these columns computed by the model as it stands, NaN where a token is no action."""
+        odd = sorted(columns - COLUMNS.keys())
+        if odd:
+            raise ConfigError(
+                f"The column `{odd[0]}` cannot be told by the policy's own model, which knows {', '.join(COLUMNS)}. "
+                f"Choose an algorithm that does not need it."
+            )
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        found = {name: torch.full((batch.tokens,), torch.nan, dtype=dtype) for name in sorted(columns)}
+        wanted = frozenset(COLUMNS[name] for name in columns)
+        for micro, at in self._micro_batches(batch, "rollout"):
+            with torch.no_grad(), self._memory(micro):
+                passed = self._forward(micro, wanted)
+            for name, column in found.items():
+                column[at] = passed.columns[COLUMNS[name]].to(column)
+        return batch.replace(**{name: column.to(batch.device) for name, column in found.items()})
+
+    @spread(Split.GROUPS, Gather.METRICS)
+    def update(self, batch: Batch, objective: Objective) -> Metrics:
+        """One optimizer step over an update batch. If it cannot be made, the weights and the version stay."""
+        begun = self._begin()
+        whole, metrics, flops = Denominators.of(View(batch)), Metrics(), 0.0
+        loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        odd = sorted(objective.outputs() - OUTPUTS)
+        if odd:
+            raise ConfigError(
+                f"The objective needs the model's `{odd[0]}`, for which this learner has no second model or head; it "
+                f"computes {', '.join(sorted(OUTPUTS))}. Choose another loss or another KL."
+            )
+        micros = list(self._micro_batches(batch, objective.split_unit))
+        for micro, _ in micros:
+            with self._memory(micro):
+                value, cost = self._share(micro, objective, whole)
+            metrics.merge(value.metrics)
+            loss = loss + value.loss.detach()
+            flops += cost
+        scale = float(self._masters.scale)
+        learning_rate = rate(self._config, self.version, self._steps)
+        taken = self._masters.step(learning_rate)
+        self._version += 1
+        metrics.add("loss", Mean.of(loss))
+        metrics.add("learning_rate", Last.of(learning_rate))
+        metrics.add("micro_batches", Sum.of(len(micros)))
+        if self._config.precision == "fp16":
+            metrics.merge({"loss_scale": Last.of(scale), "skipped_updates": Sum.of(float(taken.skipped))})
+        if not taken.skipped:
+            metrics.add("grad_norm", Mean.of(taken.norm))
+        metrics.merge(self._measured(batch, whole, flops, begun))
+        return metrics
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights by their published names, in the precision that is computed with: views, not copies."""
+        return ((name, weight.detach()) for name, weight in self.model.named_weights())
+
+    def state(self) -> Tree:
+        """Everything that the next update depends on, as the tensors themselves and not as copies."""
+        return {**self._masters.state(), "learner": {"version": self._version}}
+
+    def restore(self, state: Tree) -> None:
+        """Go on from a state: another learner's, or one's own after a checkpoint was read into it."""
+        mine, given = flat(self.state()), flat(state)
+        odd = sorted(mine.keys() ^ given.keys())
+        if odd:
+            raise ConfigError(
+                f"This state is of another model or precision: only one of them has `{odd[0]}`. Restore it into what "
+                f"it was taken from."
+            )
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(given[name])
+        self._masters.refresh()
+
+    # -- inside an update -----------------------------------------------------------------------------------------
+
+    def _share(self, micro: Batch, objective: Objective, whole: Denominators) -> tuple[LossValue, float]:
+        """Forward and backward of one micro-batch: its loss, and what it cost."""
+        observations = "observation" in objective.needs()
+        passed = self._forward(micro, objective.outputs(), observations=observations)
+        value = objective.loss(micro, Outputs(**passed.columns), whole)
+        if value.loss.requires_grad:
+            (value.loss * float(self._masters.scale)).backward()  # type: ignore[no-untyped-call]
+        return value, 3 * self._cost.forward(passed.pack, passed.judged) if passed.judged else 0.0
+
+    def _micro_batches(self, batch: Batch, by: Literal["rollout", "group"]) -> Iterator[tuple[Batch, Tensor]]:
+        """Each with where its tokens stand in the batch, whatever order its rollouts were put in."""
+        place = Column(Kind.TOKEN, torch.arange(batch.tokens, device=batch.device))
+        marked = batch.replace(extra={**batch.extra, "token_of_batch": place})
+        for micro in micro_batches(marked, self._config.micro_tokens, by):
+            yield micro.to(self.model.device), micro.extra["token_of_batch"].tensor.cpu()
+
+    @contextmanager
+    def _memory(self, micro: Batch) -> Iterator[None]:
+        """Where memory runs out, say which knob to turn."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            ran_out = isinstance(error, torch.OutOfMemoryError | MemoryError)
+            if not ran_out and "can't allocate memory" not in str(error):
+                raise
+            self._masters.begin()
+            told = str(error).splitlines()[0]
+            also = "" if self._config.activation_checkpointing else ", or set `train.activation_checkpointing=true`"
+            raise TrainingError(
+                f"Memory ran out on {self.model.device} in a micro-batch of {micro.rollouts} rollouts and "
+                f"{micro.tokens} tokens; the weights are as they were. Lower `train.micro_tokens`, now "
+                f"{self._config.micro_tokens}{also}. ({told})"
+            ) from error
+
+    # -- measuring ------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> float:
+        """Forget the last gradient, and start the clock."""
+        self._masters.begin()
+        if self.model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.model.device)
+        return self._now()
+
+    def _now(self) -> float:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()
+
+    def _measured(self, batch: Batch, whole: Denominators, flops: float, begun: float) -> Metrics:
+        seconds = self._now() - begun
+        if self.model.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.model.device)
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        metrics = Metrics(
+            {
+                "trained_tokens": Sum.of(batch.tokens),
+                "action_tokens": Sum.of(whole.tokens),
+                "update_seconds": Sum.of(seconds),
+                "trained_tokens_per_second": Mean.over(batch.tokens, seconds),
+                "peak_memory_gb": Max.of(peak / 1e9),
+            }
+        )
+        if self._peak is not None:
+            metrics.add("mfu", Mean.over(flops / self._peak, seconds))
+        return metrics
+
+
+def load_weights(model: Model, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
+    """Bring a model to the weights of a learner's checkpoint, to sample from or to export, without an optimizer."""
+    kept = {
+        name: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        for name, weight in model.named_weights()
+    }
+    checkpoints.load(checkpoint, {"weights": kept})
+    with torch.no_grad():
+        for name, weight in model.named_weights():
+            weight.copy_(kept[name])

@@ -1,0 +1,174 @@
+"""The optimizer: AdamW over full-precision weights, whatever precision the model computes in.
+
+A model in half precision is a *compute copy*: what forward passes read, and what an engine in the same process samples
+from. Beside it stand the masters, in float32, and the gradient is gathered there too: a step of 1e-6 of a weight is far
+below what half precision can hold, and would be lost every time. After a step the copy is refreshed in place.
+
+    backward ──► gradient (half) ──added──► gradient (float32) ──AdamW──► master (float32) ──cast──► copy (half)
+
+A model in float32 or float64 is its own master, and there is no copy.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from etude.errors import TrainingError
+from etude.train.config import Precision, Train
+
+__all__ = ["PRECISIONS", "Masters", "Taken", "rate"]
+
+PRECISIONS: dict[Precision, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+
+FIRST_SCALE, LARGEST_SCALE, GROW_AFTER = 2.0**16, 2.0**24, 500
+"""fp16: what the loss is multiplied by at first and at most, and after how many good steps in a row it is doubled."""
+
+
+def rate(config: Train, update: int, updates: int | None) -> float:
+    """The learning rate of an update, counted from 0, out of so many; a constant one need not know how many."""
+    if update < config.warmup:
+        return config.learning_rate * (update + 1) / config.warmup
+    if config.schedule == "constant":
+        return config.learning_rate
+    assert updates is not None, "a schedule that falls has to know where it ends"
+    done = min((update - config.warmup) / max(updates - config.warmup, 1), 1.0)
+    left = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.learning_rate * left
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What came of a step."""
+
+    norm: float
+    """Of the gradient, before clipping."""
+    skipped: bool = False
+    """fp16: the scaled gradient was not finite, the scale was lowered and the weights were left alone."""
+
+
+class Masters:
+    """Full-precision weights with their gradient, their AdamW, and the half-precision copy that they keep up to date.
+
+    `leaves` are the tensors that a backward pass gives gradients to, by name.
+    """
+
+    def __init__(self, leaves: Iterable[tuple[str, Tensor]], config: Train) -> None:
+        self._config = config
+        self._copies = dict(leaves)
+        self.half = config.precision in ("bf16", "fp16")
+        self._weights = {
+            name: leaf.detach().float().clone() if self.half else leaf for name, leaf in self._copies.items()
+        }
+        if self.half:
+            hooks = [
+                leaf.register_post_accumulate_grad_hook(_gather(self._weights[name]))  # type: ignore[no-untyped-call]
+                for name, leaf in self._copies.items()
+            ]
+            # The model may outlive its learner, and have another.
+            weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        self.scale = torch.tensor(FIRST_SCALE if config.precision == "fp16" else 1.0, dtype=torch.float64)
+        self._good_steps = torch.tensor(0)
+        decayed = [weight for weight in self._weights.values() if weight.ndim >= 2]
+        plain = [weight for weight in self._weights.values() if weight.ndim < 2]
+        self._adam = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=config.learning_rate,
+            betas=config.betas,
+            fused=True,
+        )
+        for weight in self._weights.values():
+            moments = {name: torch.zeros_like(weight, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+            self._adam.state[weight] = {"step": torch.zeros((), device=weight.device), **moments}
+
+    def begin(self) -> None:
+        """Forget every gradient: an update starts anew, also after one that failed halfway."""
+        for tensor in (*self._weights.values(), *self._copies.values()):
+            tensor.grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradient so far, by name, where there is one."""
+        return {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
+
+    def step(self, learning_rate: float) -> Taken:
+        """Clip, step and refresh the copy; a gradient that is not finite changes no weight."""
+        gradients = list(self.gradients().values())
+        norm = float(get_total_norm(gradients)) / float(self.scale)
+        if not math.isfinite(norm):
+            return self._overflowed(norm)
+        factor = 1 / float(self.scale)
+        if self._config.clip is not None and norm > self._config.clip:
+            factor *= self._config.clip / (norm + 1e-6)
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate
+        self._adam.step()
+        self.begin()
+        self.refresh()
+        self._grow()
+        return Taken(norm)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring the copy to the masters, in place."""
+        if self.half:
+            torch._foreach_copy_(list(self._copies.values()), list(self._weights.values()))
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Everything that a step depends on, as the tensors themselves: reading a checkpoint into them restores it.
+
+        After they were written to, call `refresh`.
+        """
+        kept = {
+            kind: {name: self._adam.state[weight][kind] for name, weight in self._weights.items()}
+            for kind in ("exp_avg", "exp_avg_sq", "step")
+        }
+        weights = {name: weight.detach() for name, weight in self._weights.items()}
+        return {"weights": weights, **kept, "scaling": {"scale": self.scale, "good_steps": self._good_steps}}
+
+    def _overflowed(self, norm: float) -> Taken:
+        names = [name for name, gradient in self.gradients().items() if not bool(torch.isfinite(gradient).all())]
+        self.begin()
+        if self._config.precision == "fp16" and float(self.scale) > 1:
+            self.scale.div_(2)
+            self._good_steps.zero_()
+            return Taken(norm, skipped=True)
+        where = f"in {len(names)} weights, `{names[0]}` first" if names else "in its norm, though each weight's is"
+        raise TrainingError(
+            f"The gradient is not finite {where}: this update was not made, and the weights are as they were. Look at "
+            f"the log-probs, advantages and returns of the batch, or lower `train.learning_rate`."
+        )
+
+    def _grow(self) -> None:
+        """fp16: after many good steps, try a larger scale, which keeps smaller gradients from vanishing."""
+        if self._config.precision == "fp16":
+            self._good_steps.add_(1)
+            if int(self._good_steps) == GROW_AFTER:
+                self.scale.mul_(2).clamp_(max=LARGEST_SCALE)
+                self._good_steps.zero_()
+
+
+def _gather(master: Tensor) -> Callable[[Tensor], None]:
+    """What takes a gradient from the copy as soon as it is there, and adds it to the master's."""
+
+    def take(leaf: Tensor) -> None:
+        assert leaf.grad is not None, "another learner of this model, still alive, has taken its gradient"
+        if master.grad is None:
+            master.grad = leaf.grad.float()
+        else:
+            master.grad.add_(leaf.grad)
+        leaf.grad = None
+
+    return take

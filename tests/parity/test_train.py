@@ -1,0 +1,65 @@
+"""The trainer beside transformers: the same log-probs, the same gradient, however rows are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from etude.algorithms.losses.supervised import SFT
+from etude.batch import Batch
+from etude.models import load, save
+from etude.train import Learner, Train
+from tests.train.tasks import Imitate, gradient, model, rollouts
+
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "gemma2", "gpt2")
+
+
+@pytest.fixture(params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Learner, PreTrainedModel]:
+    """A learner, and the same model as transformers itself loads and runs it: eager attention, a row at a time."""
+    directory = tmp_path_factory.mktemp("model")
+    save(model("fp32", request.param, heads=4, kv_heads=2), directory)
+    theirs = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float64).eval()
+    config = Train(precision="fp64", learning_rate=0.0, clip=None, micro_tokens=60)
+    return Learner(load(directory, dtype=torch.float64), config, temperature=0.8), theirs
+
+
+def rows(batch: Batch, theirs: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """For each row: its tokens from the second on, which of them are actions, and their log-probs [t, V]."""
+    for start, end in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True):
+        logits = theirs(batch.ids[None, start:end].long()).logits[0, :-1]
+        yield batch.ids[start + 1 : end].long(), batch.action[start + 1 : end], (logits / 0.8).log_softmax(-1)
+
+
+def test_log_probs_and_entropies_are_those_of_transformers(pair: tuple[Learner, PreTrainedModel]) -> None:
+    ours, theirs = pair
+    batch = rollouts(longest=20)
+    found = ours.annotate(batch, frozenset({"old_logp", "entropy"}))
+    with torch.no_grad():
+        judged = list(rows(batch, theirs))
+    logp = torch.cat([told.gather(1, ids[:, None])[:, 0][acts] for ids, acts, told in judged])
+    entropy = torch.cat([-(told.exp() * told).sum(1)[acts] for _, acts, told in judged])
+    # Their norms and rotary angles are taken in float32 whatever the weights are.
+    assert torch.allclose(found.need("old_logp")[batch.action], logp, rtol=0, atol=1e-5)
+    assert torch.allclose(found.need("entropy")[batch.action], entropy, rtol=0, atol=1e-5)
+
+
+def test_the_gradient_is_that_of_transformers(pair: tuple[Learner, PreTrainedModel]) -> None:
+    ours, theirs = pair
+    batch = rollouts(longest=20)
+    told = ours.update(batch, Imitate(SFT())).reduce()
+    assert told["micro_batches"] > 1
+    total = torch.zeros(())
+    for ids, acts, logp in rows(batch, theirs):
+        total = total - logp.gather(1, ids[:, None])[:, 0][acts].sum()
+    loss = total / int(batch.action.sum())
+    loss.backward()
+    assert told["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+    found = gradient(ours)
+    for name, parameter in theirs.named_parameters():
+        assert torch.allclose(found[name], parameter.grad, rtol=0, atol=2e-6), name
+        assert float(parameter.grad.abs().max()) > 2e-5, name

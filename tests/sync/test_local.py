@@ -1,0 +1,95 @@
+"""Publishing within one process: no bytes where memory is shared, all or nothing where it is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from etude.errors import ConfigError, EngineError
+from etude.models import Model, create, tiny
+from etude.records import SamplingParams
+from etude.rollout.torch_engine import EngineConfig, TorchEngine
+from etude.sync import LocalCarrier
+
+CONFIG = tiny(50, layers=2, hidden=32, context=128)
+ENGINE = EngineConfig(kv_gib=0.001)
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+PROMPT = np.arange(5, dtype=np.int32)
+
+
+def named(model: Model) -> dict[str, Tensor]:
+    return {name: weight.detach() for name, weight in model.named_weights()}
+
+
+def publish(engine: TorchEngine, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, float]:
+    return asyncio.run(LocalCarrier(engine).publish(weights, version)).reduce()
+
+
+def says(engine: TorchEngine) -> tuple[list[int], list[float], set[int]]:
+    """What it answers greedily, with which log-probs, and under which versions."""
+    (completion,) = engine.generate_all([PROMPT], [GREEDY])
+    return completion.ids.tolist(), completion.raw_logp.tolist(), set(completion.version.tolist())
+
+
+def test_shared_weights_move_no_byte() -> None:
+    trained, other = create(CONFIG, seed=0), create(CONFIG, seed=1)
+    with TorchEngine(trained, None, ENGINE) as engine, TorchEngine(other, None, ENGINE) as wanted:
+        before = says(engine)
+        with torch.no_grad():
+            for name, weight in trained.named_weights():
+                weight.copy_(named(other)[name])
+        told = publish(engine, named(trained).items(), 3)
+        assert told["publish_bytes"] == 0 and told["publish_ms"] > 0
+        assert engine.version == 3
+        ids, logp, versions = says(engine)
+        assert (ids, logp) == says(wanted)[:2] != before[:2]
+        assert versions == {3}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_is_refreshed_in_place(dtype: torch.dtype) -> None:
+    trained, held = create(CONFIG, seed=0), create(CONFIG, seed=1, dtype=dtype)
+    places = {name: weight.data_ptr() for name, weight in held.named_weights()}
+    with TorchEngine(held, None, ENGINE) as engine, TorchEngine(trained.copy(dtype=dtype), None, ENGINE) as wanted:
+        before = says(engine)
+        told = publish(engine, named(trained).items(), 1)
+        assert told["publish_bytes"] == sum(weight.nbytes for weight in named(held).values())
+        assert says(engine)[:2] == says(wanted)[:2] != before[:2]
+        assert engine.version == 1
+    assert {name: weight.data_ptr() for name, weight in held.named_weights()} == places
+    assert all(torch.equal(weight, named(trained)[name].to(dtype)) for name, weight in named(held).items())
+
+
+def test_weights_that_do_not_fit_are_refused_before_any_is_written() -> None:
+    held = create(CONFIG, seed=1)
+    before = {name: weight.clone() for name, weight in named(held).items()}
+    with TorchEngine(held, None, ENGINE) as engine:
+        for config, complaint in (
+            (tiny(50, layers=3, hidden=32), "the trainer has `model.layers.2.* and the engine has not"),
+            (tiny(50, layers=1, hidden=32), "the engine has `model.layers.1.* and the trainer has not"),
+            (tiny(50, layers=2, hidden=64), r"`model.embed_tokens.weight` is \[50, 64\] in the trainer and \[50, 32\]"),
+        ):
+            with pytest.raises(ConfigError, match=complaint):
+                publish(engine, named(create(config, seed=0)).items(), 1)
+            assert engine.version == 0 and says(engine)[2] == {0}
+    assert all(torch.equal(weight, before[name]) for name, weight in named(held).items())
+
+
+def test_a_failure_in_the_middle_takes_the_engine_out_of_service_until_the_next_publish() -> None:
+    trained, held = create(CONFIG, seed=0), create(CONFIG, seed=1)
+    torn = named(trained)
+    torn["model.norm.weight"] = torn["model.norm.weight"].to("meta")  # it has a shape and no numbers
+    with TorchEngine(held, None, ENGINE) as engine, TorchEngine(trained, None, ENGINE) as wanted:
+        with pytest.raises(NotImplementedError):
+            publish(engine, torn.items(), 1)
+        assert engine.version == 0
+        with pytest.raises(EngineError, match="half-way"):
+            says(engine)
+        publish(engine, named(trained).items(), 2)
+        assert says(engine)[:2] == says(wanted)[:2]
+        assert engine.version == 2

@@ -1,0 +1,125 @@
+"""Small models, batches with shared prompts, and objectives, for everything that is tested of training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.algorithms import Algorithm, Denominators, Loss, LossValue, Outputs, State, View
+from etude.batch import Batch
+from etude.models import Model, create, tiny
+from etude.records import Rollout, Sample
+from etude.train import Learner, Train
+from etude.train.optim import PRECISIONS
+
+VOCABULARY = 61
+
+
+def model(precision: str = "fp64", family: str = "qwen3", seed: int = 0, **more: int) -> Model:
+    sizes = {"layers": 2, "hidden": 32, **more}
+    return create(tiny(VOCABULARY, family=family, **sizes), seed=seed, dtype=PRECISIONS[precision])
+
+
+def learner(
+    precision: str = "fp64", *, family: str = "qwen3", seed: int = 0, steps: int = 10, **options: object
+) -> Learner:
+    """A learner of its own model; the rate is high enough to see."""
+    given = {"learning_rate": 1e-2, **options}
+    return Learner(model(precision, family, seed), Train(precision=precision, **given), steps=steps)
+
+
+def rollouts(seed: int = 0, groups: int = 3, size: int = 4, *, turns: int = 2, longest: int = 7) -> Batch:
+    """Groups that share a prompt; each rollout is one row of turns with tool output between them, one has no row."""
+    rng = np.random.default_rng(seed)
+    samples, told = [], []
+    for group in range(groups):
+        prompt = rng.integers(0, VOCABULARY, int(rng.integers(3, 9)))
+        for _ in range(size):
+            ids, action, turn = [prompt], [np.zeros(len(prompt), bool)], [np.zeros(len(prompt), int)]
+            for index in range(int(rng.integers(1, turns + 1))):
+                for acts in (True, False) if index == 0 else (True,):
+                    count = int(rng.integers(1, longest))
+                    ids.append(rng.integers(0, VOCABULARY, count))
+                    action.append(np.full(count, acts))
+                    turn.append(np.full(count, index))
+            row = np.concatenate(ids)
+            rollout = len(told)
+            told.append(Rollout(rollout, group, group, float(rng.normal())))
+            if (group, len(told)) != (1, size + 1):
+                samples.append(
+                    Sample(
+                        row.astype(np.int32),
+                        np.concatenate(action),
+                        -rng.gamma(2, 1, len(row)).astype(np.float32),
+                        np.zeros(len(row), np.int32),
+                        np.concatenate(turn).astype(np.int32),
+                        rollout,
+                    )
+                )
+    batch = Batch.from_records(samples, told)
+    first = torch.zeros(batch.tokens, dtype=torch.bool)
+    first[batch.offsets[:-1]] = True
+    return batch.replace(observation=~batch.action & ~first)
+
+
+@dataclass
+class Improve:
+    """An algorithm as an objective."""
+
+    algorithm: Algorithm
+
+    @property
+    def split_unit(self) -> Literal["rollout", "group"]:
+        return self.algorithm.loss.split_unit
+
+    def needs(self) -> frozenset[str]:
+        return self.algorithm.needs()
+
+    def outputs(self) -> frozenset[str]:
+        return self.algorithm.outputs()
+
+    def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
+        return self.algorithm.objective(batch, outputs, whole, State())
+
+
+@dataclass
+class Imitate:
+    """A supervised loss as an objective, which remembers the micro-batches it saw."""
+
+    wrapped: Loss
+    split_unit: Literal["rollout", "group"] = "rollout"
+    seen: tuple[Batch, ...] = ()
+
+    def needs(self) -> frozenset[str]:
+        return self.wrapped.needs()
+
+    def outputs(self) -> frozenset[str]:
+        return self.wrapped.outputs()
+
+    def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
+        self.seen += (batch,)
+        return self.wrapped(View(batch, outputs), whole)
+
+
+def ready(by: Learner, algorithm: Algorithm, batch: Batch) -> Batch:
+    """Annotated by the learner and estimated by the algorithm, off-policy enough for ratios to matter."""
+    batch = by.annotate(batch, frozenset({"old_logp"}))
+    noise = torch.randn(batch.tokens, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    batch = batch.replace(old_logp=batch.old_logp + 0.1 * noise.to(batch.old_logp))
+    return algorithm.estimate(batch, State()).batch
+
+
+def gradient(by: Learner) -> dict[str, Tensor]:
+    """Of the first update, made without clipping: it is what AdamW's first moment was made of."""
+    moments = by.state()["exp_avg"]
+    assert isinstance(moments, Mapping)
+    return {name: moment / (1 - 0.9) for name, moment in moments.items()}
+
+
+def weights(by: Learner) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in by.weights()}

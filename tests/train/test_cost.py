@@ -1,0 +1,42 @@
+"""What a pass costs, counted by hand and by torch's own counter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from etude.batch import Pack
+from etude.models import create, tiny
+from etude.train import matmul_rate
+from etude.train.cost import Cost
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_matrices_of_a_forward_pass(family: str, tied: bool) -> None:
+    """As torch counts them in transformers' own forward pass, where attention is a whole square."""
+    model = create(tiny(61, family=family, layers=3, hidden=32, tied=tied, heads=4, kv_heads=4), seed=0)
+    model.module.set_attn_implementation("eager")
+    tokens = 12
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.module(torch.arange(tokens)[None])
+    cost = Cost.of(model)
+    square = cost.per_pair * tokens**2
+    assert cost.per_token * tokens + cost.per_judged * tokens + square == counter.get_total_flops()
+
+
+def test_a_shared_prefix_counts_once() -> None:
+    cost = Cost(per_token=100.0, per_judged=7.0, per_pair=1.0)
+    two = Pack(
+        ids=torch.arange(5),
+        positions=torch.tensor([0, 1, 2, 3, 3]),
+        offsets=torch.tensor([0, 3, 4, 5]),
+        parent=torch.tensor([-1, 0, 0]),
+        source=torch.tensor([-1, 0, 1, 2, -1, 0, 1, 2]),
+    )
+    assert cost.forward(two, judged=2) == 500 + 14 + (1 + 2 + 3 + 4 + 4)
+
+
+def test_the_rate_of_a_device_is_a_sane_number() -> None:
+    assert 1e8 < matmul_rate(torch.float32, torch.device("cpu"), size=128, seconds=0.05) < 1e15

@@ -1,0 +1,123 @@
+"""The optimizer beside torch's own, and the schedules beside their formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from etude.train import Train
+from etude.train.optim import Masters, rate
+
+SHAPES = {"matrix": (5, 3), "bias": (5,), "embedding": (7, 3)}
+
+
+def leaves(dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    made = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    return {name: nn.Parameter(value.to(dtype)) for name, value in made.items()}
+
+
+def pull(parameters: dict[str, nn.Parameter], step: int) -> torch.Tensor:
+    """A loss whose gradient changes from step to step, once or twice the size of the clip."""
+    generator = torch.Generator().manual_seed(step)
+    total = torch.zeros(())
+    for parameter in parameters.values():
+        target = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+        total = total + (parameter * target).sum() * (0.1 if step % 2 else 2.0)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "tolerance"), [("fp64", torch.float64, 1e-12), ("fp32", torch.float32, 1e-6)]
+)
+@pytest.mark.parametrize("clip", [None, 1.5])
+def test_it_is_torchs_adamw(precision: str, dtype: torch.dtype, tolerance: float, clip: float | None) -> None:
+    config = Train(precision=precision, learning_rate=0.05, weight_decay=0.1, betas=(0.8, 0.95), clip=clip)
+    ours, theirs = leaves(dtype), leaves(dtype)
+    masters = Masters(ours.items(), config)
+    decayed, plain = [theirs["matrix"], theirs["embedding"]], [theirs["bias"]]
+    adam = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=0.05,
+        betas=(0.8, 0.95),
+        fused=False,
+        foreach=False,
+    )
+    for step in range(8):
+        masters.begin()
+        pull(ours, step).backward()
+        taken = masters.step(rate(config, step, 8))
+        adam.zero_grad()
+        pull(theirs, step).backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.values(), clip if clip is not None else math.inf)
+        adam.step()
+        assert taken.norm == pytest.approx(float(norm), rel=1e-6)
+        for name, parameter in ours.items():
+            assert torch.allclose(parameter, theirs[name], rtol=0, atol=tolerance)
+
+
+def test_half_precision_steps_as_full_precision_on_the_same_gradients() -> None:
+    """The masters of bf16 take the very steps of fp32, where the gradients are the same numbers."""
+    half, full = (
+        leaves(torch.bfloat16),
+        {name: nn.Parameter(leaf.float()) for name, leaf in leaves(torch.bfloat16).items()},
+    )
+    masters = {
+        "bf16": Masters(half.items(), Train(precision="bf16", learning_rate=1e-3)),
+        "fp32": Masters(full.items(), Train(precision="fp32", learning_rate=1e-3)),
+    }
+    for step in range(5):
+        for each in masters.values():
+            each.begin()
+        for name, parameter in half.items():
+            generator = torch.Generator().manual_seed(step)
+            target = torch.randn(parameter.shape, generator=generator).bfloat16()
+            for _ in range(2):  # gathered over two micro-batches
+                (parameter * target).sum().backward()
+                (full[name] * target.float()).sum().backward()
+        norms = {each.step(1e-3).norm for each in masters.values()}
+        assert len(norms) == 1
+        for name, weight in masters["bf16"].state()["weights"].items():
+            assert torch.equal(weight, full[name])
+            assert torch.equal(half[name], weight.bfloat16())
+
+
+def test_the_scale_of_fp16_grows_after_many_good_steps() -> None:
+    parameters = leaves(torch.float16)
+    masters = Masters(parameters.items(), Train(precision="fp16", learning_rate=1e-6))
+    begun = float(masters.scale)
+    for step in range(500):
+        assert float(masters.scale) == begun
+        masters.begin()
+        (pull(parameters, step) * 1e-3).backward()
+        masters.step(1e-6)
+    assert float(masters.scale) == 2 * begun
+
+
+def test_small_gradients_survive_in_fp16() -> None:
+    """1e-9 is nothing in half precision; multiplied by the scale it is a number, and divided by it again it is 1e-9."""
+    parameters = leaves(torch.float16)
+    masters = Masters(parameters.items(), Train(precision="fp16", learning_rate=1e-3))
+    loss = torch.zeros(())
+    for parameter in parameters.values():
+        loss = loss + parameter.float().sum() * 1e-9
+    masters.begin()
+    (loss * float(masters.scale)).backward()
+    count = sum(parameter.numel() for parameter in parameters.values())
+    assert masters.step(1e-3).norm == pytest.approx(1e-9 * math.sqrt(count), rel=1e-2)
+
+
+def test_schedules() -> None:
+    def rates(**options: object) -> list[float]:
+        config = Train(learning_rate=1.0, **options)
+        return [round(rate(config, update, 10), 6) for update in range(11)]
+
+    assert rates() == [1.0] * 11
+    assert rates(warmup=4) == [0.25, 0.5, 0.75] + [1.0] * 8
+    assert rates(schedule="linear", warmup=2) == [0.5] + [round(1 - i / 8, 6) for i in (-0, 0, 1, 2, 3, 4, 5, 6, 7, 8)]
+    cosine = [round(0.5 * (1 + math.cos(math.pi * i / 10)), 6) for i in range(11)]
+    assert rates(schedule="cosine") == cosine
+    assert rates(schedule="linear")[-1] == 0
