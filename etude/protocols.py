@@ -9,7 +9,7 @@ worker need not know what carries the call.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MethodType
@@ -48,6 +48,8 @@ __all__ = [
 ]
 
 Ids = NDArray[np.int32]
+E = TypeVar("E")
+"""A store's events."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -200,15 +202,39 @@ class Crew(Protocol):
 # -- the journal ------------------------------------------------------------------------------------------------------
 
 
-class Store(Protocol):
-    """The append-only journal. What is acknowledged is on disk; status is derived from events, never set."""
+class Store(Protocol[E]):
+    """The append-only journal of a run's events. Status is derived from them, never set. Any thread may call it."""
 
-    def append(self, events: Sequence[Mapping[str, Any]]) -> int:
-        """Write these events, all or none, and return the position after them."""
+    @property
+    def position(self) -> int:
+        """The position of the newest event: events are numbered from 1, without a gap."""
         ...
 
-    def read(self, position: int) -> AsyncIterator[Mapping[str, Any]]:
-        """Every event from a position on, in the order they were written."""
+    def append(self, events: Sequence[E]) -> int:
+        """Write these events, all or none, and return the position of the last one.
+
+        When it returns they survive the death of the process.
+        """
+        ...
+
+    def read(self, position: int = 0) -> Iterator[tuple[int, E]]:
+        """The events after a position, each with its own, in the order they were written."""
+        ...
+
+    def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
+        """The turns of an attempt in order; by default of a rollout's last one."""
+        ...
+
+    def admitted(self, position: int = 0) -> dict[int, tuple[int, ...]]:
+        """Which rollouts each step trained on, for the steps admitted after a position."""
+        ...
+
+    def flush(self) -> None:
+        """Make all that is written survive the loss of power too. A checkpoint calls it before it names a position."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it. Nothing may be asked afterwards."""
         ...
 
 

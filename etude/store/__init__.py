@@ -1,0 +1,76 @@
+"""The one store: what happened in a run, written down as it happens, and where everything stands because of it.
+
+with closing(open_store(directory / "journal.db")) as store:
+    store.append([TaskIssued(0, 17, "gsm8k", {"prompt": "2+2?"}), RolloutQueued(0, task=0, sample=0)])
+    store.append([AttemptStarted(0, 0), TurnRecorded(0, 0, turn), Rewarded(0, 0, 1.0), AttemptEnded(0, 0, "succeeded")])
+    store.append([Admitted(step=1, rollouts=(0,))])
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from etude.errors import MissingPackageError
+from etude.store.blobs import Blobs
+from etude.store.events import (
+    Admitted,
+    AttemptEnded,
+    AttemptStarted,
+    Evaluated,
+    Event,
+    Published,
+    Rewarded,
+    RolloutCancelled,
+    RolloutEvent,
+    RolloutExpired,
+    RolloutQueued,
+    TaskDropped,
+    TaskIssued,
+    TurnRecorded,
+)
+from etude.store.journal import Journal
+from etude.store.memory import MemoryJournal
+from etude.store.states import AttemptState, Phase, RolloutState, Status, TaskState
+
+__all__ = [
+    "Admitted",
+    "AttemptEnded",
+    "AttemptStarted",
+    "AttemptState",
+    "Blobs",
+    "Evaluated",
+    "Event",
+    "Journal",
+    "MemoryJournal",
+    "Phase",
+    "Published",
+    "Rewarded",
+    "RolloutCancelled",
+    "RolloutEvent",
+    "RolloutExpired",
+    "RolloutQueued",
+    "RolloutState",
+    "Status",
+    "TaskDropped",
+    "TaskIssued",
+    "TaskState",
+    "TurnRecorded",
+    "open_store",
+]
+
+
+def open_store(where: Path | None = None, *, read_only: bool = False) -> Journal:
+    """The journal in a file, made if it is not there; without a path, one in memory that ends with the process.
+
+    With `read_only` it may be written by another process meanwhile, and must exist.
+    """
+    if where is None:
+        return MemoryJournal()
+    try:
+        from etude.store.sql import SqlJournal
+    except ImportError as error:
+        raise MissingPackageError(
+            f"A journal on disk ({where}) needs the package SQLAlchemy, which cannot be imported here ({error}). "
+            "Install it with: pip install 'sqlalchemy>=2'"
+        ) from error
+    return SqlJournal(where, read_only=read_only)

@@ -1,0 +1,101 @@
+"""Payloads: the token arrays of a turn as raw bytes, and the small protocol of what keeps them.
+
+A payload belongs to the event at a position, and is found by it. A turn's payload is a header of lengths followed by
+its arrays end to end, little-endian, in this order; what a completion does not have takes no bytes:
+
+    prompt int32 [P] · ids int32 [T] · logp float32 [T] · version int32 [T]
+    · raw_logp float32 [T] · top_ids int32 [T, k] · top_logp float32 [T, k]
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.errors import StoreError
+from etude.records import Turn
+
+__all__ = ["Blobs", "MemoryBlobs", "pack_turn", "unpack_turn"]
+
+_HEADER = struct.Struct("<QQQB")
+"""P, T, k, and which optional columns are there: the sum of `_OPTIONAL`'s bits."""
+_OPTIONAL = {"raw_logp": 1, "top_ids": 2, "top_logp": 4}
+_INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
+
+
+class Blobs(Protocol):
+    """Payloads by the position of the event each belongs to.
+
+    `put` is called while the events are being written: where both are kept together they are written together, and
+    elsewhere the payloads must be safe before the events are, so that no event is ever without its payload.
+    """
+
+    def put(self, payloads: Mapping[int, bytes]) -> None:
+        """Keep these. One left at a position by a write that never ended is replaced."""
+        ...
+
+    def get(self, positions: Sequence[int]) -> dict[int, bytes]:
+        """The payloads of these positions, those that are there."""
+        ...
+
+
+class MemoryBlobs:
+    """Payloads in a dictionary."""
+
+    def __init__(self) -> None:
+        self._payloads: dict[int, bytes] = {}
+
+    def put(self, payloads: Mapping[int, bytes]) -> None:
+        """Keep these."""
+        self._payloads.update(payloads)
+
+    def get(self, positions: Sequence[int]) -> dict[int, bytes]:
+        """The payloads of these positions, those that are there."""
+        return {position: self._payloads[position] for position in positions if position in self._payloads}
+
+
+def pack_turn(turn: Turn) -> bytes:
+    """The arrays of a turn."""
+    said = turn.completion
+    optional = {name: getattr(said, name) for name in _OPTIONAL}
+    flags = sum(bit for name, bit in _OPTIONAL.items() if optional[name] is not None)
+    widths = {values.shape[1] for name, values in optional.items() if name != "raw_logp" and values is not None}
+    assert len(widths) < 2, f"top_ids and top_logp have different widths: {sorted(widths)}"
+    header = _HEADER.pack(len(turn.prompt), len(said.ids), max(widths, default=0), flags)
+    columns = (turn.prompt, said.ids, said.logp, said.version, *optional.values())
+    return b"".join((header, *(_bytes(column) for column in columns if column is not None)))
+
+
+def unpack_turn(payload: bytes) -> tuple[NDArray[np.int32], dict[str, NDArray[Any]]]:
+    """The prompt, and the arrays of the completion by name, as views of the payload."""
+    if len(payload) < _HEADER.size:
+        raise StoreError(f"The payload of a turn has {len(payload)} bytes, too few for its header: it was cut short.")
+    prompt, tokens, width, flags = _HEADER.unpack_from(payload)
+    shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
+        "prompt": (_INT, (prompt,)),
+        "ids": (_INT, (tokens,)),
+        "logp": (_FLOAT, (tokens,)),
+        "version": (_INT, (tokens,)),
+        "raw_logp": (_FLOAT, (tokens,)),
+        "top_ids": (_INT, (tokens, width)),
+        "top_logp": (_FLOAT, (tokens, width)),
+    }
+    columns, at = {}, _HEADER.size
+    for name, (dtype, shape) in shapes.items():
+        if name in _OPTIONAL and not flags & _OPTIONAL[name]:
+            continue
+        count = int(np.prod(shape))
+        if at + count * dtype.itemsize > len(payload):
+            raise StoreError(f"The payload of a turn ends inside its column '{name}': it was cut short or overwritten.")
+        columns[name] = np.frombuffer(payload, dtype, count, at).reshape(shape)
+        at += count * dtype.itemsize
+    return columns.pop("prompt"), columns
+
+
+def _bytes(column: NDArray[Any]) -> bytes:
+    """The entries, little-endian, row after row."""
+    return column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes()

@@ -1,0 +1,345 @@
+"""What happens in a run, as frozen typed events, and the form they are written in.
+
+A task is issued; rollouts of it are queued; an attempt at one starts, records its turns, is rewarded, and ends; a group
+is admitted to a step, or its task dropped. Beside these a run notes its evaluations and publishings. Nothing else is
+ever written, and nothing written is ever changed: every status is derived from these (`transitions`).
+
+An event is written as a `Record`: its kind, JSON of its fields, and a payload of bytes for what is large (the token
+arrays of a turn, the samples of an evaluation). A field added later needs a default, and old records are read with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+
+from etude.errors import DataError, RewardError, StoreError
+from etude.records import Completion, Outcome, Turn
+from etude.store.blobs import pack_turn, unpack_turn
+
+__all__ = [
+    "EVENTS",
+    "Admitted",
+    "AttemptEnded",
+    "AttemptStarted",
+    "Evaluated",
+    "Event",
+    "Published",
+    "Record",
+    "Rewarded",
+    "RolloutCancelled",
+    "RolloutEvent",
+    "RolloutExpired",
+    "RolloutQueued",
+    "TaskDropped",
+    "TaskIssued",
+    "TurnRecorded",
+    "decode",
+    "encode",
+]
+
+RETRIED = frozenset({Outcome.FAILED, Outcome.TIMED_OUT, Outcome.UNRESPONSIVE, Outcome.INFRA_ERROR})
+"""The outcomes after which a rollout may be tried again."""
+
+
+class Event:
+    """One fact of a run."""
+
+    __slots__ = ()
+    kind: ClassVar[str]
+
+    def document(self) -> dict[str, Any]:
+        """The fields, as they go into JSON."""
+        event: Any = self  # every event is a dataclass, and this base is not
+        return {column.name: getattr(self, column.name) for column in fields(event)}
+
+    def payload(self) -> bytes:
+        """What is kept beside the JSON: nothing, for most."""
+        return b""
+
+    @classmethod
+    def restored(cls, document: dict[str, Any], payload: bytes) -> Self:  # noqa: ARG003
+        """The event that was written so."""
+        return cls(**document)
+
+
+# -- tasks ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TaskIssued(Event):
+    """A row of the dataset became a task of the run. Example: `TaskIssued(7, 1203, "gsm8k", {"prompt": "2+2?"})`."""
+
+    kind = "task_issued"
+
+    task: int
+    """Its ordinal, issued once."""
+    row: int
+    """The row of the dataset."""
+    source: str
+    fields: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", _plain(self.fields, f"Task {self.task}: fields"))
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDropped(Event):
+    """No step trains on this task: the rollouts of it, all finished, are set aside."""
+
+    kind = "task_dropped"
+
+    task: int
+    step: int
+    """The step it was collected for."""
+    cause: str
+    """The filter or failure that dropped it."""
+
+
+# -- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEvent(Event):
+    """Something that happened to one rollout."""
+
+    rollout: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutQueued(RolloutEvent):
+    """One more try at a task is wanted."""
+
+    kind = "rollout_queued"
+
+    task: int
+    sample: int
+    """Which try of its group it is, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCancelled(RolloutEvent):
+    """Nobody wants it any more, queued or running."""
+
+    kind = "rollout_cancelled"
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutExpired(RolloutEvent):
+    """It waited in the queue for longer than it may, and was never started."""
+
+    kind = "rollout_expired"
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptStarted(RolloutEvent):
+    """An attempt is under way."""
+
+    kind = "attempt_started"
+
+    attempt: int
+    """From 0, one more for each retry."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnRecorded(RolloutEvent):
+    """One call to the model, exact tokens in and out. Turns of an attempt are written in order, each once."""
+
+    kind = "turn_recorded"
+
+    attempt: int
+    turn: Turn
+
+    def document(self) -> dict[str, Any]:
+        """The fields, with the arrays of the turn left to the payload."""
+        turn, said = self.turn, self.turn.completion
+        told = {"index": turn.index, "model": turn.model, "tags": turn.tags, "reward": turn.reward}
+        return {
+            "rollout": self.rollout,
+            "attempt": self.attempt,
+            "turn": told,
+            "completion": {"finish": said.finish, "text": said.text},
+        }
+
+    def payload(self) -> bytes:
+        """The arrays of the turn."""
+        return pack_turn(self.turn)
+
+    @classmethod
+    def restored(cls, document: dict[str, Any], payload: bytes) -> TurnRecorded:
+        """The event that was written so."""
+        prompt, columns = unpack_turn(payload)
+        completion = Completion(**{**columns, **document["completion"]})
+        told = document["turn"] | {"tags": tuple(document["turn"]["tags"])}
+        return cls(document["rollout"], document["attempt"], Turn(prompt, completion, **told))
+
+
+@dataclass(frozen=True, slots=True)
+class Rewarded(RolloutEvent):
+    """The reward of an attempt: final, given once, while it runs or after it ended but before its task is settled."""
+
+    kind = "rewarded"
+
+    attempt: int
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    truncated: bool = False
+    """Whether the attempt was cut off at a length limit."""
+
+    def __post_init__(self) -> None:
+        where = f"Attempt {self.attempt} of rollout {self.rollout}: reward"
+        object.__setattr__(self, "reward", _finite(self.reward, where))
+        parts = {name: _finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
+        object.__setattr__(self, "parts", parts)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnded(RolloutEvent):
+    """An attempt is over. Its rollout ends with it, or with `retry` is queued once more."""
+
+    kind = "attempt_ended"
+
+    attempt: int
+    outcome: Outcome
+    error: str = ""
+    """For anything but success: what happened, in words."""
+    retry: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outcome", Outcome(self.outcome))
+        if self.retry and self.outcome not in RETRIED:
+            raise DataError(
+                f"Attempt {self.attempt} of rollout {self.rollout} ended {self.outcome}, which cannot be retried; "
+                f"what can: {', '.join(sorted(RETRIED))}."
+            )
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted(Event):
+    """A step trains on exactly these rollouts. Their tasks are settled: what else was tried at them is set aside."""
+
+    kind = "admitted"
+
+    step: int
+    rollouts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rollouts", tuple(int(rollout) for rollout in self.rollouts))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated(Event):
+    """The policy was evaluated. Example: `Evaluated(20, "val", {"mean@4": 0.61}, [{"answer": "4", "reward": 1}])`."""
+
+    kind = "evaluated"
+
+    step: int
+    name: str
+    scores: Mapping[str, float]
+    samples: Sequence[Mapping[str, Any]] = ()
+    """What was asked and answered, one mapping each; kept as a payload."""
+
+    def __post_init__(self) -> None:
+        where = f"The evaluation '{self.name}' of step {self.step}"
+        object.__setattr__(self, "scores", {name: float(score) for name, score in self.scores.items()})
+        object.__setattr__(self, "samples", tuple(_plain(list(self.samples), f"{where}: samples")))
+
+    def document(self) -> dict[str, Any]:
+        """The fields without the samples."""
+        return {"step": self.step, "name": self.name, "scores": self.scores}
+
+    def payload(self) -> bytes:
+        """The samples, compressed."""
+        return zlib.compress(json.dumps(self.samples).encode()) if self.samples else b""
+
+    @classmethod
+    def restored(cls, document: dict[str, Any], payload: bytes) -> Evaluated:
+        """The event that was written so."""
+        return cls(**document, samples=json.loads(zlib.decompress(payload)) if payload else ())
+
+
+@dataclass(frozen=True, slots=True)
+class Published(Event):
+    """Every engine computes with this version of the policy."""
+
+    kind = "published"
+
+    version: int
+    step: int
+
+
+# -- the written form -------------------------------------------------------------------------------------------------
+
+EVENTS: dict[str, type[Event]] = {
+    event.kind: event
+    for event in (
+        *(TaskIssued, TaskDropped),
+        *(RolloutQueued, RolloutCancelled, RolloutExpired),
+        *(AttemptStarted, TurnRecorded, Rewarded, AttemptEnded),
+        *(Admitted, Evaluated, Published),
+    )
+}
+
+
+class Record(NamedTuple):
+    """An event as it is written."""
+
+    kind: str
+    rollout: int | None
+    """The rollout it speaks of, where it speaks of one."""
+    body: str
+    """JSON."""
+    payload: bytes
+
+
+def encode(event: Event) -> Record:
+    """The written form of an event."""
+    body = json.dumps(event.document(), separators=(",", ":"))
+    return Record(event.kind, event.rollout if isinstance(event, RolloutEvent) else None, body, event.payload())
+
+
+def decode(row: Record) -> Event:
+    """The event that was written so."""
+    if row.kind not in EVENTS:
+        raise StoreError(
+            f"An event of the kind '{row.kind}' was read, which this version of Etude does not know: a newer one wrote "
+            "it. Read the journal with that version."
+        )
+    return EVENTS[row.kind].restored(json.loads(row.body), row.payload)
+
+
+def _finite(value: float, where: str) -> float:
+    if not math.isfinite(value):
+        raise RewardError(f"{where} is {value}; a reward must be a finite number.")
+    return float(value)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A value as JSON has it: numpy's numbers and arrays become Python's, and what JSON cannot hold is named."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise DataError(f"{where} has the key {odd[0]!r}, which is not text; in a journal every key is text.")
+        return {key: _plain(entry, f"{where}.{key}") for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry, f"{where}[{place}]") for place, entry in enumerate(value)]
+    if isinstance(value, np.generic | np.ndarray) and not isinstance(value, np.longdouble | np.clongdouble):
+        return _plain(value.tolist(), where)
+    raise DataError(
+        f"{where} is a {type(value).__name__}, which a journal cannot hold: it takes text, numbers, lists and "
+        "mappings. Drop the column, or convert it."
+    )

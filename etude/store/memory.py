@@ -1,0 +1,76 @@
+"""The journal in memory: the twin of the one on disk, for tests and for runs that need not survive."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from etude.store.blobs import MemoryBlobs
+from etude.store.events import Record
+from etude.store.journal import Journal, Written
+
+__all__ = ["MemoryJournal"]
+
+
+class MemoryJournal(Journal):
+    """A journal that ends with the process. Events are kept in their written form: nothing is shared with a caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blobs = MemoryBlobs()
+        self._events: list[Record] = []
+        self._of_kind: defaultdict[str, list[int]] = defaultdict(list)
+        self._of_rollout: defaultdict[int, list[int]] = defaultdict(list)
+        self._kept: dict[tuple[str, int], Written] = {}
+        self._in_phase: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+
+    def flush(self) -> None:
+        """Nothing here survives the loss of power."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    @property
+    def position(self) -> int:
+        """The position of the newest event; 0 where there is none."""
+        return len(self._events)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Nothing to undo: what may be refused is refused before the first change."""
+        yield
+
+    def _write(self, records: Mapping[int, Record], states: Sequence[Written]) -> None:
+        for position, record in records.items():
+            self._events.append(record._replace(payload=b""))
+            self._of_kind[record.kind].append(position)
+            if record.rollout is not None:
+                self._of_rollout[record.rollout].append(position)
+        for state in states:
+            key = (state.kind, state.id)
+            if key in self._kept:
+                self._in_phase[state.kind, self._kept[key].phase].discard(state.id)
+            self._in_phase[state.kind, state.phase].add(state.id)
+            self._kept[key] = state
+
+    def _records(
+        self, after: int, until: int, kind: str | None, rollout: int | None, limit: int
+    ) -> list[tuple[int, Record]]:
+        positions: Sequence[int] = range(1, until + 1)
+        if rollout is not None:
+            positions = self._of_rollout.get(rollout, [])
+        elif kind is not None:
+            positions = self._of_kind.get(kind, [])
+        first, last = bisect_right(positions, after), bisect_right(positions, until)
+        page = positions[first : min(last, first + limit)]
+        payloads = self.blobs.get(page)
+        return [(at, self._events[at - 1]._replace(payload=payloads.get(at, b""))) for at in page]
+
+    def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:
+        return {id: self._kept[kind, id].body for id in ids if (kind, id) in self._kept}
+
+    def _found(self, kind: str, phases: Sequence[str]) -> list[str]:
+        ids = sorted(set().union(*(self._in_phase[kind, phase] for phase in phases)))
+        return [self._kept[kind, id].body for id in ids]

@@ -1,0 +1,165 @@
+"""Where everything stands: the states of tasks, rollouts, attempts and steps, and the form they are written in.
+
+None of these is ever set by anyone: each follows from the events, as `transitions` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar, TypeAlias, TypeVar
+
+from etude.records import Task
+
+__all__ = ["STATES", "AttemptState", "Phase", "RolloutState", "S", "State", "Status", "StepState", "TaskState"]
+
+
+class Status(StrEnum):
+    """Where a rollout or an attempt stands; an attempt is never queued."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    TIMED_OUT = "timed_out"
+    UNRESPONSIVE = "unresponsive"
+    CANCELLED = "cancelled"
+    INFRA_ERROR = "infra_error"
+
+
+class Phase(StrEnum):
+    """What is still to be done with a rollout, or a task; the store finds them by it."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    FINISHED = "finished"
+    """It ended, and its task is open: it may still be trained on."""
+    ADMITTED = "admitted"
+    """A step trained on it."""
+    DROPPED = "dropped"
+    """No step will."""
+    OPEN = "open"
+    """Of a task: neither admitted nor dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptState:
+    """One execution of a rollout, as far as it has come."""
+
+    status: Status = Status.RUNNING
+    turns: int = 0
+    """How many are recorded."""
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    truncated: bool = False
+    error: str = ""
+
+    def document(self) -> dict[str, Any]:
+        """The fields, as they go into JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """One wanted try at a task, as far as it has come."""
+
+    kind: ClassVar[str] = "rollout"
+
+    id: int
+    task: int
+    sample: int
+    status: Status
+    attempts: tuple[AttemptState, ...] = ()
+    why: str = ""
+    """Why it was cancelled, or expired."""
+    settled: Phase | None = None
+    """`ADMITTED` or `DROPPED`, once its task is settled."""
+
+    @property
+    def phase(self) -> Phase:
+        """What is still to be done with it."""
+        if self.settled is not None:
+            return self.settled
+        return Phase(self.status) if self.status in (Status.QUEUED, Status.RUNNING) else Phase.FINISHED
+
+    @property
+    def last(self) -> AttemptState | None:
+        """The attempt that counts: the newest one."""
+        return self.attempts[-1] if self.attempts else None
+
+    def document(self) -> dict[str, Any]:
+        """The fields, as they go into JSON."""
+        told = {name: getattr(self, name) for name in self.__slots__}
+        return told | {"attempts": [attempt.document() for attempt in self.attempts]}
+
+    @classmethod
+    def restored(cls, document: dict[str, Any]) -> RolloutState:
+        """The state that was written so."""
+        attempts = (AttemptState(**told | {"status": Status(told["status"])}) for told in document["attempts"])
+        settled = document["settled"] and Phase(document["settled"])
+        status = Status(document["status"])
+        return cls(**document | {"status": status, "attempts": tuple(attempts), "settled": settled})
+
+
+@dataclass(frozen=True, slots=True)
+class TaskState:
+    """A task of the run and the tries at it."""
+
+    kind: ClassVar[str] = "task"
+
+    id: int
+    """Its ordinal."""
+    row: int
+    source: str
+    fields: Mapping[str, Any]
+    phase: Phase = Phase.OPEN
+    """`OPEN`, `ADMITTED` or `DROPPED`."""
+    rollouts: tuple[int, ...] = ()
+    step: int | None = None
+    """The step that admitted or dropped it."""
+    cause: str = ""
+    """Why it was dropped."""
+
+    @property
+    def task(self) -> Task:
+        """What is asked, as the rest of the system has it."""
+        return Task(self.id, self.fields, self.source)
+
+    def document(self) -> dict[str, Any]:
+        """The fields, as they go into JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def restored(cls, document: dict[str, Any]) -> TaskState:
+        """The state that was written so."""
+        return cls(**document | {"phase": Phase(document["phase"]), "rollouts": tuple(document["rollouts"])})
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """A step that has its rollouts."""
+
+    kind: ClassVar[str] = "step"
+    phase: ClassVar[Phase] = Phase.ADMITTED
+
+    id: int
+
+    def document(self) -> dict[str, Any]:
+        """The fields, as they go into JSON."""
+        return {"id": self.id}
+
+    @classmethod
+    def restored(cls, document: dict[str, Any]) -> StepState:
+        """The state that was written so."""
+        return cls(**document)
+
+
+State: TypeAlias = TaskState | RolloutState | StepState
+S = TypeVar("S", bound=State)
+
+STATES: dict[str, type[TaskState] | type[RolloutState] | type[StepState]] = {
+    "task": TaskState,
+    "rollout": RolloutState,
+    "step": StepState,
+}

@@ -1,0 +1,58 @@
+"""Small turns and stories for the tests of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from etude.records import Completion, Outcome, Turn
+from etude.store import (
+    AttemptEnded,
+    AttemptStarted,
+    Event,
+    Rewarded,
+    RolloutQueued,
+    TaskIssued,
+    TurnRecorded,
+)
+from etude.store.events import encode
+
+
+def turn(index: int = 0, tokens: int = 3, *, seed: int = 0, reward: float | None = None) -> Turn:
+    """A turn of random tokens, with every optional column."""
+    draw = np.random.default_rng([seed, index])
+    said = Completion(
+        ids=draw.integers(0, 1000, tokens),
+        logp=-draw.random(tokens),
+        version=np.full(tokens, seed),
+        finish="stop",
+        text=f"answer {seed}.{index} ✓",
+        raw_logp=-draw.random(tokens),
+        top_ids=draw.integers(0, 1000, (tokens, 2)),
+        top_logp=-draw.random((tokens, 2)),
+    )
+    return Turn(draw.integers(0, 1000, 4), said, index, tags=("solver",), reward=reward)
+
+
+def group(task: int, size: int = 2) -> list[Event]:
+    """A task and the rollouts queued for it: rollout `task * size + sample`."""
+    asked = TaskIssued(task, 100 + task, "sums", {"prompt": [{"role": "user", "content": f"{task}+1?"}], "answer": "?"})
+    return [asked, *(RolloutQueued(task * size + sample, task, sample) for sample in range(size))]
+
+
+def tried(
+    rollout: int, reward: float = 1.0, attempt: int = 0, outcome: Outcome = Outcome.SUCCEEDED, turns: int = 1
+) -> list[Event]:
+    """One whole attempt."""
+    return [
+        AttemptStarted(rollout, attempt),
+        *(TurnRecorded(rollout, attempt, turn(index, seed=rollout)) for index in range(turns)),
+        Rewarded(rollout, attempt, reward, {"right": reward}),
+        AttemptEnded(rollout, attempt, outcome, "" if outcome is Outcome.SUCCEEDED else "it broke"),
+    ]
+
+
+def same(left: Sequence[Event], right: Sequence[Event]) -> bool:
+    """Whether two lists tell the same, to the last bit. (Records that hold arrays are equal only to themselves.)"""
+    return [encode(event) for event in left] == [encode(event) for event in right]

@@ -1,0 +1,70 @@
+"""The arrays of a turn are bytes of a known layout, and come back exactly."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.errors import StoreError
+from etude.records import Completion, Turn
+from etude.store.blobs import pack_turn, unpack_turn
+from tests.store.made import turn
+
+numbers = st.integers(-(2**31), 2**31 - 1)
+floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    """Turns of any length, with any of the optional columns, and any float."""
+    length, width = draw(st.integers(0, 5)), draw(st.integers(0, 3))
+
+    def column(values: st.SearchStrategy[float], *shape: int) -> np.ndarray:
+        count = int(np.prod(shape))
+        kind = np.float32 if values is floats else np.int32
+        return np.array(draw(st.lists(values, min_size=count, max_size=count)), dtype=kind).reshape(shape)
+
+    said = Completion(
+        column(numbers, length),
+        column(floats, length),
+        column(numbers, length),
+        "stop",
+        raw_logp=column(floats, length) if draw(st.booleans()) else None,
+        top_ids=column(numbers, length, width) if draw(st.booleans()) else None,
+        top_logp=column(floats, length, width) if draw(st.booleans()) else None,
+    )
+    return Turn(column(numbers, draw(st.integers(0, 4))), said, 0)
+
+
+@given(turns())
+def test_arrays_come_back_to_the_last_bit(turn: Turn) -> None:
+    prompt, columns = unpack_turn(pack_turn(turn))
+    assert prompt.tobytes() == turn.prompt.tobytes()
+    for name in ("ids", "logp", "version", "raw_logp", "top_ids", "top_logp"):
+        original = getattr(turn.completion, name)
+        assert (original is None) == (name not in columns)
+        if original is not None:
+            read = columns[name]
+            assert (read.tobytes(), read.shape, read.dtype) == (original.tobytes(), original.shape, original.dtype)
+
+
+def test_the_layout_is_a_header_and_little_endian_columns() -> None:
+    said = Completion([1, 258], [-0.5, -1.0], [7, 7], "stop")
+    payload = pack_turn(Turn([3], said, 0))
+    lengths = struct.pack("<QQQB", 1, 2, 0, 0)
+    assert payload == lengths + struct.pack("<i", 3) + struct.pack("<2i2f2i", 1, 258, -0.5, -1.0, 7, 7)
+
+
+def test_sixty_four_tokens_take_little_more_than_their_bytes() -> None:
+    said = Completion(np.arange(64), np.zeros(64), np.zeros(64, int), "stop")
+    assert len(pack_turn(Turn(np.arange(64), said, 0))) == 25 + 4 * 64 * 4
+
+
+@pytest.mark.parametrize("kept", [0, 10, 24, 25, 40, -1])
+def test_a_payload_that_was_cut_short_is_refused(kept: int) -> None:
+    with pytest.raises(StoreError, match="cut short"):
+        unpack_turn(pack_turn(turn())[:kept])

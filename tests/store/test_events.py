@@ -1,0 +1,131 @@
+"""Events are facts: checked and made plain where they are made, and read again as they were written."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.errors import DataError, RewardError, StoreError
+from etude.records import Outcome
+from etude.store.events import (
+    EVENTS,
+    Admitted,
+    AttemptEnded,
+    AttemptStarted,
+    Evaluated,
+    Event,
+    Published,
+    Record,
+    Rewarded,
+    RolloutCancelled,
+    RolloutExpired,
+    RolloutQueued,
+    TaskDropped,
+    TaskIssued,
+    TurnRecorded,
+    decode,
+    encode,
+)
+from tests.store.made import turn
+
+EXAMPLES: list[Event] = [
+    TaskIssued(7, 1203, "gsm8k", {"prompt": "2+2?", "extra": {"none": None, "list": [1, 2.5, True, "\ud800 \x00 ✓"]}}),
+    TaskDropped(7, 3, "flat"),
+    RolloutQueued(70, 7, 2),
+    RolloutCancelled(70, "enough"),
+    RolloutExpired(70, "600 s in the queue"),
+    AttemptStarted(70, 0),
+    TurnRecorded(70, 0, turn(2, reward=0.5)),
+    Rewarded(70, 0, 0.1 + 0.2, {"right": 1.0, "short": -0.5}, truncated=True),
+    AttemptEnded(70, 0, Outcome.TIMED_OUT, "after 60 s", retry=True),
+    Admitted(3, (70, 71)),
+    Evaluated(3, "val", {"mean@4": float("nan"), "pass@4": 1.0}, [{"answer": "4", "reward": 1.0}]),
+    Published(4, 3),
+]
+
+
+def test_there_is_an_example_of_every_event() -> None:
+    assert {type(event) for event in EXAMPLES} == set(EVENTS.values())
+
+
+@pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.kind)
+def test_an_event_is_read_as_it_was_written(event: Event) -> None:
+    written = encode(event)
+    read = decode(written)
+    assert type(read) is type(event) and encode(read) == written
+    assert written.body.isascii() and isinstance(json.loads(written.body), dict)
+
+
+def test_large_things_are_beside_the_json() -> None:
+    kept = {event.kind: encode(event) for event in EXAMPLES}
+    assert {kind for kind, record in kept.items() if record.payload} == {"turn_recorded", "evaluated"}
+    assert "ids" not in kept["turn_recorded"].body and "samples" not in kept["evaluated"].body
+
+
+def test_only_what_speaks_of_a_rollout_is_filed_under_one() -> None:
+    filed = {event.kind: encode(event).rollout for event in EXAMPLES}
+    without = {"task_issued", "task_dropped", "admitted", "evaluated", "published"}
+    assert filed == {kind: None if kind in without else 70 for kind in EVENTS}
+
+
+def test_a_field_that_came_later_takes_its_default() -> None:
+    old = Record("rewarded", 1, '{"rollout":1,"attempt":0,"reward":2.0}', b"")
+    assert decode(old) == Rewarded(1, 0, 2.0, {}, truncated=False)
+
+
+def test_an_event_of_a_newer_version_is_a_sentence() -> None:
+    with pytest.raises(StoreError, match=r"kind 'dreamt'.*a newer one wrote it"):
+        decode(Record("dreamt", None, "{}", b""))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_is_a_finite_number(value: float) -> None:
+    with pytest.raises(RewardError, match="Attempt 1 of rollout 5: reward is"):
+        Rewarded(5, 1, value)
+    with pytest.raises(RewardError, match="reward part 'right' is"):
+        Rewarded(5, 1, 0.0, {"right": value})
+
+
+@pytest.mark.parametrize("outcome", [Outcome.SUCCEEDED, Outcome.CANCELLED])
+def test_what_succeeded_or_was_cancelled_is_not_retried(outcome: Outcome) -> None:
+    with pytest.raises(DataError, match=f"ended {outcome}, which cannot be retried"):
+        AttemptEnded(5, 0, outcome, retry=True)
+
+
+def test_numpy_in_a_task_becomes_plain() -> None:
+    fields = {"n": np.int64(3), "x": np.float32(0.5), "ok": np.bool_(True), "all": np.array([[1, 2]]), "t": (1, "a")}
+    task = TaskIssued(0, 0, "s", fields)
+    assert task.fields == {"n": 3, "x": 0.5, "ok": True, "all": [[1, 2]], "t": [1, "a"]}
+    assert Admitted(1, tuple(np.arange(2))).rollouts == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"a": {"image": b"png"}}, "Task 0: fields.a.image is a bytes, which a journal cannot hold"),
+        ({"a": [1, {2}]}, "Task 0: fields.a[1] is a set"),
+        ({"a": {1: "x"}}, "Task 0: fields.a has the key 1, which is not text"),
+        ({"a": np.longdouble(1)}, "Task 0: fields.a is a longdouble"),
+    ],
+)
+def test_what_json_cannot_hold_is_named(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(DataError, match=re.escape(sentence)):
+        TaskIssued(0, 0, "s", fields)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text(), json_values, max_size=4), st.text())
+def test_any_plain_fields_come_back(fields: dict[str, object], source: str) -> None:
+    task = TaskIssued(1, 2, source, fields)
+    assert decode(encode(task)) == task and task.fields == fields

@@ -1,0 +1,346 @@
+"""SQLite as the keeper of a journal: what can go wrong with a file is said in a sentence, and loses nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.errors import StoreError
+from etude.store import Admitted, Event, Journal, Phase, RolloutQueued, TaskDropped, TurnRecorded, open_store, sql
+from etude.store.events import encode
+from tests.store.made import group, tried
+
+ROOT = Path(__file__).parents[2]
+BEGUN: list[Event] = [*group(0), *tried(0), *tried(1)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A journal with something in it, closed."""
+    made = tmp_path / "journal.db"
+    with closing(open_store(made)) as store:
+        store.append(BEGUN)
+    return made
+
+
+def log_of(store: Journal) -> list[object]:
+    """All that is written, in its written form."""
+    return [encode(event) for _, event in store.read()]
+
+
+def assert_whole(path: Path) -> None:
+    """What was begun is there, and one can go on."""
+    with closing(open_store(path)) as store:
+        assert log_of(store)[: len(BEGUN)] == [encode(event) for event in BEGUN]
+        store.append(group(7))
+
+
+# -- opening ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_journal_is_one_file_and_a_lock(path: Path) -> None:
+    assert sorted(each.name for each in path.parent.iterdir()) == ["journal.db", "journal.db-lock"]
+    assert path.with_name("journal.db-lock").stat().st_size == 0
+
+
+def test_a_journal_is_opened_where_it_ended(path: Path) -> None:
+    with closing(open_store(path)) as store:
+        assert store.position == len(BEGUN) and [state.id for state in store.rollouts(Phase.FINISHED)] == [0, 1]
+        assert store.append(group(1)) == len(BEGUN) + 3
+
+
+def test_odd_names_are_names(tmp_path: Path) -> None:
+    for name in ("a b?mode=memory.db", "ü#1.db", "100%.db"):
+        with closing(open_store(tmp_path / name)) as store:
+            store.append(group(0))
+        assert (tmp_path / name).stat().st_size > 0
+
+
+def test_one_process_writes_at_a_time(path: Path) -> None:
+    with closing(open_store(path)), pytest.raises(StoreError) as refused:
+        open_store(path)
+    assert re.search(rf"journal\.db is being written by process {os.getpid()} on .*, and one", str(refused.value))
+    assert_whole(path)
+
+
+def test_the_right_to_write_ends_with_the_process_that_has_it(path: Path) -> None:
+    """Even where a child that it forked lives on with its open files."""
+    code = (
+        "import os, sys, time; from pathlib import Path; from etude.store import open_store\n"
+        f"store = open_store(Path({str(path)!r})); child = os.fork()\n"
+        "if child == 0: time.sleep(60)\n"
+        "print(child, flush=True); time.sleep(60)"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert writer.stdout is not None
+    with writer.stdout:
+        child = int(writer.stdout.readline())
+        try:
+            with pytest.raises(StoreError, match=f"is being written by process {writer.pid} on"):
+                open_store(path)
+            writer.kill()
+            writer.wait()
+            assert_whole(path)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_others_may_read_what_is_being_written(path: Path) -> None:
+    with closing(open_store(path)) as writer, closing(open_store(path, read_only=True)) as reader:
+        writer.append(group(1))
+        assert reader.position == writer.position and log_of(reader) == log_of(writer)
+        with pytest.raises(StoreError, match="was opened to be read, and cannot be written"):
+            reader.append(group(2))
+        assert writer.append(group(2)) == reader.position
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_directory_is_not_a_journal(tmp_path: Path, read_only: bool) -> None:
+    with pytest.raises(StoreError, match=r"a directory is there\. Give the path of its file"):
+        open_store(tmp_path, read_only=read_only)
+
+
+def test_only_a_writer_makes_a_journal(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="nothing is there"):
+        open_store(tmp_path / "no.db", read_only=True)
+    with pytest.raises(StoreError, match=r"could not be opened: its directory is missing or closed"):
+        open_store(tmp_path / "no" / "no.db")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_journal_says_so(path: Path) -> None:
+    store = open_store(path)
+    store.close()
+    store.close()
+    for ask in (lambda: store.append(group(1)), lambda: store.rollout(0), lambda: list(store.read())):
+        with pytest.raises(StoreError, match=r"journal\.db could not be (read|written): it is closed\."):
+            ask()
+
+
+def test_a_journal_of_another_schema_is_left_alone(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as raw, raw:
+        raw.execute("UPDATE facts SET value = '99' WHERE name = 'schema'")
+    before = path.read_bytes()
+    for read_only in (False, True):
+        with pytest.raises(StoreError, match=r"it wants schema 1 and found schema 99\. Nothing was changed"):
+            open_store(path, read_only=read_only)
+    assert path.read_bytes() == before
+
+
+def test_a_database_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    other = tmp_path / "photos.db"
+    with closing(sqlite3.connect(other)) as raw, raw:
+        raw.execute("CREATE TABLE photos (name TEXT)")
+    before = other.read_bytes()
+    with pytest.raises(StoreError, match=r"found the tables photos\. Nothing was changed"):
+        open_store(other)
+    assert other.read_bytes() == before
+
+
+def test_states_of_another_derivation_are_made_anew(path: Path) -> None:
+    with closing(open_store(path)) as store:
+        expected = store.rollouts()
+    with closing(sqlite3.connect(path)) as raw, raw:
+        raw.execute("UPDATE facts SET value = '0' WHERE name = 'derivation'")
+        raw.execute("DELETE FROM states WHERE id = 0")
+        raw.execute("UPDATE states SET phase = 'dropped'")
+    with closing(open_store(path)) as store:
+        assert store.rollouts() == expected == store.rollouts(Phase.FINISHED) and len(store.tasks(Phase.OPEN)) == 1
+        store.append(group(1))
+
+
+# -- trouble ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_held_database_is_waited_for_and_then_a_sentence(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "WAIT_S", 0.2)
+    with closing(open_store(path)) as store:
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(StoreError, match="could not be written: another process has held it"):
+                store.append(group(1))
+            assert store.position == len(BEGUN)
+        assert store.append(group(1)) == len(BEGUN) + 3
+    assert_whole(path)
+
+
+def test_a_full_disk_is_a_sentence_and_one_can_go_on(path: Path) -> None:
+    with closing(open_store(path)) as store:
+        assert isinstance(store, sql.SqlJournal)
+        pages = store._connection.exec_driver_sql("PRAGMA page_count").scalar()
+        store._connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")  # SQLite then meets its own full disk
+        with pytest.raises(StoreError, match="could not be written: the disk is full: free some space and go on"):
+            for task in range(1, 100):
+                written = store.position
+                store.append([*group(task), *tried(task * 2), *tried(task * 2 + 1)])
+        assert store.position == written and len(log_of(store)) == written
+        store._connection.exec_driver_sql("PRAGMA max_page_count=1000000")
+        assert store.append([*group(task), *tried(task * 2)]) == written + 7
+    assert_whole(path)
+
+
+def test_a_quota_is_a_sentence_and_one_can_go_on(path: Path) -> None:
+    """The operating system refuses to let a file grow; then it relents."""
+    code = (
+        "import resource, sys; from pathlib import Path; from etude.errors import StoreError\n"
+        "from etude.store import open_store; from tests.store.made import group\n"
+        f"store = open_store(Path({str(path)!r})); start = store.position\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))\n"
+        "task = 0\n"
+        "try:\n"
+        "    while True: task += 1; store.append(group(task))\n"
+        "except StoreError as error: print(error)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
+        "assert store.position == start + 3 * (task - 1), (store.position, start, task)\n"
+        "assert store.append(group(task)) == start + 3 * task\n"
+        "print(store.position)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    sentence, position = done.stdout.splitlines()
+    assert re.search(r"could not be written: (the operating system failed to|the disk is full)", sentence), sentence
+    with closing(open_store(path)) as store:
+        assert store.position == int(position) == len(log_of(store))
+    assert_whole(path)
+
+
+def test_a_batch_that_fails_in_the_middle_of_writing_leaves_nothing(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as raw, raw:
+        raw.execute(
+            "CREATE TRIGGER refuse BEFORE INSERT ON states WHEN NEW.id = 9 BEGIN SELECT RAISE(ABORT, 'not nine'); END"
+        )
+    with closing(open_store(path)) as store:
+        before = log_of(store), store.rollouts(), store.tasks()
+        with pytest.raises(StoreError, match=r"journal\.db could not be written: not nine\."):
+            store.append([*group(1), *tried(2), *group(9)])
+        assert (log_of(store), store.rollouts(), store.tasks()) == before and store.blobs.get(
+            range(len(BEGUN) + 1, 99)
+        ) == {}
+        assert store.append(group(1)) == len(BEGUN) + 3
+
+
+def test_what_is_not_a_database_is_left_alone(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("to do\n" * 2000)
+    with pytest.raises(
+        StoreError, match=r"notes\.txt could not be opened: it is not a database, and nothing was chang"
+    ):
+        open_store(notes)
+    assert notes.read_text() == "to do\n" * 2000
+
+
+def test_a_file_cut_in_the_middle_is_a_sentence(path: Path) -> None:
+    with closing(open_store(path)) as store:
+        store.append([event for task in range(1, 100) for event in group(task)])
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with (
+        pytest.raises(StoreError, match=r"could not be (opened|read): its contents are damaged, and nothing was"),
+        closing(open_store(path)) as store,
+    ):
+        log_of(store)
+    assert path.read_bytes()[: len(whole) // 2] == whole[: len(whole) // 2]
+
+
+@pytest.mark.parametrize(("table", "column"), [("blobs", "payload"), ("events", "body")])
+def test_a_flipped_bit_is_never_trained_on(path: Path, table: str, column: str) -> None:
+    with closing(sqlite3.connect(path)) as raw, raw:
+        position, value = raw.execute(
+            f"SELECT b.position, CAST(t.{column} AS BLOB) FROM blobs b JOIN {table} t USING (position)"
+        ).fetchone()
+        damaged = value[:-3] + bytes([value[-3] ^ 1]) + value[-2:]
+        damaged = damaged if table == "blobs" else damaged.decode()
+        raw.execute(f"UPDATE {table} SET {column} = ? WHERE position = ?", (damaged, position))
+    with (
+        closing(open_store(path)) as store,
+        pytest.raises(StoreError, match=f"event at position {position} of the journal .* does not match its checksum"),
+    ):
+        store.turns(0)
+
+
+def test_a_payload_that_is_gone_is_noticed(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as raw, raw:
+        raw.execute("DELETE FROM blobs")
+    with closing(open_store(path)) as store, pytest.raises(StoreError, match="does not match its checksum"):
+        store.turns(0)
+
+
+# -- how it is kept ---------------------------------------------------------------------------------------------------
+
+
+def test_the_log_is_written_ahead(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as raw:
+        assert raw.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_flush_syncs_the_log_and_notes_how_far(path: Path) -> None:
+    with closing(open_store(path)) as store:
+        store.append(group(1))
+        store.flush()
+        assert store.append(group(2)) == len(BEGUN) + 6
+    with closing(sqlite3.connect(path)) as raw:
+        assert raw.execute("SELECT value FROM facts WHERE name = 'flushed'").fetchone() == (str(len(BEGUN) + 3),)
+
+
+def test_every_question_is_answered_from_an_index(path: Path) -> None:
+    """So that an answer costs what it holds, however long the journal is."""
+    asked: list[str] = []
+    with closing(open_store(path)) as store:
+        assert isinstance(store, sql.SqlJournal)
+        raw: Any = store._connection.connection.driver_connection
+        raw.set_trace_callback(asked.append)
+        store.append([*group(1), *tried(2), *tried(3), Admitted(1, (2, 3)), TaskDropped(0, 1, "flat")])
+        for answer in (store.read(), store.read(3, kinds=(RolloutQueued, TurnRecorded)), store.read(rollout=2)):
+            assert len(list(answer)) > 0
+        assert store.turns(2) and store.admitted(1) and store.rollouts(Phase.ADMITTED) and store.task(0)
+        raw.set_trace_callback(None)
+    with closing(sqlite3.connect(path)) as raw:
+        questions = [question for question in asked if question.startswith("SELECT")]
+        plans = {row[3] for question in questions for row in raw.execute(f"EXPLAIN QUERY PLAN {question}")}
+    assert plans == {
+        "SEARCH events",  # the newest
+        "SEARCH events USING INTEGER PRIMARY KEY (rowid>? AND rowid<?)",
+        "SEARCH events USING INDEX events_of_kind (kind=? AND position>? AND position<?)",
+        "SEARCH events USING INDEX events_of_rollout (rollout=? AND position>? AND position<?)",
+        "SEARCH blobs USING INTEGER PRIMARY KEY (rowid=?)",
+        "SEARCH states USING INDEX sqlite_autoindex_states_1 (kind=? AND id=?)",
+        "SEARCH states USING INDEX states_in_phase (kind=? AND phase=?)",
+    }
+
+
+# -- at length --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_rollouts(tmp_path: Path) -> None:
+    """Written and read back whole; the last ones cost what the first ones did."""
+    size, steps = 64, 1563
+    spent: list[float] = []
+    with closing(open_store(tmp_path / "long.db")) as store:
+        for step in range(steps):
+            ids = range(step * size, (step + 1) * size)
+            events = [*group(step, size), *(event for id in ids for event in tried(id))]
+            started = time.thread_time()
+            store.append(events)
+            assert len(store.rollouts(Phase.FINISHED)) == size
+            for id in ids[::8]:
+                assert len(store.turns(id)) == 1
+            spent.append(time.thread_time() - started)
+            store.append([Admitted(step, tuple(ids))])
+    early, late = sorted(spent[10:110])[50], sorted(spent[-100:])[50]
+    assert late < 1.3 * early, f"a step cost {1e3 * early:.1f} ms at the beginning and {1e3 * late:.1f} ms at the end"
+    with closing(open_store(tmp_path / "long.db")) as store:
+        assert store.position == steps * (1 + size * 5 + 1)
+        assert sum(1 for _ in store.read()) == store.position
+        assert store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED) == []
+        assert [len(rollouts) for rollouts in store.admitted().values()] == [size] * steps

@@ -1,0 +1,116 @@
+"""The table of legal moves: what it must and must not hold, and the laws that any history keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.errors import IllegalMoveError
+from etude.records import Outcome
+from etude.store.events import (
+    EVENTS,
+    AttemptEnded,
+    AttemptStarted,
+    Event,
+    Rewarded,
+    RolloutCancelled,
+    RolloutEvent,
+    RolloutExpired,
+    RolloutQueued,
+    TaskIssued,
+    TurnRecorded,
+)
+from etude.store.states import RolloutState, S, Status
+from etude.store.transitions import ENDS, MOVES, Fold, Move, move_of
+from tests.store.made import turn
+
+TERMINAL = set(Status) - {Status.QUEUED, Status.RUNNING}
+
+
+def nothing(kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:
+    return {}
+
+
+def test_a_terminal_status_is_final() -> None:
+    assert all(after is status for (status, _), after in MOVES.items() if status in TERMINAL)
+
+
+def test_every_status_is_reached_and_every_move_made() -> None:
+    assert {after for (status, _), after in MOVES.items() if after is not status} == set(Status)
+    assert {move for _, move in MOVES} == set(Move)
+
+
+def test_only_running_work_records_and_only_finished_work_is_settled() -> None:
+    assert {status for status, move in MOVES if move is Move.TURN} == {Status.RUNNING}
+    assert {status for status, move in MOVES if move is Move.DROP} == TERMINAL
+    trained_on = {status for status, move in MOVES if move is Move.ADMIT}
+    assert trained_on == TERMINAL - {Status.CANCELLED, Status.INFRA_ERROR}
+
+
+def test_every_outcome_is_a_status_with_its_own_move() -> None:
+    assert {Status(outcome) for outcome in Outcome} == TERMINAL == set(ENDS)
+    for status, move in ENDS.items():
+        assert MOVES[Status.RUNNING, move] is status
+
+
+def test_every_event_of_a_rollout_is_a_move() -> None:
+    examples: list[RolloutEvent] = [
+        RolloutQueued(0, 0, 0),
+        RolloutCancelled(0, ""),
+        RolloutExpired(0, ""),
+        AttemptStarted(0, 0),
+        TurnRecorded(0, 0, turn()),
+        Rewarded(0, 0, 1.0),
+        AttemptEnded(0, 0, Outcome.FAILED),
+    ]
+    assert {type(event) for event in examples} == {kind for kind in EVENTS.values() if issubclass(kind, RolloutEvent)}
+    assert {move_of(event) for event in examples} <= set(Move)
+    assert move_of(AttemptEnded(0, 0, Outcome.FAILED, retry=True)) is Move.RETRY
+
+
+events = st.one_of(
+    st.just(RolloutCancelled(0, "enough")),
+    st.just(RolloutExpired(0, "late")),
+    st.builds(AttemptStarted, st.just(0), st.integers(0, 2)),
+    st.builds(lambda attempt, index: TurnRecorded(0, attempt, turn(index)), st.integers(0, 2), st.integers(0, 2)),
+    st.builds(Rewarded, st.just(0), st.integers(0, 2), st.just(1.0)),
+    st.builds(AttemptEnded, st.just(0), st.integers(0, 2), st.sampled_from(sorted(Outcome))),
+    st.builds(
+        lambda attempt: AttemptEnded(0, attempt, Outcome.INFRA_ERROR, "lost", retry=True),
+        st.integers(0, 2),
+    ),
+)
+
+
+@given(st.lists(events, max_size=40))
+def test_any_history_keeps_the_laws(history: list[Event]) -> None:
+    """Whatever arrives in whatever order: a final status stays, attempts end once, turns and rewards are single."""
+    fold = Fold(nothing)
+    fold.extend([TaskIssued(0, 0, "s", {}), RolloutQueued(0, 0, 0)])
+    taken: list[Event] = []
+    for event in history:
+        before = fold.changed["rollout", 0]
+        try:
+            fold.extend([event])
+        except IllegalMoveError:
+            assert fold.changed["rollout", 0] is before
+            continue
+        taken.append(event)
+        after = fold.changed["rollout", 0]
+        assert isinstance(before, RolloutState) and isinstance(after, RolloutState)
+        assert before.status not in TERMINAL or after.status is before.status
+        assert after.attempts[: len(before.attempts) - 1] == before.attempts[:-1], "only the newest attempt changes"
+        running = [attempt for attempt in after.attempts if attempt.status is Status.RUNNING]
+        assert len(running) == (after.status is Status.RUNNING)
+    end = fold.changed["rollout", 0]
+    assert isinstance(end, RolloutState)
+    started = [event.attempt for event in taken if isinstance(event, AttemptStarted)]
+    assert started == list(range(len(end.attempts)))
+    ended = [event.attempt for event in taken if isinstance(event, AttemptEnded)]
+    assert len(set(ended)) == len(ended)
+    for number, attempt in enumerate(end.attempts):
+        own = [event for event in taken if getattr(event, "attempt", None) == number]
+        assert [event.turn.index for event in own if isinstance(event, TurnRecorded)] == list(range(attempt.turns))
+        assert len([event for event in own if isinstance(event, Rewarded)]) == (attempt.reward is not None)
