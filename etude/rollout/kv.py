@@ -1,0 +1,250 @@
+"""Keys and values of everything under way, in blocks, and the attention that reads them.
+
+`Cache` owns the memory: for each layer all key blocks, then all value blocks, head by head, so that fetching a
+request's blocks with one `index_select` leaves each head's keys as one matrix. `Pass` is what one forward pass needs to
+know of it: where to write each new token, and for each group of like requests what to fetch. It is an `Attend`. Where
+requests that are generating hold the same first blocks, those are fetched and attended once for all of them.
+
+**A row is computed the same whatever is computed beside it.** Requests are grouped only as entries of a batched matrix
+product, each of which is reduced on its own, and padding to the longest of a group adds weights that are exactly zero
+behind the others. In float32 the kernels keep no such promise by themselves: a product of fewer than 4 rows takes
+another path, so does a linear layer of fewer than 16 rows where their number is not a multiple of 4, and a sum over
+more than 192 keys is cut into parts whose size depends on their number. So with `steady` there are never fewer rows
+(`ROWS`, `QUERIES`, `SHORTEST`), and values are summed over `KEYS` keys at a time. Then a token's numbers do not depend
+on whether it was computed alone, in a batch, as a piece of a prompt, or again after its request was preempted. In
+bfloat16 the kernels keep the promise at any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.models import Model
+from etude.rollout.grouping import KEYS, Group, grouped, pieces_of
+from etude.rollout.schedule import Work
+
+__all__ = ["QUERIES", "ROWS", "SHORTEST", "Cache", "Pass", "block_bytes"]
+
+ROWS = 16
+"""Linear layers run on a multiple of so many rows."""
+QUERIES = 4
+"""Attention products have at least so many rows."""
+SHORTEST = 32
+"""Attention is over at least so many keys."""
+
+
+def block_bytes(model: Model, size: int) -> int:
+    """The memory of one block in all layers."""
+    return model.layers * 2 * model.kv_heads * size * model.head_dim * model.dtype.itemsize
+
+
+class Cache:
+    """The memory of all blocks."""
+
+    def __init__(self, model: Model, *, blocks: int, size: int, steady: bool) -> None:
+        self.blocks, self.size = blocks, size
+        self.heads, self.width = model.kv_heads, model.head_dim
+        self.block_bytes = 2 * self.heads * size * self.width * model.dtype.itemsize  # of one layer
+        self.group = model.query_heads // model.kv_heads
+        self.dtype, self.device = model.dtype, model.device
+        self.steady = steady and self.dtype == torch.float32
+        self.rows = ROWS if self.steady else 1
+        self.queries = QUERIES if self.steady else 1
+        shape = (model.layers, 2, self.heads * blocks * size, self.width)
+        self.memory = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        """[layer, keys or values, head · block · place, D]"""
+        self.fetched = torch.empty(0, dtype=self.dtype, device=self.device)
+        heads = torch.arange(self.heads)
+        self.head_tokens = heads * blocks * size  # where each head's tokens begin
+        self.half_blocks = (torch.arange(2)[:, None] * self.heads + heads) * blocks  # where its key and value blocks do
+
+    def scratch(self, elements: int) -> Tensor:
+        """Memory to fetch into, the same for every layer."""
+        if self.fetched.numel() < elements:
+            self.fetched = torch.empty(elements, dtype=self.dtype, device=self.device)
+        return self.fetched[:elements]
+
+    def wipe(self) -> None:
+        """Zero everything: what is not finite must not linger behind the end of a later request's keys."""
+        self.memory.zero_()
+
+
+@dataclass
+class _Batch:
+    """A group as tensors, made once and used in every layer.
+
+    A family has the same first S keys, fetched once; each of its pieces has L more of its own, and n queries.
+    """
+
+    rows: Any  # Tensor [F · U · n] or a slice: the flat rows of the queries
+    kept: Tensor | None  # which of them are no padding; None if all are
+    shape: tuple[int, int, int, int, int]  # F, U, n, S, L
+    fetch: Tensor  # blocks: [2 · F · Hk · S / size] of the families, then [2 · F · U · Hk · L / size] of the pieces
+    seen: Tensor  # [F · U, n] the position of each query
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> Tensor:
+        """[F · U, 1, n, 1, S + L]: 0 where a query sees a key, −inf where it does not."""
+        if window not in self.masks:
+            keys = torch.arange(self.shape[3] + self.shape[4], device=self.seen.device)
+            query = self.seen[:, :, None]
+            visible = keys <= query if window is None else (keys <= query) & (keys > query - window)
+            mask = torch.zeros(visible.shape, device=self.seen.device).masked_fill_(~visible, -torch.inf)
+            self.masks[window] = mask[:, None, :, None]
+        return self.masks[window]
+
+
+class Pass:
+    """One forward pass over the works of a step: its flat tokens, and how they attend."""
+
+    def __init__(self, cache: Cache, works: Sequence[Work], table: NDArray[np.int64]) -> None:
+        self.cache = cache
+        computed = [work for work in works if work.stop > work.start]
+        start = np.array([work.start for work in computed])
+        stop = np.array([work.stop for work in computed])
+        slot = np.array([work.request.slot for work in computed])
+        first = np.cumsum(stop - start) - (stop - start)
+        self.tokens = int((stop - start).sum())
+        """How many rows are real; the others make up a number of rows that is safe."""
+        padding = np.zeros(-self.tokens % cache.rows, dtype=np.int64)
+        positions = np.arange(self.tokens) - np.repeat(first - start, stop - start)
+        ids = np.concatenate([work.request.tokens[work.start : work.stop] for work in computed])
+        self.ids = self._to(np.concatenate([ids, padding]))
+        self.positions = self._to(np.concatenate([positions, padding]))
+        self.drawing = [work for work in works if work.draws]
+        """Those whose next token is drawn, and in `last` the flat rows of the hidden states it is drawn from."""
+        row_of = {id(work): row for work, row in zip(computed, first.tolist(), strict=True)}
+        last = [row_of[id(w.twin or w)] + (w.twin or w).stop - (w.twin or w).start - 1 for w in self.drawing]
+        self.last = self._to(np.array(last + [0] * (-len(last) % cache.rows), dtype=np.int64))
+        self._source: Tensor | None = None
+        self._write = self._writes(np.repeat(slot, stop - start), positions, row_of, table)
+        pieces = pieces_of(first, start, stop, slot)
+        groups = grouped(pieces, table, size=cache.size, block_bytes=cache.block_bytes, heads=cache.heads * cache.group)
+        self._batches = [self._batch(group, table) for group in groups]
+
+    def _writes(
+        self,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        row_of: dict[int, int],
+        table: NDArray[np.int64],
+    ) -> Tensor:
+        """Where the keys of each (token, head) go; a twin's last, half-full block takes the same keys once more."""
+        size = self.cache.size
+        source = [np.arange(self.tokens)]
+        for work in self.drawing:
+            if work.twin is not None:
+                tail = np.arange(work.stop // size * size, work.stop)
+                source.append(tail + row_of[id(work.twin)] - work.twin.start)
+                slots = np.concatenate([slots, np.full(len(tail), work.request.slot)])
+                positions = np.concatenate([positions, tail])
+        if len(slots) > self.tokens:
+            self._source = self._to(np.concatenate(source))
+        place = torch.from_numpy(table[slots, positions // size] * size + positions % size)
+        return (place[:, None] + self.cache.head_tokens).reshape(-1).to(self.cache.device)
+
+    def _batch(self, group: Group, table: NDArray[np.int64]) -> _Batch:
+        cache, pieces = self.cache, group.pieces
+        families, size, shared = group.families, cache.size, group.shared
+        count = max(int(pieces.count.max()), -(-cache.queries // cache.group))
+        first, blocks = shared // size, max(-(-(int(pieces.end.max()) - shared) // size), -(-SHORTEST // size))
+        counts = pieces.count[:, None]
+        inside = np.minimum(np.arange(count), counts - 1)  # what pads a short piece is its last query once more
+        rows = (pieces.row[:, None] + inside).reshape(-1)
+        real = ((np.arange(count) < counts) & group.real[:, None]).reshape(-1)
+        held = torch.from_numpy(table[pieces.slot, : first + blocks])
+        common = held[:: len(pieces) // families, :first]
+        fetch = [cache.half_blocks[:, None, :, None] + of[None, :, None, :] for of in (common, held[:, first:])]
+        return _Batch(
+            rows=slice(int(rows[0]), int(rows[-1]) + 1) if bool((np.diff(rows) == 1).all()) else self._to(rows),
+            kept=None if bool(real.all()) else self._to(np.flatnonzero(real)),
+            shape=(families, len(pieces) // families, count, shared, blocks * size),
+            fetch=torch.cat([of.reshape(-1) for of in fetch]).to(cache.device),
+            seen=self._to(pieces.end[:, None] - counts + inside),
+        )
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """See `etude.models.Attend`: write the new keys and values, then attend over all that each token may see."""
+        cache = self.cache
+        memory = cache.memory[layer]
+        for half, new in enumerate((k, v)):
+            new = new[: self.tokens] if self._source is None else new.index_select(0, self._source)
+            memory[half].index_copy_(0, self._write, new.reshape(-1, cache.width))
+        blocks = memory.view(2 * cache.heads * cache.blocks, cache.size * cache.width)
+        if len(self._batches) == 1 and self.tokens == len(q) and isinstance(self._batches[0].rows, slice):
+            return self._attend(self._batches[0], q, blocks, scale, window, softcap)
+        out = torch.zeros_like(q)
+        for batch in self._batches:
+            found = self._attend(batch, q, blocks, scale, window, softcap)
+            if batch.kept is None:
+                out[batch.rows] = found
+            else:
+                out[batch.rows[batch.kept]] = found[batch.kept]
+        return out
+
+    def _attend(
+        self, batch: _Batch, q: Tensor, blocks: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """[F · U · n, Hq, D]: what the queries of a batch find."""
+        cache = self.cache
+        families, each, count, shared, own = batch.shape
+        pieces, heads, rows = families * each, cache.heads, count * cache.group
+        fetched = cache.scratch(len(batch.fetch) * blocks.shape[1]).view(len(batch.fetch), -1)
+        torch.index_select(blocks, 0, batch.fetch, out=fetched)
+        common = 2 * families * heads * shared // cache.size
+        keys, values = fetched[common:].view(2, pieces * heads, own, cache.width)
+        asked = q[batch.rows].view(pieces, count, heads, cache.group, cache.width).transpose(1, 2)
+        asked = asked.reshape(pieces * heads, rows, cache.width)
+        scores = torch.bmm(asked, keys.transpose(1, 2))
+        if shared:
+            common_keys, common_values = fetched[:common].view(2, families * heads, shared, cache.width)
+            together = torch.bmm(_by_family(asked, families, heads), common_keys.transpose(1, 2))
+            scores = torch.cat([_by_piece(together, families, each), scores], -1)
+        scores = scores.view(pieces, heads, count, cache.group, shared + own)
+        if softcap is None:
+            weights = torch.add(batch.mask(window), scores, alpha=scale)
+        else:
+            weights = torch.tanh(scores.float() * (scale / softcap)).mul_(softcap).add_(batch.mask(window))
+        weights = torch.softmax(weights, -1).to(cache.dtype).view(pieces * heads, rows, shared + own)
+        found = None
+        if shared:
+            together = self._summed(_by_family(weights[:, :, :shared], families, heads), common_values, None)
+            found = _by_piece(together, families, each)
+        found = self._summed(weights[:, :, shared:], values, found)
+        found = found.view(pieces, heads, count, cache.group, cache.width).transpose(1, 2)
+        return found.reshape(pieces * count, heads * cache.group, cache.width)
+
+    def _summed(self, weights: Tensor, values: Tensor, found: Tensor | None) -> Tensor:
+        """[N, M, L], [N, L, D] → [N, M, D], on top of what was found before."""
+        step = KEYS if self.cache.steady else max(weights.shape[2], 1)
+        for start in range(0, weights.shape[2], step):
+            part = weights[:, :, start : start + step], values[:, start : start + step]
+            found = torch.bmm(*part) if found is None else torch.baddbmm(found, *part)
+        assert found is not None, "nobody attends to nothing"
+        return found
+
+    def _to(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self.cache.device)
+
+
+def _by_family(rows: Tensor, families: int, heads: int) -> Tensor:
+    """[F · U · Hk, M, X] → [F · Hk, U · M, X]"""
+    each = len(rows) // (families * heads)
+    split = rows.view(families, each, heads, *rows.shape[1:]).transpose(1, 2)
+    return split.reshape(families * heads, each * rows.shape[1], rows.shape[2])
+
+
+def _by_piece(rows: Tensor, families: int, each: int) -> Tensor:
+    """[F · Hk, U · M, X] → [F · U · Hk, M, X]"""
+    heads = len(rows) // families
+    split = rows.view(families, heads, each, -1, rows.shape[2]).transpose(1, 2)
+    return split.reshape(families * each * heads, -1, rows.shape[2])

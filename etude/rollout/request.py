@@ -1,0 +1,176 @@
+"""One request inside the embedded engine: what was asked, what has come of it, and what it holds meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.errors import DataError
+from etude.records import Completion, SamplingParams
+from etude.rollout.blocks import ROOT
+from etude.rollout.sampling import Drawing
+from etude.rollout.stops import StopScan
+
+if TYPE_CHECKING:
+    from etude.chat import Tokenizer
+
+__all__ = ["Delta", "Request", "check"]
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delta:
+    """What a streamed request has gained. The last one says how it finished."""
+
+    ids: Ids  # [t] new tokens
+    logp: NDArray[np.float32]  # [t]
+    text: str
+    """New text; it may lag behind the tokens by what could still become a stop string or part of a character."""
+    finish: str | None = None
+    completion: Completion | None = None
+    """The whole, with the last delta."""
+
+
+class Request:
+    """A prompt that is being continued. Only the engine's own thread touches it after it was submitted."""
+
+    def __init__(
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        limit: int,
+        vocabulary: int,
+        tokenizer: Tokenizer | None,
+        listener: Callable[[Delta], None] | None = None,
+    ) -> None:
+        self.sampling = sampling
+        self.prompt_length = self.length = len(prompt)
+        self.limit = min(limit, len(prompt) + sampling.max_tokens)
+        """The length at which it is cut off."""
+        self.tokens = np.empty(self.limit, dtype=np.int32)  # its context: the first `length` are known
+        self.tokens[: self.length] = prompt
+        self.computed = 0  # of how many tokens the cache holds keys and values
+        self.blocks: list[int] = []  # those that hold them, in order
+        self.learned = 0  # how many of its blocks have been made known
+        self.node = ROOT  # where its known blocks end
+        self.version = -1  # of the weights with which its first block was computed
+        self.slot = -1  # its row in the engine's block table while it runs
+        self.ends = frozenset(sampling.stop_ids) | frozenset(tokenizer.eos_ids if tokenizer else ())
+        self.drawing = Drawing(sampling, prompt, vocabulary, self.ends)
+        self.future: Future[Completion] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._tokenizer, self._listener = tokenizer, listener
+        self._logp: list[float] = []
+        self._raw: list[float] = []
+        self._versions: list[int] = []
+        self._top: list[tuple[list[int], list[float]]] = []
+        self._text = ""
+        self._told = 0, 0  # tokens and characters that the listener has
+        self._stops = StopScan(sampling.stop)
+        follows = tokenizer is not None and (bool(sampling.stop) or listener is not None)
+        self._stream = tokenizer.stream() if tokenizer is not None and follows else None
+
+    @property
+    def generated(self) -> int:
+        """How many tokens have been drawn for it."""
+        return self.length - self.prompt_length
+
+    def gain(
+        self, token: int, logp: float, raw: float, version: int, top: tuple[list[int], list[float]] | None
+    ) -> str | None:
+        """One more token; returns how the request finished with it, if it did."""
+        self.tokens[self.length] = token
+        self.length += 1
+        self._logp.append(logp)
+        self._raw.append(raw)
+        self._versions.append(version)
+        if top is not None:
+            self._top.append(top)
+        self.drawing.note(token)
+        finish: str | None = None
+        if token in self.ends and self.generated > self.sampling.min_tokens:
+            finish = "stop"
+        if self._stream is not None:
+            self._read(token)
+        if self._stops.stopped:
+            finish = "stop"
+        elif finish is None and self.length == self.limit:
+            finish = "length"
+        if finish is None:
+            self._tell(None)
+        return finish
+
+    def finish(self, how: str) -> None:
+        """Hand over what has come of it."""
+        if self._stream is not None and not self._stops.stopped:
+            self._text += self._stops.push(self._stream.finish()) + self._stops.finish()
+        elif self._stream is None and self._tokenizer is not None:
+            ended = self.generated > 0 and int(self.tokens[self.length - 1]) in self.ends
+            self._text = self._tokenizer.decode(self.tokens[self.prompt_length : self.length - ended])
+        completion = self._completion(how)
+        self._tell(completion)
+        self.future.set_result(completion)
+
+    def fail(self, error: BaseException) -> None:
+        """Hand over why nothing will come of it."""
+        self.future.set_exception(error)
+
+    def _read(self, token: int) -> None:
+        """Add the text that this token made certain. Up to `min_tokens` it is not searched for stop strings."""
+        assert self._stream is not None
+        text = self._stream.push([token]) if token not in self.ends else ""
+        self._text += self._stops.push(text) if self.generated > self.sampling.min_tokens else text
+
+    def _tell(self, completion: Completion | None) -> None:
+        """Tell the listener what it has not been told."""
+        if self._listener is None:
+            return
+        tokens, text = self.generated, len(self._text)
+        ids = self.tokens[self.prompt_length + self._told[0] : self.length].copy()
+        logp = np.array(self._logp[self._told[0] :], dtype=np.float32)
+        finish = completion.finish if completion else None
+        self._listener(Delta(ids, logp, self._text[self._told[1] :], finish, completion))
+        self._told = tokens, text
+
+    def _completion(self, how: str) -> Completion:
+        top_ids, top_logp = None, None
+        if self.sampling.top_logprobs:
+            top_ids = np.array([ids for ids, _ in self._top], np.int32).reshape(self.generated, -1)
+            top_logp = np.array([logp for _, logp in self._top], np.float32).reshape(self.generated, -1)
+        return Completion(
+            ids=self.tokens[self.prompt_length : self.length],
+            logp=np.array(self._logp, dtype=np.float32),
+            raw_logp=np.array(self._raw, dtype=np.float32),
+            version=np.array(self._versions, dtype=np.int32),
+            finish=how,
+            text=self._text,
+            top_ids=top_ids,
+            top_logp=top_logp,
+        )
+
+
+def check(prompt: Ids, sampling: SamplingParams, *, vocabulary: int, context: int, held: int) -> None:
+    """Refuse, in a sentence, what cannot be computed with this vocabulary, context and size of the cache in tokens."""
+    if len(prompt) == 0:
+        raise DataError("The prompt is empty: a model continues at least one token.")
+    for what, tokens in (("The prompt", prompt.tolist()), ("logit_bias", list(sampling.logit_bias))):
+        wrong = [token for token in tokens if not 0 <= token < vocabulary]
+        if wrong:
+            raise DataError(f"{what} has the token id {wrong[0]}; the model knows 0 to {vocabulary - 1}.")
+    if len(prompt) >= context:
+        raise DataError(
+            f"The prompt has {len(prompt)} tokens, and the model's context is {context}: nothing could follow it. "
+            f"Filter or truncate long prompts."
+        )
+    if min(len(prompt) + sampling.max_tokens, context) > held:
+        raise DataError(
+            f"A prompt of {len(prompt)} tokens and up to {sampling.max_tokens} new ones do not fit into the cache, "
+            f"which holds {held} tokens. Raise the engine's kv_gib, or ask for fewer tokens."
+        )

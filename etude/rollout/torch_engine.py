@@ -1,0 +1,408 @@
+"""The embedded inference engine: continuous batching over the very model that is trained.
+
+One thread owns everything and runs one loop: do what was asked between two tokens, then `_step`: schedule, run,
+finish. Everybody else (any number of coroutines on any event loops, or plain threads) posts what is to be done between
+two tokens and waits for a future. So no state is shared, and `pause`, `swap` and an abort never meet half a step.
+
+    consumes       requests, from `generate`, `stream` and `generate_all`
+    produces       completions; each token with its log-probs and the version of the weights that drew it
+    waits for      requests, and while paused for `resume`
+    unblocked by   whatever is posted; `close` ends the loop after the step under way
+
+With `deterministic`, a request's tokens and log-probs do not depend on what shares its batch, when it came, or how
+often it was preempted: bit for bit with float32 weights and a fixed number of threads (see `kv`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from etude.config import Config
+from etude.errors import ConfigError, EngineError
+from etude.models import Model
+from etude.observe import Last, Mean, Metrics, Sum
+from etude.records import Completion, SamplingParams
+from etude.rollout.blocks import Blocks
+from etude.rollout.kv import SHORTEST, Cache, Pass, block_bytes
+from etude.rollout.request import Delta, Request, check
+from etude.rollout.sampling import draw
+from etude.rollout.schedule import Counts, Scheduler
+
+if TYPE_CHECKING:
+    from etude.chat import Tokenizer
+
+__all__ = ["EngineConfig", "TorchEngine"]
+
+T = TypeVar("T")
+Ids = NDArray[np.int32]
+
+CLOSING = 60.0
+"""Seconds that `close` waits for the step under way."""
+
+
+class EngineConfig(Config):
+    """The embedded engine."""
+
+    kv_gib: float = Field(1.0, gt=0, description="GiB of memory for keys and values")
+    block_size: int = Field(16, ge=1, description="tokens in a block of keys and values")
+    max_running: int = Field(128, ge=1, description="most requests computed at once; others wait")
+    prefill_tokens: int = Field(2048, ge=1, description="most prompt tokens computed in a step")
+    deterministic: bool = Field(True, description="float32 results that do not depend on what shares a batch")
+
+
+class TorchEngine:
+    """A `RolloutEngine` in this process. `swap` is for the weight carrier; everything else is for anybody."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer | None, config: EngineConfig, *, version: int = 0) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        bytes_of_block = block_bytes(model, config.block_size)
+        useful = config.max_running * -(-model.context // config.block_size)
+        self._blocks = min(int(config.kv_gib * 2**30) // bytes_of_block, useful)
+        if self._blocks == 0:
+            raise ConfigError(
+                f"kv_gib={config.kv_gib:g} does not hold one block: {config.block_size} tokens of this model take "
+                f"{bytes_of_block / 2**30:.3g} GiB. Raise kv_gib or lower block_size."
+            )
+        self._cache: Cache | None = self._allocate()
+        self._scheduler = self._fresh_scheduler(version)
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._changed = threading.Condition()
+        self._paused = self._closing = False
+        self._broken: EngineError | None = None
+        self._busy = self._used = 0.0
+        self._thread = threading.Thread(target=self._loop, name="etude-engine", daemon=True)
+        self._thread.start()
+
+    # -- what anybody may call ----------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The policy version of the weights it computes with."""
+        return self._scheduler.version
+
+    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+        """Sample one continuation. Cancelling the wait aborts the request."""
+        request = self._request(prompt, sampling)
+        self._post(lambda: self._admit(request))
+        try:
+            return await asyncio.wrap_future(request.future)
+        except asyncio.CancelledError:
+            self._leave(request)
+            raise
+
+    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncIterator[Delta]:
+        """The same, token by token. Leaving the iteration aborts the request."""
+        loop = asyncio.get_running_loop()
+        deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+
+        def listen(delta: Delta | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(deltas.put_nowait, delta)
+
+        request = self._request(prompt, sampling, listen)
+        request.future.add_done_callback(lambda _: listen(None))
+        self._post(lambda: self._admit(request))
+        try:
+            while (delta := await deltas.get()) is not None:
+                yield delta
+            request.future.result()
+        finally:
+            self._leave(request)
+
+    def generate_all(self, prompts: Sequence[Ids], samplings: Sequence[SamplingParams]) -> list[Completion]:
+        """Sample a continuation of each prompt, and wait for all of them. Not for use on an event loop."""
+        pairs = zip(prompts, samplings, strict=True)
+        requests = [self._request(prompt, sampling) for prompt, sampling in pairs]
+        self._post(lambda: self._admit(*requests))
+        try:
+            return [request.future.result() for request in requests]
+        finally:
+            self._leave(*requests)
+
+    async def abort(self) -> None:
+        """End all that is under way: every waiting call returns what it has, finished by `abort`."""
+        await self._between(self._abort)
+
+    async def pause(self) -> None:
+        """Stop between two tokens. Requests under way stay, new ones queue, and all go on after `resume`."""
+        await self._between(lambda: self._set_paused(True))
+
+    async def resume(self) -> None:
+        """Go on with what is under way."""
+        await self._between(lambda: self._set_paused(False))
+
+    async def sleep(self) -> None:
+        """Give the memory of keys and values back. Nothing may be under way."""
+        await self._between(self._sleep)
+
+    async def wake(self) -> None:
+        """Take the memory again."""
+        await self._between(self._wake)
+
+    async def swap(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Compute with these weights from the next token on; none at all where the model's own memory was written.
+
+        Requests under way go on with the keys and values they have; new ones use nothing that older weights computed.
+        """
+        await self._between(lambda: self._swap(weights, version))
+
+    def stats(self) -> Metrics:
+        """What was done since it was last asked, and what is under way."""
+        return self._ask(self._stats)
+
+    def close(self) -> None:
+        """End the thread after the step under way; whoever still waits is told."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(CLOSING)
+        if self._thread.is_alive():
+            raise EngineError(f"The engine is still computing a step {CLOSING:g} s after it was asked to close.")
+
+    def __enter__(self) -> TorchEngine:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    # -- from other threads to the engine's ---------------------------------------------------------------------------
+
+    def _request(
+        self, prompt: Ids, sampling: SamplingParams, listener: Callable[[Delta], None] | None = None
+    ) -> Request:
+        """A request that can be computed, or the sentence that says why not."""
+        ids = np.asarray(prompt, dtype=np.int32)
+        model, held = self.model, self._blocks * self.config.block_size
+        check(ids, sampling, vocabulary=model.vocabulary, context=model.context, held=held)
+        if sampling.stop and self.tokenizer is None:
+            raise ConfigError("An engine without a tokenizer cannot look for stop strings: give stop_ids instead.")
+        return Request(
+            ids,
+            sampling,
+            limit=self.model.context,
+            vocabulary=self.model.vocabulary,
+            tokenizer=self.tokenizer,
+            listener=listener,
+        )
+
+    def _post(self, act: Callable[[], object]) -> None:
+        """Have this done by the engine's thread, between two tokens."""
+        with self._changed:
+            if self._closing:
+                raise EngineError("The engine is closed.")
+            self._inbox.append(act)
+            self._changed.notify()
+
+    def _posted(self, act: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                future.set_result(act())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    async def _between(self, act: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._posted(act))
+
+    def _ask(self, act: Callable[[], T]) -> T:
+        return self._posted(act).result()
+
+    def _leave(self, *requests: Request) -> None:
+        """Nobody waits for these any more."""
+        left = [request for request in requests if not request.future.done()]
+        if left and not self._closing:
+            self._post(lambda: [self._scheduler.remove(request) for request in left])
+
+    # -- on the engine's thread ---------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    while not (self._inbox or self._closing or self._ready()):
+                        self._changed.wait()
+                    acts, self._inbox = self._inbox, deque()
+                    closing = self._closing
+                for act in acts:
+                    act()
+                if closing:
+                    break
+                if self._ready():
+                    self._guarded_step()
+        self._give_up(EngineError("The engine was closed while this request was under way."))
+
+    def _ready(self) -> bool:
+        return not self._paused and bool(self._scheduler.running or self._scheduler.waiting)
+
+    def _guarded_step(self) -> None:
+        """A step; what goes wrong in it reaches everybody who waits, and the engine starts afresh."""
+        began = time.perf_counter()
+        try:
+            self._step()
+        except Exception as error:
+            self._give_up(_told(error, self.config))
+            if self._cache is not None:
+                self._cache.wipe()
+        self._busy += time.perf_counter() - began
+
+    def _step(self) -> None:
+        """One token for everybody who is at the end of their context; a piece of prompt for the others."""
+        scheduler, cache = self._scheduler, self._cache
+        assert cache is not None, "an engine that sleeps has nothing under way"
+        works = scheduler.schedule()
+        run = Pass(cache, works, scheduler.table)
+        hidden = self.model.hidden(run.ids, run.positions, run)
+        scheduler.advance(works)
+        requests = [work.request for work in run.drawing]
+        if requests:
+            logits = self.model.logits(hidden[run.last])[: len(requests)]
+            self._finish(requests, logits)
+        self._used = max(self._used, scheduler.blocks.held / scheduler.blocks.count)
+
+    def _finish(self, requests: list[Request], logits: Tensor) -> None:
+        """Draw each request's next token, and hand over those that are through."""
+        scheduler = self._scheduler
+        drawn = draw(
+            logits,
+            [request.drawing for request in requests],
+            [request.generated for request in requests],
+            [request.length for request in requests],
+        )
+        if not math.isfinite(sum(drawn.raw_logp)):
+            raise EngineError("The model's logits are not finite. Its weights have diverged, or do not fit its dtype.")
+        scheduler.counts.new_tokens += len(requests)
+        for row, request in enumerate(requests):
+            finish = request.gain(
+                drawn.ids[row], drawn.logp[row], drawn.raw_logp[row], scheduler.version, drawn.top.get(row)
+            )
+            if finish is not None:
+                scheduler.finish(request)
+                request.finish(finish)
+
+    def _admit(self, *requests: Request) -> None:
+        for request in requests:
+            if self._broken is not None:
+                request.fail(self._broken)
+            elif self._cache is None:
+                request.fail(EngineError("The engine is asleep: call wake() before asking it anything."))
+            else:
+                self._scheduler.add(request)
+
+    def _abort(self) -> None:
+        for request in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._scheduler.remove(request)
+            request.finish("abort")
+
+    def _give_up(self, error: EngineError) -> None:
+        for request in self._scheduler.clear():
+            request.fail(error)
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _sleep(self) -> None:
+        under_way = len(self._scheduler.running) + len(self._scheduler.waiting)
+        if under_way:
+            raise EngineError(f"The engine cannot sleep while {under_way} requests are under way: await or abort them.")
+        self._cache = None
+
+    def _wake(self) -> None:
+        if self._cache is None:
+            self._cache = self._allocate()
+            self._scheduler = self._fresh_scheduler(self._scheduler.version, self._scheduler.counts)
+
+    def _swap(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy in place. Stopped half-way, the engine is out of service until a swap that succeeds."""
+        missing = dict(self.model.named_weights())
+        count = len(missing)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                for name, weight in weights:
+                    if name not in missing or missing[name].shape != weight.shape:
+                        raise EngineError(
+                            f"The weight {name} {list(weight.shape)} was sent, which the engine's model does not have, "
+                            f"has in another shape, or was sent before. The two models are not of one architecture."
+                        )
+                    missing.pop(name).copy_(weight)
+            if 0 < len(missing) < count:
+                raise EngineError(f"{len(missing)} weights were not sent, {min(missing)} among them: send all or none.")
+        except Exception:
+            if len(missing) < count:
+                self._broken = EngineError("The last change of weights stopped half-way: publish again before use.")
+                self._give_up(self._broken)
+            raise
+        if not missing:
+            self._broken = None
+        self._scheduler.reweigh(version)
+
+    def _stats(self) -> Metrics:
+        scheduler, counts = self._scheduler, self._scheduler.counts
+        metrics = Metrics(
+            {
+                "engine/steps": Sum.of(counts.steps),
+                "engine/prompt_tokens": Sum.of(counts.prompt_tokens),
+                "engine/new_tokens": Sum.of(counts.new_tokens),
+                "engine/finished": Sum.of(counts.finished),
+                "engine/preemptions": Sum.of(counts.preemptions),
+                "engine/cache_hit_rate": Mean.over(counts.cached_tokens, counts.prompt_tokens),
+                "engine/new_tokens_per_step": Mean.over(counts.new_tokens, counts.steps),
+                "engine/running": Last.of(len(scheduler.running)),
+                "engine/waiting": Last.of(len(scheduler.waiting)),
+                "engine/cache_used": Last.of(self._used),
+                "engine/busy_seconds": Sum.of(self._busy),
+            }
+        )
+        scheduler.counts = Counts()
+        self._busy = self._used = 0.0
+        return metrics
+
+    def _allocate(self) -> Cache:
+        try:
+            return Cache(self.model, blocks=self._blocks, size=self.config.block_size, steady=self.config.deterministic)
+        except RuntimeError as error:
+            raise _told(error, self.config) from error
+
+    def _fresh_scheduler(self, version: int, counts: Counts | None = None) -> Scheduler:
+        scheduler = Scheduler(
+            Blocks(self._blocks, self.config.block_size),
+            max_running=self.config.max_running,
+            prefill_tokens=self.config.prefill_tokens,
+            longest=min(self.model.context, self._blocks * self.config.block_size) + SHORTEST,
+        )
+        scheduler.version = version
+        scheduler.counts = counts or scheduler.counts
+        return scheduler
+
+
+def _told(error: Exception, config: EngineConfig) -> EngineError:
+    """What happened, in a sentence, with the knob to turn where memory ran out."""
+    if isinstance(error, EngineError):
+        return error
+    told: EngineError
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "memory" in str(error):
+        told = EngineError(
+            f"The engine ran out of memory. Lower kv_gib (now {config.kv_gib:g}), prefill_tokens (now "
+            f"{config.prefill_tokens}) or max_running (now {config.max_running}). ({error})"
+        )
+    else:
+        told = EngineError(f"The engine failed in a step, and all that was under way with it: {error!r}")
+    told.__cause__ = error
+    return told

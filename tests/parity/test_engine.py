@@ -1,0 +1,110 @@
+"""The engine computes what the model says, in every family, however its work is cut; and the same bits every time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from etude.records import Completion, SamplingParams
+from etude.rollout.torch_engine import TorchEngine
+from tests.rollout.engines import assert_follows, engine_of, model_of, prompt_of, said_of, same
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt2"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_says_what_the_model_says(family: str) -> None:
+    """Chunked prompts, shared prompts, several blocks, and a window where the family has one."""
+    sizes: dict[str, Any] = {"sliding_window": 12} if family in ("mistral", "gemma2", "gemma3") else {}
+    model = model_of(family, **sizes)
+    prompts = [prompt_of(length, seed=length) for length in (3, 16, 37, 70)]
+    prompts += [prompts[3], np.concatenate([prompts[3][:40], prompts[0]])]
+    samplings = [SamplingParams(max_tokens=10, temperature=row % 2, seed=row) for row in range(len(prompts))]
+    with engine_of(model, prefill_tokens=48, block_size=8) as engine:
+        for prompt, sampling, completion in zip(
+            prompts, samplings, engine.generate_all(prompts, samplings), strict=True
+        ):
+            assert len(completion.ids) == 10
+            assert_follows(model, prompt, completion, sampling)
+
+
+def mixed(count: int) -> tuple[list[np.ndarray], list[SamplingParams]]:
+    """Requests of many lengths and kinds; every third shares the beginning of the one before."""
+    random = np.random.default_rng(7)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"top_k": 20, "repetition_penalty": 1.2},
+        {"min_p": 0.02, "logit_bias": {5: 1.5}, "min_tokens": 5, "stop_ids": (5,)},
+        {"temperature": 1.3, "top_logprobs": 3},
+    ]
+    prompts: list[np.ndarray] = []
+    samplings = []
+    for row in range(count):
+        prompt = prompt_of(int(random.integers(1, 50)), seed=row)
+        if row % 3 == 2:
+            prompt = np.concatenate([prompts[-1][: int(random.integers(1, 50))], prompt[:20]])
+        prompts.append(prompts[-1] if row % 7 == 6 else prompt)
+        samplings.append(SamplingParams(max_tokens=int(random.integers(20, 90)), seed=row, **kinds[row % len(kinds)]))
+    return prompts, samplings
+
+
+async def _arriving(
+    engine: TorchEngine, prompts: list[np.ndarray], samplings: list[SamplingParams]
+) -> list[Completion]:
+    """Requests that come in little crowds while others run."""
+    tasks = []
+    for row, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+        tasks.append(asyncio.create_task(engine.generate(prompt, sampling)))
+        if row % 5 == 4:
+            await asyncio.sleep(0.005)
+    return await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_what_a_request_gets_does_not_depend_on_what_shares_its_batch(family: str) -> None:
+    """Mixed arrivals, lengths and parameters, with many preemptions, bit for bit as one by one."""
+    model = model_of(family)
+    prompts, samplings = mixed(48)
+    with engine_of(model, blocks=24, block_size=8, max_running=16, prefill_tokens=64) as engine:
+        together = asyncio.run(_arriving(engine, prompts, samplings))
+        happened = engine.stats().reduce()
+    assert happened["engine/preemptions"] >= 20
+    assert 0 < happened["engine/cache_hit_rate"] < 1
+    with engine_of(model) as engine:
+        for prompt, sampling, one in zip(prompts, samplings, together, strict=True):
+            alone = engine.generate_all([prompt], [sampling])[0]
+            assert same(one, alone)
+            assert_follows(model, prompt, one, sampling)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
+def test_long_beginnings_in_common_are_attended_once_and_change_nothing(family: str) -> None:
+    """Groups of several sizes over prompts of several lengths, in part the same; bit for bit as one by one."""
+    model = model_of(family, **({} if family == "qwen3" else {"sliding_window": 150}))
+    base = prompt_of(400)
+    prompts = [base[:length] for length in (400, 400, 400, 290, 290, 140, 128, 129)]
+    prompts += [np.concatenate([base[:270], prompt_of(30, seed=seed)]) for seed in range(3)] + [prompt_of(300, seed=9)]
+    samplings = [SamplingParams(max_tokens=12, seed=row) for row in range(len(prompts))]
+    with engine_of(model) as engine:
+        together = engine.generate_all(prompts, samplings)
+        for prompt, sampling, one in zip(prompts, samplings, together, strict=True):
+            assert_follows(model, prompt, one, sampling)
+            asyncio.run(engine.swap((), 0))
+            assert same(one, engine.generate_all([prompt], [sampling])[0])
+
+
+def test_in_bfloat16_the_engine_is_as_near_to_the_model_as_bfloat16_is() -> None:
+    model = model_of().copy(dtype=torch.bfloat16)
+    wide = model.copy(dtype=torch.float32)
+    prompts = [prompt_of(length, seed=length) for length in (5, 40, 77)]
+    with engine_of(model) as engine:
+        done = engine.generate_all(prompts, [SamplingParams(max_tokens=12, seed=1)] * 3)
+    for prompt, completion in zip(prompts, done, strict=True):
+        assert completion.raw_logp is not None
+        assert np.abs(completion.raw_logp - said_of(wide, prompt, completion)).mean() < 0.1

@@ -1,0 +1,93 @@
+"""The on-policy law: with equal weights the trainer and the embedded engine tell the same log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from etude.algorithms import Algorithm
+from etude.batch import Batch
+from etude.data.adapt import samples
+from etude.data.collate import collate
+from etude.models import Model, create, tiny
+from etude.models.tiny import FAMILIES
+from etude.recipes.workers import Improve
+from etude.records import Completion, Rollout, SamplingParams, Turn
+from etude.rollout import EngineConfig, TorchEngine
+from etude.sync import LocalCarrier
+from etude.train import Learner, Train
+from etude.train.optim import PRECISIONS
+
+VOCABULARY, GROUPS, SIZE = 61, 4, 3
+TOLERANCE = {"fp32": 2e-5, "bf16": 0.15, "fp64": 1e-6}
+
+
+@contextmanager
+def engine_of(model: Model) -> Iterator[TorchEngine]:
+    """An engine over a model's own weights."""
+    engine = TorchEngine(model, None, EngineConfig(kv_gib=0.05, prefill_tokens=64))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def collected(engine: TorchEngine, temperature: float) -> tuple[Batch, list[Completion]]:
+    """Groups of answers to prompts of several lengths, as a batch."""
+    chance = np.random.default_rng(0)
+    prompts = [chance.integers(0, VOCABULARY, 5 + 3 * g, dtype=np.int32) for g in range(GROUPS) for _ in range(SIZE)]
+    params = [SamplingParams(max_tokens=4 + i, temperature=temperature, seed=i) for i in range(len(prompts))]
+    completions = engine.generate_all(prompts, params)
+    rows = [
+        sample
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+        for sample in samples([Turn(prompt, completion, 0)], i)
+    ]
+    rollouts = [Rollout(i, i // SIZE, i // SIZE, float(i % 2)) for i in range(len(prompts))]
+    return collate(rows, rollouts), completions
+
+
+def gap(batch: Batch) -> float:
+    """The largest distance between what the sampler and the trainer say of an action token."""
+    assert batch.behavior_logp is not None and batch.old_logp is not None
+    return float((batch.behavior_logp - batch.old_logp)[batch.action].abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_trainer_and_sampler_agree(family: str, temperature: float) -> None:
+    model = create(tiny(VOCABULARY, family=family, layers=2, hidden=32, heads=4, kv_heads=2), seed=1)
+    learner = Learner(model, Train(precision="fp32", micro_tokens=64), temperature=temperature)
+    with engine_of(model) as engine:
+        batch, completions = collected(engine, temperature)
+    assert gap(learner.annotate(batch, frozenset({"old_logp"}))) < TOLERANCE["fp32"]
+    assert all(c.raw_logp is not None and len(c.raw_logp) == len(c.ids) for c in completions)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+def test_they_agree_after_updates_and_without_moving_a_byte(precision: str) -> None:
+    config = tiny(VOCABULARY, layers=2, hidden=32, heads=4, kv_heads=2)
+    model = create(config, seed=1, dtype=PRECISIONS[precision])  # type: ignore[index]
+    learner = Learner(model, Train(precision=precision, learning_rate=1e-2), steps=4)  # type: ignore[arg-type]
+    algorithm = Algorithm()
+    with engine_of(model) as engine:
+        carrier, before = LocalCarrier(engine), None
+        for version in range(1, 4):
+            batch, _ = collected(engine, 1.0)
+            batch = learner.annotate(batch, frozenset({"old_logp"}))
+            assert gap(batch) < TOLERANCE[precision]
+            assert before is None or not torch.equal(before, model.head_weight)
+            before = model.head_weight.detach().clone()
+            objective = Improve(algorithm)
+            found = algorithm.estimate(batch, objective.state)
+            learner.update(found.batch, objective)
+            told = asyncio.run(carrier.publish(learner.weights(), version)).reduce()
+            assert told["publish_bytes"] == 0 and engine.version == version
+        batch, _ = collected(engine, 1.0)
+        assert batch.version is not None and set(batch.version[batch.action].tolist()) == {3}
+        assert gap(learner.annotate(batch, frozenset({"old_logp"}))) < TOLERANCE[precision]

@@ -1,0 +1,108 @@
+"""Real engines over tiny real models, and a restatement of what a model says: one sequence, no cache, no batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.chat import Tokenizer
+from etude.models import Model, create, tiny
+from etude.records import Completion, SamplingParams
+from etude.rollout.torch_engine import EngineConfig, TorchEngine
+from tests.chat.made import byte_level, save
+
+Ids = NDArray[np.int32]
+V = 300
+
+
+def model_of(family: str = "qwen3", vocabulary: int = V, seed: int = 0, **sizes: Any) -> Model:
+    """A random model whose next token depends strongly on what it has read."""
+    model = create(tiny(vocabulary, family=family, **sizes), seed=seed, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4)
+    return model
+
+
+@contextmanager
+def engine_of(
+    model: Model | None = None, tokenizer: Tokenizer | None = None, *, blocks: int | None = None, **config: Any
+) -> Iterator[TorchEngine]:
+    """An engine, closed afterwards. `blocks` sets its memory by the number of its blocks."""
+    model = model or model_of()
+    size = config.get("block_size", 16)
+    if blocks is not None:
+        held = model.layers * 2 * model.kv_heads * size * model.head_dim * model.dtype.itemsize
+        config["kv_gib"] = (blocks + 0.5) * held / 2**30
+    engine = TorchEngine(model, tokenizer, EngineConfig(**{"kv_gib": 0.01, **config}))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def words(directory: Path) -> Tokenizer:
+    """A byte-level tokenizer that ends its answers with `<|im_end|>`."""
+    return Tokenizer.load(save(directory, byte_level(), None, ("<|im_end|>",)))
+
+
+def prompt_of(length: int, seed: int = 0, vocabulary: int = V) -> Ids:
+    return np.random.default_rng(seed).integers(0, vocabulary, length).astype(np.int32)
+
+
+def logits_of(model: Model, ids: Ids) -> Tensor:
+    """[T, V] in float32 for one sequence, attention written out."""
+
+    def attend(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        place = torch.arange(len(q))
+        seen = place[:, None] >= place
+        if window is not None:
+            seen &= place[:, None] - place < window
+        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+        return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
+
+    with torch.inference_mode():
+        hidden = model.hidden(torch.from_numpy(ids.astype(np.int64)), torch.arange(len(ids)), attend)
+        return model.logits(hidden).float()
+
+
+def said_of(model: Model, prompt: Ids, completion: Completion) -> NDArray[np.float32]:
+    """The log-probs of a completion's tokens under the model."""
+    logp = torch.log_softmax(logits_of(model, np.concatenate([prompt, completion.ids])), -1)[len(prompt) - 1 : -1]
+    said: NDArray[np.float32] = logp.gather(1, torch.from_numpy(completion.ids.astype(np.int64))[:, None])[:, 0].numpy()
+    return said
+
+
+def assert_follows(model: Model, prompt: Ids, completion: Completion, sampling: SamplingParams) -> None:
+    """The raw log-probs are the model's, and a greedy token is as likely as the likeliest that it may be."""
+    assert completion.raw_logp is not None
+    assert np.allclose(completion.raw_logp, said_of(model, prompt, completion), atol=2e-4)
+    if sampling.temperature == 0:
+        logits = logits_of(model, np.concatenate([prompt, completion.ids]))[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.from_numpy(completion.ids.astype(np.int64))[:, None])[:, 0]
+        assert float((logits.amax(-1) - chosen).max()) < 1e-3
+
+
+def same(one: Completion, two: Completion) -> bool:
+    """Bit for bit: tokens, log-probs, and how it ended."""
+    return (
+        np.array_equal(one.ids, two.ids)
+        and np.array_equal(one.logp, two.logp)
+        and np.array_equal(one.raw_logp, two.raw_logp)
+        and one.finish == two.finish
+        and one.text == two.text
+    )

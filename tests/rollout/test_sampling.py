@@ -1,0 +1,175 @@
+"""Sampling: the distributions are those asked for, and a row is as if it were alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from etude.records import SamplingParams
+from etude.rollout.sampling import Drawing, Drawn, draw, uniforms
+
+V = 300
+
+
+def drawing(prompt: tuple[int, ...] = (1,), ends: tuple[int, ...] = (), vocabulary: int = V, **asked: Any) -> Drawing:
+    return Drawing(SamplingParams(**asked), np.array(prompt, dtype=np.int32), vocabulary, frozenset(ends))
+
+
+def many(logits: Tensor, one: Drawing, count: int = 20000, generated: int = 0) -> Drawn:
+    """The same row drawn at many places."""
+    return draw(logits.expand(count, -1), [one] * count, [generated] * count, range(count))
+
+
+def frequencies(drawn: Drawn, vocabulary: int) -> Tensor:
+    return torch.bincount(torch.tensor(drawn.ids), minlength=vocabulary).double() / len(drawn.ids)
+
+
+def skewed(vocabulary: int = V, seed: int = 0) -> Tensor:
+    return torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def assert_draws_from(drawn: Drawn, probabilities: Tensor) -> None:
+    """A chi-square over the tokens that are expected often enough; none that is impossible."""
+    found, count = frequencies(drawn, len(probabilities)), len(drawn.ids)
+    assert not bool(found[probabilities == 0].any())
+    often = probabilities * count > 10
+    excess = ((found - probabilities)[often] ** 2 / probabilities[often]).sum() * count
+    cells = int(often.sum())
+    assert float(excess) < cells + 5 * math.sqrt(2 * cells) + 5
+
+
+def test_uniforms_are_functions_of_seed_and_place_alone() -> None:
+    together = uniforms([1, 2, 3], [7, 7, 8])
+    assert [uniforms([s], [p])[0] for s, p in ((1, 7), (2, 7), (3, 8))] == together.tolist()
+    assert len(set(uniforms([5] * 1000, range(1000)).tolist())) == 1000
+
+
+def test_uniforms_are_even_over_places_and_over_seeds() -> None:
+    for numbers in (uniforms([3] * 50000, range(50000)), uniforms(range(50000), [3] * 50000)):
+        counts = np.histogram(numbers, 50, (0, 1))[0]
+        assert ((counts - 1000) ** 2 / 1000).sum() < 50 + 5 * 10
+        assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.02
+
+
+def test_plain_sampling_draws_from_the_softmax() -> None:
+    logits = skewed()
+    probabilities = torch.softmax(logits[0].double(), -1)
+    drawn = many(logits, drawing(seed=1))
+    assert_draws_from(drawn, probabilities)
+    assert np.allclose(drawn.logp, probabilities[drawn.ids].log(), atol=1e-6)
+    assert drawn.logp == drawn.raw_logp
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 127, 128, 129, 1000])
+def test_every_size_of_vocabulary_is_drawn_whole(vocabulary: int) -> None:
+    logits = torch.zeros(1, vocabulary)
+    drawn = many(logits, drawing(vocabulary=vocabulary, prompt=(0,), seed=2))
+    assert_draws_from(drawn, torch.full((vocabulary,), 1 / vocabulary, dtype=torch.float64))
+
+
+def test_temperature_top_k_top_p_and_min_p_restated() -> None:
+    logits = skewed() / 4
+    scaled = torch.softmax(logits[0].double() / 0.7, -1)
+    by_rank = scaled.sort(descending=True)
+    kept = torch.zeros(V, dtype=torch.bool)
+    kept[by_rank.indices[:40]] = True
+    after_k = torch.where(kept, scaled, 0) / scaled[kept].sum()
+    ordered = after_k.sort(descending=True)
+    needed = int((ordered.values.cumsum(-1) < 0.8).sum()) + 1
+    nucleus = torch.zeros(V, dtype=torch.bool)
+    nucleus[ordered.indices[:needed]] = True
+    final = torch.where(nucleus & (after_k >= 0.3 * after_k.max()), after_k, 0)
+    final = final / final.sum()
+    drawn = many(logits, drawing(seed=3, temperature=0.7, top_k=40, top_p=0.8, min_p=0.3))
+    assert 2 < int((final > 0).sum()) < needed
+    assert_draws_from(drawn, final)
+    assert np.allclose(drawn.logp, final[drawn.ids].log(), atol=1e-5)
+    assert np.allclose(drawn.raw_logp, torch.log_softmax(logits[0].double(), -1)[drawn.ids], atol=1e-5)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.97, 0.9999])
+def test_a_nucleus_of_any_width_is_found(top_p: float) -> None:
+    """A flat distribution needs nearly the whole vocabulary, which the first narrow look does not hold."""
+    logits = torch.linspace(0, 0.1, 5000)[None].float()
+    values = torch.softmax(logits[0].double(), -1).sort(descending=True).values
+    needed = int((values.cumsum(-1) < top_p).sum()) + 1
+    drawn = many(logits, drawing(vocabulary=5000, seed=4, top_p=top_p), 300)
+    kept = values[:needed].sum()
+    assert min(drawn.ids) >= 5000 - needed - 1
+    exact = (torch.softmax(logits[0].double(), -1) / kept).log()[drawn.ids]
+    assert np.allclose(drawn.logp, exact, atol=1e-3)
+
+
+def test_equals_at_the_edge_of_a_cut_are_all_kept() -> None:
+    logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]])
+    drawn = many(logits, drawing(vocabulary=5, seed=5, top_k=2), 2000)
+    assert set(drawn.ids) == {0, 1, 2, 3}
+
+
+def test_greedy_takes_the_likeliest_with_certainty_and_says_what_the_model_thought() -> None:
+    logits = skewed()
+    drawn = many(logits, drawing(temperature=0.0), 3)
+    assert drawn.ids == [int(logits.argmax())] * 3 and drawn.logp == [0.0] * 3
+    assert np.allclose(drawn.raw_logp, float(torch.log_softmax(logits, -1).max()))
+
+
+def test_repetition_penalty_falls_on_prompt_and_output() -> None:
+    logits = torch.tensor([[2.0, -1.0, 1.5, 0.0]])
+    one = drawing(prompt=(0, 1), vocabulary=4, temperature=0.0, repetition_penalty=2.0)
+    assert many(logits, one, 1).ids == [2]  # 2.0 counts 1.0
+    one.note(2)
+    assert many(logits, one, 1).ids == [0]
+    sampled = drawing(prompt=(0, 1), vocabulary=4, seed=1, repetition_penalty=2.0)
+    assert_draws_from(many(logits, sampled), torch.softmax(torch.tensor([1.0, -2.0, 1.5, 0.0]).double(), -1))
+
+
+def test_bias_and_banned_ends() -> None:
+    logits = torch.zeros(1, 4)
+    biased = drawing(vocabulary=4, seed=1, ends=(3,), logit_bias={1: 2.0, 2: -math.inf}, min_tokens=2, max_tokens=9)
+    banned = torch.softmax(torch.tensor([0.0, 2.0, -math.inf, -math.inf]).double(), -1)
+    allowed = torch.softmax(torch.tensor([0.0, 2.0, -math.inf, 0.0]).double(), -1)
+    assert_draws_from(many(logits, biased, generated=1), banned)
+    assert_draws_from(many(logits, biased, generated=2), allowed)
+
+
+def test_the_likeliest_tokens_are_reported_at_the_temperature_before_the_cut() -> None:
+    logits = skewed()
+    drawn = many(logits, drawing(seed=6, temperature=2.0, top_k=1, top_logprobs=5), 1)
+    said = torch.log_softmax(logits[0] / 2, -1).topk(5)
+    assert drawn.top[0][0] == said.indices.tolist()
+    assert np.allclose(drawn.top[0][1], said.values, atol=1e-6)
+    assert drawn.logp == [0.0]
+
+
+def test_a_row_is_drawn_the_same_whatever_shares_its_batch() -> None:
+    """Bit for bit, in both dtypes: plain rows beside greedy, cut, biased and penalised ones."""
+    kinds: list[dict[str, Any]] = [
+        {"seed": 1},
+        {"seed": 2, "temperature": 0.6},
+        {"temperature": 0.0},
+        {"seed": 3, "top_p": 0.9},
+        {"seed": 4, "top_k": 7, "top_logprobs": 3},
+        {"seed": 5, "min_p": 0.2, "repetition_penalty": 1.3},
+        {"seed": 6, "logit_bias": {5: 1.0}, "top_p": 0.3, "top_k": 50},
+    ]
+    rows = [dict(kind) for kind in kinds * 5]
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.cat([skewed(3001, seed) for seed in range(len(rows))]).to(dtype)
+        drawings = [drawing(vocabulary=3001, **row) for row in rows]
+        places = [17 * row % 29 for row in range(len(rows))]
+        together = draw(logits, drawings, [0] * len(rows), places)
+        for row in range(len(rows)):
+            alone = draw(logits[row : row + 1], [drawings[row]], [0], [places[row]])
+            assert alone.ids[0] == together.ids[row]
+            assert alone.logp[0] == together.logp[row] and alone.raw_logp[0] == together.raw_logp[row]
+            assert alone.top.get(0) == together.top.get(row)
+
+
+def test_without_a_seed_two_requests_draw_differently() -> None:
+    logits = torch.zeros(1, V)
+    assert many(logits, drawing(), 20).ids != many(logits, drawing(), 20).ids

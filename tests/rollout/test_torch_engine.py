@@ -1,0 +1,369 @@
+"""The engine as its callers meet it: parameters, streams, aborts, pauses, weights, errors, figures."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from etude.errors import ConfigError, DataError, EngineError
+from etude.records import Completion, SamplingParams
+from etude.rollout.request import Delta
+from etude.rollout.torch_engine import EngineConfig, TorchEngine
+from tests.rollout.engines import V, engine_of, model_of, prompt_of, said_of, same, words
+
+LONG = SamplingParams(max_tokens=1500, seed=1)
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """Nothing here may take long; a hang is a failure."""
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+# -- what comes of the parameters -------------------------------------------------------------------------------------
+
+
+def test_a_completion_carries_what_was_asked_for() -> None:
+    with engine_of() as engine:
+        sampling = SamplingParams(max_tokens=7, seed=1, top_logprobs=4, temperature=0.5)
+        done = engine.generate_all([prompt_of(20)], [sampling])[0]
+    assert (done.ids.shape, done.finish, done.text) == ((7,), "length", "")
+    assert done.top_ids is not None and done.top_ids.shape == (7, 4)
+    assert done.top_logp is not None and np.all(np.diff(done.top_logp) <= 0)
+    assert np.all(done.version == 0)
+    at = [list(row).index(token) if token in row else None for row, token in zip(done.top_ids, done.ids, strict=True)]
+    for row, place in enumerate(at):
+        if place is not None:
+            assert done.top_logp[row, place] == pytest.approx(done.logp[row], abs=1e-5)
+
+
+def test_a_seed_repeats_itself_and_its_absence_does_not() -> None:
+    with engine_of() as engine:
+        ask = [SamplingParams(max_tokens=12, seed=5)] * 2 + [SamplingParams(max_tokens=12)] * 2
+        one, two, three, four = engine.generate_all([prompt_of(9)] * 4, ask)
+    assert same(one, two)
+    assert three.ids.tolist() != four.ids.tolist()
+
+
+def test_end_tokens_end_it_but_not_before_min_tokens() -> None:
+    with engine_of() as engine:
+        greedy = engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=30, temperature=0.0)])[0]
+        stop = int(greedy.ids[4])
+        first = greedy.ids.tolist().index(stop)
+        ask = SamplingParams(max_tokens=30, temperature=0.0, stop_ids=(stop,))
+        done = engine.generate_all([prompt_of(9)], [ask])[0]
+        assert (done.finish, done.ids.tolist()) == ("stop", greedy.ids[: first + 1].tolist())
+        ask = SamplingParams(max_tokens=30, min_tokens=20, seed=1, stop_ids=tuple(range(0, V, 2)))
+        done = engine.generate_all([prompt_of(9)], [ask])[0]
+        assert len(done.ids) > 20 or done.finish == "length"
+        assert np.all(done.ids[:20] % 2 == 1)
+
+
+def test_generation_ends_where_the_context_does() -> None:
+    with engine_of(model_of(context=64)) as engine:
+        done = engine.generate_all([prompt_of(60)], [SamplingParams(max_tokens=1000)])[0]
+    assert (len(done.ids), done.finish) == (4, "length")
+
+
+def test_text_stop_strings_and_the_tokenizers_end(tmp_path: Path) -> None:
+    tokenizer = words(tmp_path)
+    model = model_of(vocabulary=tokenizer.size)
+    prompt = tokenizer.encode("What is 2 + 2?")
+    with engine_of(model, tokenizer) as engine:
+        free = engine.generate_all([prompt], [SamplingParams(max_tokens=60, seed=3)])[0]
+        assert free.text == tokenizer.decode([token for token in free.ids if token not in tokenizer.eos_ids])
+        stop = free.text[8:11]
+        done = engine.generate_all([prompt], [SamplingParams(max_tokens=60, seed=3, stop=(stop, "never"))])[0]
+        assert done.finish == "stop"
+        assert done.text == free.text[: free.text.index(stop)]
+        assert done.ids.tolist() == free.ids[: len(done.ids)].tolist()
+        assert stop in tokenizer.decode(done.ids) and stop not in tokenizer.decode(done.ids[:-1])
+        late = SamplingParams(max_tokens=60, seed=3, stop=(stop,), min_tokens=len(done.ids) + 3)
+        assert len(engine.generate_all([prompt], [late])[0].ids) > len(done.ids)
+        ended = SamplingParams(max_tokens=60, seed=3, logit_bias={tokenizer.eos_ids[0]: 100.0})
+        done = engine.generate_all([prompt], [ended])[0]
+        assert (done.finish, done.ids.tolist(), done.text) == ("stop", [tokenizer.eos_ids[0]], "")
+
+
+# -- streams and aborts -----------------------------------------------------------------------------------------------
+
+
+def test_a_stream_is_the_completion_in_pieces(tmp_path: Path) -> None:
+    tokenizer = words(tmp_path)
+    prompt = tokenizer.encode("The weather in Paris")
+    with engine_of(model_of(vocabulary=tokenizer.size), tokenizer) as engine:
+        plain = engine.generate_all([prompt], [SamplingParams(max_tokens=40, seed=2)])[0]
+        for stop in ((), (plain.text[10:13],)):
+            asked = SamplingParams(max_tokens=40, seed=2, stop=stop)
+            whole = engine.generate_all([prompt], [asked])[0]
+
+            async def collected(sampling: SamplingParams = asked) -> list[Delta]:
+                return [delta async for delta in engine.stream(prompt, sampling)]
+
+            deltas = run(collected())
+            assert np.array_equal(np.concatenate([delta.ids for delta in deltas]), whole.ids)
+            assert np.array_equal(np.concatenate([delta.logp for delta in deltas]), whole.logp)
+            assert "".join(delta.text for delta in deltas) == whole.text
+            assert [delta.finish for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+            assert len(deltas) > 5 and deltas[-1].finish == whole.finish and same(deltas[-1].completion, whole)
+
+
+def test_cancelling_a_wait_or_leaving_a_stream_frees_the_request() -> None:
+    with engine_of(kv_gib=0.05) as engine:
+
+        async def main() -> None:
+            task = asyncio.create_task(engine.generate(prompt_of(5), LONG))
+            stream = engine.stream(prompt_of(6), LONG)
+            await anext(stream)
+            await asyncio.sleep(0.02)
+            assert engine.stats().reduce()["engine/running"] == 2
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await stream.aclose()
+
+        run(main())
+        left = engine.stats().reduce()
+        assert (left["engine/running"], left["engine/waiting"]) == (0, 0)
+        assert engine.generate_all([prompt_of(5)], [SamplingParams(max_tokens=3)])[0].finish == "length"
+
+
+def test_abort_hands_over_what_there_is() -> None:
+    with engine_of(max_running=1) as engine:
+
+        async def main() -> list[Completion]:
+            tasks = [asyncio.create_task(engine.generate(prompt_of(5, seed), LONG)) for seed in range(2)]
+            await asyncio.sleep(0.05)
+            await engine.abort()
+            return list(await asyncio.gather(*tasks))
+
+        running, waiting = run(main())
+    assert running.finish == waiting.finish == "abort"
+    assert len(running.ids) > 0 and len(waiting.ids) == 0
+
+
+def test_coroutines_on_several_loops_and_threads_share_one_engine() -> None:
+    found: dict[int, Completion] = {}
+    with engine_of() as engine:
+
+        def one(row: int) -> None:
+            found[row] = run(engine.generate(prompt_of(5 + row), SamplingParams(max_tokens=20, seed=row)))
+
+        threads = [threading.Thread(target=one, args=(row,)) for row in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        for row in range(4):
+            alone = engine.generate_all([prompt_of(5 + row)], [SamplingParams(max_tokens=20, seed=row)])[0]
+            assert same(found[row], alone)
+
+
+# -- pausing, sleeping, weights ---------------------------------------------------------------------------------------
+
+
+def test_pause_stops_between_two_tokens_and_resume_goes_on() -> None:
+    sampling = SamplingParams(max_tokens=300, seed=3)
+    with engine_of() as engine:
+        whole = engine.generate_all([prompt_of(8)], [sampling])[0]
+
+        async def main() -> Completion:
+            task = asyncio.create_task(engine.generate(prompt_of(8), sampling))
+            await asyncio.sleep(0.02)
+            await engine.pause()
+            engine.stats()
+            await asyncio.sleep(0.05)
+            assert engine.stats().reduce()["engine/new_tokens"] == 0 and not task.done()
+            await engine.resume()
+            return await task
+
+        assert same(run(main()), whole)
+
+
+def test_sleep_gives_the_memory_back_and_wake_takes_it_again() -> None:
+    with engine_of(kv_gib=0.05) as engine:
+        before = engine.generate_all([prompt_of(40)], [SamplingParams(max_tokens=5, seed=1)])[0]
+
+        async def busy() -> None:
+            task = asyncio.create_task(engine.generate(prompt_of(5), LONG))
+            await asyncio.sleep(0.02)
+            with pytest.raises(EngineError, match="cannot sleep while 1 requests are under way"):
+                await engine.sleep()
+            task.cancel()
+
+        run(busy())
+        run(engine.sleep())
+        with pytest.raises(EngineError, match="asleep: call wake"):
+            engine.generate_all([prompt_of(40)], [SamplingParams(max_tokens=5)])
+        run(engine.wake())
+        assert same(engine.generate_all([prompt_of(40)], [SamplingParams(max_tokens=5, seed=1)])[0], before)
+
+
+def test_new_weights_take_over_in_the_middle_and_nobody_new_reads_old_keys() -> None:
+    model, other = model_of(seed=0), model_of(seed=1)
+    prompt, sampling = prompt_of(40), SamplingParams(max_tokens=200, seed=1)
+    with engine_of(model) as engine, engine_of(other) as reference:
+        expected = reference.generate_all([prompt], [sampling])[0]
+
+        async def main() -> tuple[Completion, Completion]:
+            task = asyncio.create_task(engine.generate(prompt, sampling))
+            await asyncio.sleep(0.03)
+            await engine.swap(other.named_weights(), 7)
+            fresh = await engine.generate(prompt, sampling)
+            return await task, fresh
+
+        old, fresh = run(main())
+        assert set(old.version.tolist()) == {0, 7} and np.all(np.diff(old.version) >= 0)
+        assert np.all(fresh.version == 7) and engine.version == 7
+        assert np.array_equal(fresh.ids, expected.ids) and np.array_equal(fresh.logp, expected.logp)
+        # the tokens that the old request gained are not known to those that begin with them now
+        follow = np.concatenate([prompt, old.ids[:100]])
+        again = engine.generate_all([follow], [sampling])[0]
+        assert np.allclose(again.raw_logp, said_of(other, follow, again), atol=2e-4)
+
+
+def test_weights_written_where_they_lie_need_no_copy() -> None:
+    model, other = model_of(seed=0), model_of(seed=1)
+    with engine_of(model) as engine:
+        engine.generate_all([prompt_of(40)], [SamplingParams(max_tokens=2)])
+        with torch.no_grad():
+            for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                mine.copy_(theirs)
+        run(engine.swap((), 1))
+        done = engine.generate_all([prompt_of(40)], [SamplingParams(max_tokens=8, seed=1)])[0]
+        assert np.all(done.version == 1)
+        assert np.allclose(done.raw_logp, said_of(other, prompt_of(40), done), atol=2e-4)
+
+
+def test_a_weight_change_that_fails_half_way_puts_the_engine_out_of_service() -> None:
+    model, other = model_of(seed=0), model_of(seed=1)
+    with engine_of(model) as engine:
+        before = engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=4, seed=1)])[0]
+        with pytest.raises(EngineError, match=r"The weight nonsense \[2\] was sent"):
+            run(engine.swap([("nonsense", torch.zeros(2))], 1))
+        assert same(engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=4, seed=1)])[0], before)
+        weights = list(other.named_weights())
+        with pytest.raises(EngineError, match="weights were not sent"):
+            run(engine.swap(weights[:3], 1))
+        with pytest.raises(EngineError, match="publish again"):
+            engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=4)])
+        assert engine.version == 0
+        run(engine.swap(weights, 1))
+        assert engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=4)])[0].version[0] == 1
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_computed_is_said_at_once() -> None:
+    with engine_of(model_of(context=128), blocks=5) as engine:
+
+        def refused(prompt: Any, **asked: Any) -> str:
+            with pytest.raises((DataError, ConfigError)) as error:
+                engine.generate_all([np.array(prompt, dtype=np.int32)], [SamplingParams(**asked)])
+            return str(error.value)
+
+        assert "prompt is empty" in refused([])
+        assert f"token id {V}; the model knows 0 to {V - 1}" in refused([V])
+        assert "context is 128" in refused(prompt_of(128))
+        assert "holds 80 tokens. Raise the engine's kv_gib" in refused(prompt_of(60), max_tokens=30)
+        assert "give stop_ids instead" in refused([1], stop=("x",), max_tokens=5)
+        assert "logit_bias has the token id -1" in refused([1], logit_bias={-1: 1.0}, max_tokens=5)
+        assert engine.generate_all([prompt_of(60)], [SamplingParams(max_tokens=20)])[0].finish == "length"
+
+
+def test_a_cache_too_small_for_one_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not hold one block"):
+        TorchEngine(model_of(), None, EngineConfig(kv_gib=1e-9))
+
+
+def test_weights_that_have_diverged_are_told_to_everybody_and_leave_nothing_behind() -> None:
+    model = model_of()
+    good = [(name, weight.detach().clone()) for name, weight in model.named_weights()]
+    with engine_of(model, kv_gib=0.001) as engine:
+        before = engine.generate_all([prompt_of(50)], [SamplingParams(max_tokens=9, seed=1)])[0]
+        run(engine.swap([(name, torch.full_like(weight, torch.nan)) for name, weight in good], 1))
+
+        async def main() -> list[Any]:
+            asked = [engine.generate(prompt_of(50, seed), SamplingParams(max_tokens=9)) for seed in range(3)]
+            return list(await asyncio.gather(*asked, return_exceptions=True))
+
+        for error in run(main()):
+            assert isinstance(error, EngineError) and "not finite" in str(error)
+        run(engine.swap(good, 2))
+        after = engine.generate_all([prompt_of(50)], [SamplingParams(max_tokens=9, seed=1)])[0]
+        assert same(before, after)
+
+
+def test_running_out_of_memory_names_the_knobs_and_the_engine_goes_on() -> None:
+    """A real refusal by the allocator: the scores of one long prompt under an address-space limit would be flaky, so
+    the model is asked for logits in a vocabulary's worth of petabytes."""
+    model = model_of()
+    with engine_of(model) as engine:
+        whole, model.logits = model.logits, lambda hidden: torch.empty(1 << 50)  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match=r"Lower kv_gib \(now 0.01\), prefill_tokens .* or max_running"):
+            engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=4)])
+        model.logits = whole  # type: ignore[method-assign]
+        assert len(engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=4)])[0].ids) == 4
+
+
+def test_close_is_bounded_and_tells_those_who_wait() -> None:
+    with engine_of() as engine:
+
+        async def main() -> None:
+            task = asyncio.create_task(engine.generate(prompt_of(5), LONG))
+            await asyncio.sleep(0.02)
+            began = time.perf_counter()
+            engine.close()
+            assert time.perf_counter() - began < 5
+            with pytest.raises(EngineError, match="closed while this request was under way"):
+                await task
+
+        run(main())
+        with pytest.raises(EngineError, match="engine is closed"):
+            engine.generate_all([prompt_of(5)], [SamplingParams(max_tokens=3)])
+
+
+# -- what is computed once --------------------------------------------------------------------------------------------
+
+
+def test_a_group_computes_its_prompt_once_in_the_very_step_it_arrives() -> None:
+    for length in (16, 37, 100):
+        with engine_of() as engine:
+            asked = [SamplingParams(max_tokens=6, seed=seed) for seed in range(8)]
+            group = engine.generate_all([prompt_of(length)] * 8, asked)
+            seen = engine.stats().reduce()
+            assert seen["engine/cache_hit_rate"] == pytest.approx(7 / 8)
+            assert seen["engine/steps"] == 6
+            run(engine.swap((), 0))
+            for one, sampling in zip(group, asked, strict=True):
+                assert same(one, engine.generate_all([prompt_of(length)], [sampling])[0])
+                run(engine.swap((), 0))
+
+
+def test_the_next_turn_finds_the_earlier_ones() -> None:
+    with engine_of() as engine:
+        prompt = prompt_of(50)
+        first = engine.generate_all([prompt], [SamplingParams(max_tokens=30, seed=1)])[0]
+        engine.stats()
+        longer = np.concatenate([prompt, first.ids, prompt_of(5, 9)])
+        second = engine.generate_all([longer], [SamplingParams(max_tokens=5, seed=2)])[0]
+        assert engine.stats().reduce()["engine/cache_hit_rate"] == pytest.approx(64 / 85)
+        assert np.allclose(second.raw_logp, said_of(engine.model, longer, second), atol=2e-4)
+
+
+def test_the_figures_add_up_and_start_again() -> None:
+    with engine_of() as engine:
+        engine.generate_all([prompt_of(10)] * 3, [SamplingParams(max_tokens=4)] * 3)
+        told = engine.stats().reduce()
+        assert (told["engine/new_tokens"], told["engine/finished"], told["engine/prompt_tokens"]) == (12, 3, 30)
+        assert told["engine/running"] == told["engine/waiting"] == told["engine/preemptions"] == 0
+        assert 0 < told["engine/cache_used"] < 1 and told["engine/busy_seconds"] > 0
+        assert engine.stats().reduce()["engine/new_tokens"] == 0
