@@ -1,4 +1,4 @@
-"""The command line: `etude version`, `etude config show`, `etude demo algorithms`.
+"""The command line: `etude train`, `eval`, `generate`, `export`, `plot`, `demo`, `config show`, `version`.
 
 Nothing heavy is imported until a command needs it, so that `--help` answers at once. An error of ours is a sentence on
 standard error and exit code 2, what the system refuses one and 1; Ctrl-C ends with 130, a reader that went away with
@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from etude import __version__
-from etude.errors import EtudeError
+from etude.errors import ConfigError, EtudeError
 
 __all__ = ["main", "parser"]
 
 FAILED, REFUSED, INTERRUPTED, NOBODY_READS = 1, 2, 130, 141
+LANGUAGE = "language"
 
 ABOUT = """\
 Etude trains language models, and agents built on them, by reinforcement learning.
@@ -30,14 +31,9 @@ Again and again: collect, score, estimate, update, publish."""
 
 START = """\
 start here:
-  etude demo algorithms                       every loss on a problem that can be solved exactly, in seconds
-  etude config show                           every option of that run, with its meaning
-  etude version                               what is installed, and which devices were found
-
-then change one thing:
-  etude demo algorithms loss=gspo advantage=rloo
-  etude demo algorithms --multirun loss=ppo,cispo seed=0,1,2
-  etude config show loss=gspo                 what gspo's own options are
+  etude demo                                  a language model learns to reason about digits, in about two minutes
+  etude train grpo model.path=my-model data.train=[tasks.parquet] reward=gsm8k
+  etude config show                           every option of a run, with its meaning
 
 `etude COMMAND --help` tells more of each."""
 
@@ -50,7 +46,38 @@ options of the run are written key=value:
   directory='${oc.env:HOME}/runs'             a value from the environment
 """
 
-DEMO = f"""\
+TRAIN = f"""\
+{OVERRIDES}
+presets: grpo, dapo
+
+examples:
+  etude train grpo model.path=Qwen3-0.6B data.train=[gsm8k/train.parquet] data.val=[gsm8k/test.parquet] reward=gsm8k
+  etude train dapo --config mine.yaml         a preset, then a file over it, then the command line over both
+  etude train --resume runs/train-20260101-120000
+  etude train grpo … reward=function reward.path=my_reward.py:score
+  etude train grpo … --multirun seed=0,1,2    one run for each
+
+Ctrl-C finishes the step, saves, and says how to go on; pressed twice, it stops at once."""
+
+EVAL = """\
+examples:
+  etude eval runs/train-20260101-120000                       the run's own data.val, by its newest checkpoint
+  etude eval runs/train-20260101-120000 --best evaluate.samples=8 data.val=[other.parquet]
+  etude eval model.path=Qwen3-0.6B data.val=[gsm8k/test.parquet] reward=gsm8k"""
+
+GENERATE = """\
+examples:
+  etude generate runs/train-20260101-120000 "What is 2 + 2?"
+  etude generate Qwen3-0.6B "What is 2 + 2?" sampling.temperature=0 sampling.max_tokens=200
+  echo "What is 2 + 2?" | etude generate Qwen3-0.6B -n 4"""
+
+DEMO = """\
+examples:
+  etude demo                                  a language model from nothing to good, in about two minutes
+  etude demo seed=1 --json                    the outcome as one JSON object on the last line
+  etude demo algorithms --help                every loss on a problem that can be solved exactly"""
+
+ALGORITHMS = f"""\
 {OVERRIDES}
 examples:
   etude demo algorithms                       every loss in turn
@@ -64,52 +91,106 @@ examples:
 SHOW = f"""\
 {OVERRIDES}
 examples:
-  etude config show                           the defaults
+  etude config show                           the defaults of `etude train`
+  etude config show dapo                      a preset
   etude config show kl=reverse                what changes, and which options it brings
-  etude config show loss=gspo --yaml > mine.yaml
+  etude config show --demo loss=gspo          the options of `etude demo algorithms`
+  etude config show grpo loss=gspo --yaml > mine.yaml
   etude config show --config mine.yaml"""
 
 
-class _Overridable(argparse.ArgumentParser):
-    """A parser that leaves words without a dash to the run, wherever they stand, as its `overrides`."""
+class _Parser(argparse.ArgumentParser):
+    """A parser that can leave words without a dash to the run, wherever they stand, as its `overrides`."""
+
+    of_a_run = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, rest = super().parse_known_args(args, namespace)
+        if not self.of_a_run:
+            return known, rest
         known.overrides = [word for word in rest if not word.startswith("-")]
         return known, [word for word in rest if word.startswith("-")]
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    debug = argparse.ArgumentParser(add_help=False)
+    debug = _Parser(add_help=False)
     debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
     raw = argparse.RawDescriptionHelpFormatter
-    top = argparse.ArgumentParser(
-        "etude", description=ABOUT, epilog=START, formatter_class=raw, parents=[debug], allow_abbrev=False
-    )
+    top = _Parser("etude", description=ABOUT, epilog=START, formatter_class=raw, parents=[debug], allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"etude {__version__}")
-    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser)
+    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    _add_runs(commands, debug)
+
+    plot = commands.add_parser("plot", help="draw the curves of runs, here and as a PNG", parents=[debug])
+    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of runs, drawn over each other")
+    plot.add_argument("--metrics", default="", metavar="A,B", help="which metrics; by default the most telling ones")
+    plot.set_defaults(command=_plot)
+
+    config = commands.add_parser("config", help="look at the options of a run").add_subparsers(
+        metavar="COMMAND", required=True, parser_class=_Parser
+    )
+    show = _of_run(config, "show", "print every option of a run, with its value and its meaning", SHOW, debug)
+    show.add_argument("--yaml", action="store_true", help="print YAML that --config reads")
+    show.add_argument("--demo", action="store_true", help="the options of `etude demo algorithms` instead")
+    show.set_defaults(command=_config_show)
 
     about = commands.add_parser("version", help="what is installed, and which devices were found", parents=[debug])
     about.add_argument("--json", action="store_true", help="print one JSON object instead")
     about.set_defaults(command=_version)
+    return top
 
-    config = commands.add_parser("config", help="look at the options of a run").add_subparsers(
-        metavar="COMMAND", required=True, parser_class=_Overridable
-    )
-    show = _of_run(config, "show", "print every option of a run, with its value and its meaning", SHOW, debug)
-    show.add_argument("--yaml", action="store_true", help="print YAML that --config reads")
-    show.set_defaults(command=_config_show)
 
-    demo = commands.add_parser("demo", help="watch Etude learn something small").add_subparsers(
-        metavar="COMMAND", required=True, parser_class=_Overridable
+def _add_runs(commands: Any, debug: _Parser) -> None:
+    """The commands that train a model, or ask one."""
+    train = _of_run(commands, "train", "train a language model by reinforcement learning", TRAIN, debug, "[PRESET] ")
+    train.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
+    train.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
+    train.set_defaults(command=_train)
+
+    evaluate = _of_run(commands, "eval", "score a model, or a run's checkpoint, on tasks", EVAL, debug, "[RUN] ")
+    evaluate.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    evaluate.add_argument("--json", action="store_true", help="print the scores as JSON, on the last line")
+    evaluate.set_defaults(command=_eval)
+
+    generate = _of_run(
+        commands, "generate", "ask a model, or a run's checkpoint", GENERATE, debug, "RUN|MODEL [PROMPT] "
     )
+    generate.add_argument("-n", type=int, default=1, metavar="N", help="how many answers")
+    generate.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    generate.set_defaults(command=_generate)
+
+    export = commands.add_parser("export", help="write a run's model as a Hugging Face directory", parents=[debug])
+    export.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
+    export.add_argument("to", type=Path, metavar="DIRECTORY", help="where to write; it must not be there yet")
+    export.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    export.set_defaults(command=_export)
+
+    demo = commands.add_parser(
+        "demo",
+        help="watch Etude learn something small",
+        epilog=DEMO,
+        parents=[debug],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    demos = demo.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    told = "a language model from nothing to good (this is what `etude demo` alone does)"
+    language = _of_run(demos, LANGUAGE, told, DEMO, debug)
+    language.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
+    language.set_defaults(command=_demo_language)
     told = "train a table of logits by each loss, and draw the exact expected reward"
-    algorithms = _of_run(demo, "algorithms", told, DEMO, debug)
+    algorithms = _of_run(demos, "algorithms", told, ALGORITHMS, debug)
     algorithms.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
     algorithms.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
     algorithms.set_defaults(command=_demo_algorithms)
-    return top
+
+
+def _spelled_out(argv: Sequence[str]) -> list[str]:
+    """`etude demo` alone is `etude demo language`."""
+    words = list(argv)
+    if words[:1] == ["demo"] and words[1:2] not in (["algorithms"], [LANGUAGE], ["-h"], ["--help"]):
+        words.insert(1, LANGUAGE)
+    return words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = False
     try:
         try:
-            arguments = parser().parse_args(argv)
+            arguments = parser().parse_args(_spelled_out(sys.argv[1:] if argv is None else argv))
         except SystemExit:  # the help was asked for, or the words are wrong
             _flush()
             raise
@@ -168,19 +249,20 @@ def _complain(sentence: str) -> None:
 
 
 def _of_run(
-    commands: Any, name: str, told: str, epilog: str, debug: argparse.ArgumentParser
+    commands: Any, name: str, told: str, epilog: str, debug: _Parser, words: str = ""
 ) -> argparse.ArgumentParser:
     """A command that takes the options of a run."""
-    command: argparse.ArgumentParser = commands.add_parser(
+    command: _Parser = commands.add_parser(
         name,
         help=told,
         description=told[0].upper() + told[1:] + ".",
-        usage=f"{commands._prog_prefix} {name} [key=value …] [--config FILE] [options]",
+        usage=f"{commands._prog_prefix} {name} {words}[key=value …] [--config FILE] [options]",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[debug],
         allow_abbrev=False,
     )
+    command.of_a_run = True
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML that the options start from")
     return command
 
@@ -194,17 +276,82 @@ def _version(arguments: argparse.Namespace) -> None:
         print("\n".join(versions.lines(__version__)))
 
 
+def _composed(arguments: argparse.Namespace) -> Any:
+    """The run that a command line asks for: a preset if its first word names one, a file, and the options."""
+    from etude.config.compose import compose
+    from etude.recipes.presets import split
+    from etude.recipes.run import Run
+
+    preset, overrides = split(arguments.overrides)
+    return compose(Run, overrides, file=arguments.config, preset=preset)
+
+
 def _config_show(arguments: argparse.Namespace) -> None:
     from etude.config.compose import compose
     from etude.config.show import rendered, to_yaml
     from etude.demo.algorithms import DemoRun
     from etude.observe import make_console
 
-    run = compose(DemoRun, arguments.overrides, file=arguments.config)
+    run = compose(DemoRun, arguments.overrides, file=arguments.config) if arguments.demo else _composed(arguments)
     if arguments.yaml:
         print(to_yaml(run), end="")
     else:
         make_console().print(rendered(run), soft_wrap=True, end="")
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from etude.recipes.folder import read_run
+    from etude.recipes.loop import train
+    from etude.recipes.presets import split
+    from etude.recipes.sweep import sweep
+
+    if arguments.resume is not None:
+        if arguments.config is not None or arguments.multirun:
+            raise ConfigError(
+                "--resume goes on with one run as it was started, and takes neither --config nor --multirun. Write "
+                "what may change as key=value."
+            )
+        train(read_run(arguments.resume, arguments.overrides))
+    elif arguments.multirun:
+        preset, overrides = split(arguments.overrides)
+        sweep(overrides, arguments.config, preset)
+    else:
+        train(_composed(arguments))
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    from etude.recipes.ask import evaluate
+
+    told = evaluate(arguments.overrides, arguments.config, best=arguments.best)
+    if arguments.json:
+        print(json.dumps(told))
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from etude.recipes.ask import generate
+
+    told = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin
+    generate(arguments.overrides, arguments.config, answers=arguments.n, best=arguments.best, typed=told)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from etude.recipes.ask import export_run
+
+    export_run(arguments.run, arguments.to, best=arguments.best)
+
+
+def _plot(arguments: argparse.Namespace) -> None:
+    from etude.tools.plot import plot
+
+    plot(arguments.runs, [name for name in arguments.metrics.split(",") if name])
+
+
+def _demo_language(arguments: argparse.Namespace) -> None:
+    from etude.demo.language import demonstrate
+
+    told = demonstrate(arguments.overrides, arguments.config)
+    if arguments.json:
+        print(json.dumps(told))
 
 
 def _demo_algorithms(arguments: argparse.Namespace) -> None:

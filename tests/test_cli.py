@@ -20,6 +20,8 @@ from etude.cli import main, parser
 from etude.config.compose import compose
 from etude.demo.algorithms import DemoRun
 from etude.demo.demonstrate import NEXT
+from etude.recipes.presets import split
+from etude.recipes.run import Run
 
 ETUDE = [sys.executable, "-c", "import sys; from etude.cli import main; sys.exit(main())"]
 SHORT = ["demo", "algorithms", "steps=2", "groups=2", "group_size=4", "updates=2"]
@@ -51,7 +53,11 @@ def in_shell(command: str, environment: str = "") -> subprocess.CompletedProcess
 # -- what it shows ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [[], ["version"], ["config"], ["config", "show"], ["demo"], ["demo", "algorithms"]])
+COMMANDS = [[name] for name in ("train", "eval", "generate", "export", "plot", "version", "config", "demo")]
+SWEPT = {"--multirun", "generate"}  # several runs, or words that are no options
+
+
+@pytest.mark.parametrize("command", [[], *COMMANDS, ["config", "show"], ["demo", "language"], ["demo", "algorithms"]])
 def test_help_is_there_for_every_command(command: list[str], capsys: Captured) -> None:
     with pytest.raises(SystemExit) as end:
         main([*command, "--help"])
@@ -59,17 +65,23 @@ def test_help_is_there_for_every_command(command: list[str], capsys: Captured) -
     assert "usage: etude" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [[], ["config", "show"], ["demo", "algorithms"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [[], ["train"], ["eval"], ["generate"], ["config", "show"], ["demo"], ["demo", "algorithms"]],
+    ids=" ".join,
+)
 def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured) -> None:
     with pytest.raises(SystemExit):
         main([*command, "--help"])
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  etude ")]
-    assert len(lines) >= 4
+    shown = capsys.readouterr().out.partition("start here:" if not command else "examples:")[2]
+    lines = [line.strip() for line in shown.splitlines() if line.startswith("  etude ") and "…" not in line]
+    assert len(lines) >= 3
     for line in lines:
-        words = line.strip().partition(" > ")[0].partition("   ")[0].split()
-        asked = parser().parse_args(words[1:])
-        if "overrides" in asked and asked.config is None and "--multirun" not in words:
-            compose(DemoRun, asked.overrides)
+        words = shlex.split(line.partition(" > ")[0].partition("   ")[0])[1:]
+        asked = parser().parse_args([*words, "language"] if words == ["demo"] else words)
+        if "overrides" in asked and asked.config is None and not SWEPT & set(words) and words[0] != "eval":
+            preset, overrides = split(asked.overrides)
+            compose(DemoRun if "algorithms" in words or "--demo" in words else Run, overrides, preset=preset)
 
 
 def test_help_is_quick() -> None:
@@ -102,6 +114,24 @@ def test_the_options_are_shown_with_their_meaning(capsys: Captured) -> None:
     shown = capsys.readouterr().out
     assert "loss: gspo" in shown and "steps: 7" in shown
     assert "how often rollouts are collected and trained on" in shown
+
+
+def test_the_options_of_a_run_and_of_the_demonstration_are_shown_apart(capsys: Captured) -> None:
+    assert main(["config", "show"]) == 0
+    run = capsys.readouterr().out
+    assert main(["config", "show", "--demo", "noise=0.5"]) == 0
+    demo = capsys.readouterr().out
+    assert "model:" in run and "noise" not in run and "noise: 0.5" in demo and "model:" not in demo
+    assert main(["config", "show", "dapo", "collect.tasks=7"]) == 0
+    shown = capsys.readouterr().out
+    assert "refill: 10" in shown and "tasks: 7" in shown
+
+
+def test_demo_alone_is_the_language_model(capsys: Captured) -> None:
+    for words in (["demo"], ["demo", "language"]):
+        told = refused(capsys, *words, "train.learning_rat=0.1")
+        assert "train.learning_rat is not an option" in told and "train.learning_rate" in told
+    assert "Did you mean learning_rate" in refused(capsys, "demo", "algorithms", "learning_rat=0.1")
 
 
 def test_the_yaml_that_is_shown_can_be_read_again(tmp_path: Path, capsys: Captured) -> None:
@@ -139,7 +169,8 @@ def test_a_wrong_type_is_told_with_the_meaning(capsys: Captured) -> None:
 
 
 def test_a_value_out_of_range_is_told(capsys: Captured) -> None:
-    assert "group_size must be at least 1" in refused(capsys, "config", "show", "group_size=0")
+    assert "collect.group_size must be at least 1" in refused(capsys, "config", "show", "collect.group_size=0")
+    assert "Did you mean collect.group_size?" in refused(capsys, "config", "show", "group_size=0")
 
 
 def test_options_that_exclude_each_other_are_told(capsys: Captured) -> None:
@@ -188,7 +219,7 @@ def test_what_shows_only_in_training_is_refused_like_the_rest(tmp_path: Path, ca
 
 
 def test_debug_shows_the_traceback() -> None:
-    done = subprocess.run([*ETUDE, "config", "show", "steps=many", "--debug"], capture_output=True, text=True)
+    done = subprocess.run([*ETUDE, "config", "show", "--demo", "steps=many", "--debug"], capture_output=True, text=True)
     assert done.returncode != 0 and "Traceback" in done.stderr and "steps expects a whole number" in done.stderr
 
 
@@ -314,13 +345,13 @@ def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_what_is_closed_is_not_written_to(closed: str) -> None:
-    for command, code in (("version", 0), ("config show", 0), ("--help", 0), ("config show steps=many", 2)):
+    for command, code in (("--help", 0), ("config show --demo", 0), ("config show --demo steps=many", 2)):
         done = in_shell(f"{command} {closed}")
         assert done.returncode == code and b"Traceback" not in done.stderr, (command, done.stderr)
         assert b"etude: " not in done.stdout
 
 
-@pytest.mark.parametrize("command", ["version", "version --json", "config show", "config show --yaml"])
+@pytest.mark.parametrize("command", ["version", "config show --demo --yaml"])
 def test_a_full_disk_is_told_in_a_sentence(command: str) -> None:
     done = in_shell(f"{command} >/dev/full")
     assert done.returncode == 1
@@ -330,7 +361,7 @@ def test_a_full_disk_is_told_in_a_sentence(command: str) -> None:
 
 
 @pytest.mark.parametrize("locale", ["PYTHONIOENCODING=ascii", "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"])
-@pytest.mark.parametrize("command", ["--help", "demo algorithms --help", "config show", "config show --yaml"])
+@pytest.mark.parametrize("command", ["--help", "train --help", "config show --demo"])
 def test_a_terminal_that_knows_only_ascii_is_no_error(command: str, locale: str) -> None:
     done = in_shell(command, locale)
     assert done.returncode == 0 and done.stderr == b""
@@ -344,7 +375,7 @@ def test_the_package_is_the_command_too() -> None:
 
 def test_a_reader_that_leaves_is_no_error_of_ours() -> None:
     running = subprocess.Popen(
-        [*ETUDE, "config", "show", "--yaml"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*ETUDE, "config", "show", "--demo", "--yaml"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert running.stdout is not None and running.stderr is not None
     running.stdout.close()

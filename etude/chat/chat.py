@@ -123,7 +123,7 @@ class ChatConfig(Config):
         description="what the model sees of its earlier answers; served: all it wrote; template: what that keeps",
     )
     template: Path | None = Field(None, description="a jinja file to use in place of the model's own chat template")
-    variables: dict[str, Any] = Field(
+    variables: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description="what the template is told besides, such as enable_thinking: false"
     )
 

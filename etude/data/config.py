@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from etude.config import Choice, Config
 from etude.data.dataset import Columns, Overlong
@@ -24,6 +24,12 @@ class Data(Config):
     max_prompt: int = Field(1024, ge=1, description="longest prompt in tokens, the chat template's own among them")
     overlong: Overlong = Field("filter", description="longer prompts: leave out, cut at the beginning, or stop")
     sampler: Annotated[Sampler, Choice(SAMPLERS)] = Field(Shuffled(), description="in which order rows are asked")
+
+    @field_validator("train", "val", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, files: Any) -> Any:
+        """One file may stand without brackets."""
+        return (files,) if isinstance(files, str) else files
 
     def cut(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """A prompt's ids as they are asked: where `overlong` is `truncate`, at most the last `max_prompt` of them."""

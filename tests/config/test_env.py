@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from etude.config import env
 
 
 def test_it_offers_only_what_is_used() -> None:
-    assert env.__all__ == ["required_components"]
+    assert env.__all__ == ["cache_directory", "required_components"]
 
 
 def test_required_components(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,3 +18,13 @@ def test_required_components(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.required_components() == {"ray", "postgres"}
     monkeypatch.delenv("ETUDE_REQUIRE")
     assert env.required_components() == frozenset()
+
+
+def test_what_can_be_made_again_is_kept_where_the_user_keeps_such_things(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere/else")
+    assert env.cache_directory() == Path("/somewhere/else/etude")
+    for useless in ("", "not/absolute"):
+        monkeypatch.setenv("XDG_CACHE_HOME", useless)
+        assert env.cache_directory() == Path.home() / ".cache" / "etude"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert env.cache_directory() == Path.home() / ".cache" / "etude"

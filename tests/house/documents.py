@@ -76,7 +76,7 @@ def commands(page: Path) -> list[list[str]]:
     found = []
     for line in lines:
         if command := re.match(r"(?:\$ )?(?:\.venv/bin/)?((?:etude|make) +\S.*)", line.strip()):
-            plain = re.split(r"\s(?:\[|<|…|\.\.\.)|\s#|\s[|&;]", command[1])[0]
+            plain = re.split(r"\s(?:\[|<|…|\.\.\.)|\s#|\s[|&;>]", command[1])[0]
             found.append(shlex.split(plain))
     return found
 

@@ -60,7 +60,7 @@ ROOMS: dict[str, Room] = {
     # floor 4: doors; the two front doors open onto the others
     "trainer": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "easy": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
-    "demo": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
+    "demo": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "tools"),
     "tools": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "dashboard": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "cli": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "__init__"),
@@ -85,6 +85,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "train",
         "rollout/torch_engine.py",
         "rollout/kv.py",
+        "rollout/sampling.py",
         "sync",
         "recipes",
         "envs",

@@ -4,29 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from pydantic import BaseModel, Field
 
 from etude.config.show import all_paths, free_form, leaves, undocumented
 from etude.demo.algorithms import DemoRun
+from etude.recipes.run import Run
 
 MAX_OPTIONS = 150
 MAX_PATHS = 300
 
 
-def test_a_composed_run_has_few_options() -> None:
-    assert 0 < len(leaves(DemoRun)) <= MAX_OPTIONS
+ROOTS = pytest.mark.parametrize("root", [Run, DemoRun])
 
 
-def test_all_choices_together_have_few_fields() -> None:
-    assert len(leaves(DemoRun)) < len(all_paths(DemoRun)) <= MAX_PATHS
+@ROOTS
+def test_a_composed_run_has_few_options(root: type[BaseModel]) -> None:
+    assert 0 < len(leaves(root)) <= MAX_OPTIONS
 
 
-def test_no_field_is_free_form() -> None:
-    assert not free_form(DemoRun)
+@ROOTS
+def test_all_choices_together_have_few_fields(root: type[BaseModel]) -> None:
+    assert len(leaves(root)) < len(all_paths(root)) <= MAX_PATHS
 
 
-def test_every_field_says_what_it_means() -> None:
-    assert not undocumented(DemoRun)
+@ROOTS
+def test_no_field_is_free_form(root: type[BaseModel]) -> None:
+    assert not free_form(root)
+
+
+@ROOTS
+def test_every_field_says_what_it_means(root: type[BaseModel]) -> None:
+    assert not undocumented(root)
 
 
 class Loose(BaseModel):

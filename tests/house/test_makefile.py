@@ -37,7 +37,7 @@ def test_a_python_that_is_not_there_is_told(clone: Path) -> None:
 
 
 def test_an_environment_that_is_ready_is_used(clone: Path) -> None:
-    assert make(clone, "-n", "PYTHON=python3", "demo").stdout.strip() == ".venv/bin/python -m etude demo algorithms"
+    assert make(clone, "-n", "PYTHON=python3", "demo").stdout.strip() == ".venv/bin/python -m etude demo"
 
 
 def test_a_moved_clone_and_another_python_make_it_again(clone: Path) -> None:

@@ -1,7 +1,8 @@
-"""The examples run, and the commands shown are commands that exist."""
+"""The examples run, the commands shown are commands that exist, and what is quoted is what is said."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -9,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli import parser
+from etude.cli import _spelled_out, parser
+from etude.config.compose import compose
+from etude.demo.algorithms import DemoRun
+from etude.errors import EtudeError
+from etude.recipes.presets import PRESETS
+from etude.recipes.run import Run
 from tests.house.documents import ROOT, blocks, commands, documents
 
 EXAMPLES = [(page.name, example) for page in documents() for example in blocks(page.read_text(), "python")]
@@ -37,18 +43,54 @@ def test_a_command_that_is_shown_exists(page: str, words: tuple[str, ...]) -> No
         assert understood(list(words[1:])), f"{page} shows {' '.join(words)}"
 
 
-def understood(arguments: list[str]) -> bool:
-    """Whether the command line takes these; `--help` and its like end the parse well."""
+def understood(words: list[str]) -> bool:
+    """Whether the command line takes these, `--help` and its like too, and knows the options they set."""
     try:
-        parser().parse_args(arguments)
+        asked = parser().parse_args(_spelled_out(words))
     except SystemExit as end:
         return not end.code
+    names = [word for word in vars(asked).get("overrides", ()) if "=" not in word]
+    options = [word for word in vars(asked).get("overrides", ()) if "=" in word]
+    presets = names if words[0] in ("train", "config") else []
+    if not set(presets) <= set(PRESETS):
+        return False
+    if vars(asked).get("config") is not None or vars(asked).get("multirun"):
+        return True
+    root = DemoRun if "algorithms" in words or "--demo" in words else Run
+    try:
+        compose(root, options, preset=PRESETS[presets[0]] if presets else None)
+    except EtudeError:
+        return False
     return True
 
 
+def sentences(package: Path) -> list[str]:
+    """Every text that stands in the code, with an ellipsis where it has a value."""
+    found = []
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_what_the_documents_quote_is_what_the_system_says() -> None:
+    quoted = {
+        quote for page in documents() for quote in re.findall(r"^\| “([^”]+)” \|", page.read_text(), re.MULTILINE)
+    }
+    assert len(quoted) > 5
+    said = sentences(ROOT / "etude")
+    assert not [quote for quote in quoted if not any(quote in sentence for sentence in said)]
+
+
 def test_a_command_that_does_not_exist_is_told() -> None:
-    assert understood(["--help"])
+    assert understood(["--help"]) and understood(["demo"])
+    assert understood(["train", "grpo", "reward=gsm8k", "steps=3"])
     assert not understood(["no-such-command"])
+    assert not understood(["train", "no-such-preset"])
+    assert not understood(["train", "grpo", "stepps=3"])
 
 
 def test_commands_are_found_where_they_stand(tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""A language model from nothing: its alphabet, its first weights, and what it picks up from an unreliable teacher.
+
+The warm-up is ordinary supervised training by the same learner that reinforcement learning uses afterwards. It ends
+after a number of steps that was fixed beforehand; nobody looks at held-out problems meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from etude.algorithms import Denominators, LossValue, Outputs, View
+from etude.algorithms.losses.supervised import SFT
+from etude.batch import Batch
+from etude.chat import Tokenizer
+from etude.data.collate import collate
+from etude.demo.digits import ALPHABET, problems, prompt_of, taught
+from etude.models import Model, create, save, tiny
+from etude.records import Rollout, Sample
+from etude.train import Learner, Train
+from etude.train.optim import PRECISIONS
+
+__all__ = ["Imitate", "make_tokenizer", "new_model", "warm_up"]
+
+PAD, END = "<pad>", "<end>"
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, CONTEXT = 2, 96, 4, 2, 24, 256, 32
+STEPS, BATCH = 300, 128
+TRAINING = Train(
+    precision="fp32", learning_rate=3e-3, schedule="cosine", warmup=30, weight_decay=0.01, betas=(0.9, 0.95)
+)
+
+
+class Imitate:
+    """What the warm-up minimises: the surprise at what the teacher wrote."""
+
+    split_unit: Literal["rollout", "group"] = "rollout"
+    _loss = SFT()
+
+    def needs(self) -> frozenset[str]:
+        """The batch columns it reads."""
+        return self._loss.needs()
+
+    def outputs(self) -> frozenset[str]:
+        """What the forward pass must compute."""
+        return self._loss.outputs()
+
+    def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
+        """This micro-batch's share."""
+        return self._loss(View(batch, outputs), whole)
+
+
+def make_tokenizer(directory: Path) -> Tokenizer:
+    """A tokenizer with a token for each character, written as Hugging Face lays it out."""
+    directory.mkdir(parents=True, exist_ok=True)
+    words = {token: i for i, token in enumerate([PAD, END, *ALPHABET])}
+    made = tokenizers.Tokenizer(models.WordLevel(words, unk_token=PAD))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens([PAD, END])
+    made.save(str(directory / "tokenizer.json"))
+    told = {"pad_token": PAD, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(told, indent=2))
+    return Tokenizer.load(directory)
+
+
+def new_model(tokenizer: Tokenizer, seed: int) -> Model:
+    """A small transformer with random weights."""
+    config = tiny(
+        tokenizer.size,
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        intermediate=INTERMEDIATE,
+        context=CONTEXT,
+    )
+    return create(config, seed=seed, dtype=PRECISIONS[TRAINING.precision])
+
+
+def warm_up(directory: Path, seed: int, advance: Callable[[], None]) -> Model:
+    """Make a model, let it imitate the teacher for `STEPS` steps, and write it; `advance` is called after each."""
+    tokenizer = make_tokenizer(directory)
+    model = new_model(tokenizer, seed)
+    learner = Learner(model, TRAINING, steps=STEPS)
+    shown = demonstrations(tokenizer, seed)
+    for _ in range(STEPS):
+        learner.update(next(shown), Imitate())
+        advance()
+    save(model, directory)
+    return model
+
+
+def demonstrations(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
+    """Batches of what the teacher writes down, each problem a new one."""
+    chance, source = random.Random(seed), problems(seed, held_out=False)
+    while True:
+        rows = []
+        for place in range(BATCH):
+            problem = next(source)
+            prompt = tokenizer.encode(prompt_of(problem))
+            answer = tokenizer.encode(taught(problem, chance))
+            ids = np.concatenate([prompt, answer, np.array([tokenizer.eos_ids[0]], np.int32)])
+            action = np.arange(len(ids)) >= len(prompt)
+            zeros = np.zeros(len(ids), np.int32)
+            rows.append(Sample(ids, action, zeros.astype(np.float32), zeros, zeros, place))
+        yield collate(rows, [Rollout(place, place, place, 0.0) for place in range(BATCH)])

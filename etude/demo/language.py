@@ -1,0 +1,164 @@
+"""The demonstration: a language model from nothing outgrows an unreliable teacher by reinforcement learning.
+
+Everything after the warm-up is the trainer that `etude train` runs, and leaves a run directory like any other: it can
+be resumed, scored, asked, plotted and exported.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from etude.config.compose import compose
+from etude.demo import digits
+from etude.demo.beginner import STEPS, warm_up
+from etude.observe import make_console, progress
+from etude.recipes.build import build
+from etude.recipes.evaluate import Answer
+from etude.recipes.folder import new_directory, read_metrics
+from etude.recipes.loop import practise
+from etude.recipes.parts import Parts
+from etude.recipes.run import Run
+from etude.tools.plot import plot
+
+__all__ = ["PRESET", "Scores", "demonstrate"]
+
+PRESET = Path(__file__).with_name("language.yaml")
+TASKS, HELD_OUT, SHOWN = 20_000, 500, 5
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How good a model is on problems it was never trained on."""
+
+    sampled: float
+    """The share of right answers at temperature 1: the accuracy of the policy as it samples."""
+    greedy: float
+    """The same when the likeliest token is always taken."""
+    answers: Sequence[Answer]
+
+
+def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str, Any]:
+    """Make a world, warm a model up in it, improve it, show how; returns the outcome."""
+    asked = compose(Run, overrides, file=file, preset=PRESET)
+    directory = asked.directory or new_directory(Path("runs"), "demo")
+    console = make_console(asked.observe.console)
+    began = time.perf_counter()
+    _introduce(console)
+    world = _make_world(directory / "world", asked.seed)
+    torch.set_num_threads(asked.threads or torch.get_num_threads())
+    with progress("warming up: imitating the teacher", STEPS, console) as bar:
+        warm_up(world / "model", asked.seed, bar.advance)
+    warmed = time.perf_counter() - began
+    run = compose(Run, [*overrides, *_places(world, directory)], file=file, preset=PRESET)
+    with build(run) as parts:
+        parts.publish(parts.checkpoint.step)
+        before = _scored(parts, console)
+        console.print(Text(f"\nWarmed up in {warmed:.0f} s. Now {run.steps} steps of GRPO.\n"))
+        practise(parts)
+        after = _scored(parts, console)
+    seconds = time.perf_counter() - began
+    _compare(console, before, after)
+    plot([directory], ["reward"], console)
+    _conclude(console, directory, seconds)
+    steps = read_metrics(directory)
+    return {
+        "accuracy_before": before.sampled,
+        "accuracy_after": after.sampled,
+        "greedy_before": before.greedy,
+        "greedy_after": after.greedy,
+        "seconds": seconds,
+        "sft_seconds": warmed,
+        "rl_steps": len(steps),
+        "tokens_per_second": _rate(steps),
+        "run_dir": str(directory),
+    }
+
+
+def _make_world(directory: Path, seed: int) -> Path:
+    """The tasks: what is trained on, and what is only ever scored on."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, count, held_out in (("train", TASKS, False), ("held_out", HELD_OUT, True)):
+        lines = (json.dumps(row) for row in digits.rows(seed, count, held_out=held_out))
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def _places(world: Path, directory: Path) -> list[str]:
+    return [
+        f"model.path='{world / 'model'}'",
+        f"data.train=['{world / 'train.jsonl'}']",
+        f"data.val=['{world / 'held_out.jsonl'}']",
+        f"directory='{directory}'",
+    ]
+
+
+def _scored(parts: Parts, console: Console) -> Scores:
+    """The policy's accuracy on held-out problems, sampled and greedy."""
+    evaluator = parts.evaluate.evaluator
+    assert evaluator is not None
+    with progress("scoring on held-out problems", None, console):
+        sampled = evaluator.answers()
+        greedy = evaluator.with_sampling(temperature=0.0).answers()
+    return Scores(_accuracy(sampled), _accuracy(greedy), sampled)
+
+
+def _accuracy(answers: Sequence[Answer]) -> float:
+    return sum(answer.reward for answer in answers) / len(answers)
+
+
+def _rate(steps: Sequence[Mapping[str, float]]) -> float:
+    """Tokens trained on for each second of the reinforcement learning."""
+    return sum(step["tokens"] for step in steps) / sum(step["time/step"] for step in steps)
+
+
+# -- what a person sees -----------------------------------------------------------------------------------------------
+
+
+def _introduce(console: Console) -> None:
+    asked, wanted = digits.prompt_of("582134"), digits.answer_to("582134")
+    for line in (
+        f"The task: put {digits.DIGITS} digits in order. `{asked}` wants `{wanted}`.",
+        f"First a model with random weights imitates a teacher who sorts the wrong way round "
+        f"{1 - digits.TEACHER_RIGHT:.0%} of the time.",
+        "Then it improves by GRPO: it samples answers, and those that are right earn 1. Nothing is downloaded.",
+    ):
+        console.print(Text(line), soft_wrap=True)
+    console.print()
+
+
+def _compare(console: Console, before: Scores, after: Scores) -> None:
+    table = Table("problem", "right answer", "before", "after", title="Held-out problems, one sampled answer each")
+    for old, new in list(zip(before.answers, after.answers, strict=True))[:SHOWN]:
+        problem = str(new.prompt).removeprefix("sort ").removesuffix(":")
+        cells = [Text(each.text, "green" if each.reward else "red") for each in (old, new)]
+        table.add_row(problem, digits.answer_to(problem), *cells)
+    console.print()
+    console.print(table)
+    for name, old_score, new_score in (
+        ("sampled at temperature 1", before.sampled, after.sampled),
+        ("greedy", before.greedy, after.greedy),
+    ):
+        told = Text.assemble(f"held-out accuracy, {name:<25}", f"{old_score:6.1%}  →  ", (f"{new_score:.1%}", "bold"))
+        console.print(told, soft_wrap=True)
+
+
+def _conclude(console: Console, directory: Path, seconds: float) -> None:
+    console.print(Text(f"\n{seconds:.0f} seconds in all. The run lies in {directory}. Try next:"), soft_wrap=True)
+    for command, why in (
+        (f'etude generate {directory} "sort 582134:" -n 4', "ask the model"),
+        (f"etude eval {directory} evaluate.samples=4", "score it with several answers a problem"),
+        (f"etude train --resume {directory} steps=120", "go on for sixty more steps"),
+        (f"etude export {directory} my-model", "write a Hugging Face directory"),
+        ("etude demo seed=1 loss=gspo", "the same from another seed, with another loss"),
+    ):
+        console.print(Text.assemble(f"  {command}", (f"   # {why}", "dim")), soft_wrap=True)

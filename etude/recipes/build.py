@@ -1,0 +1,186 @@
+"""From a run's options to the parts of its loop: the only place that knows which concrete part stands where.
+
+What is heavy is imported when a run is built, so that whoever can start one need not load it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.chat import Chat, Tokenizer
+from etude.config.secrets import mask, mask_text
+from etude.config.tree import to_tree
+from etude.data import Dataset
+from etude.dispatch import LocalCrew
+from etude.errors import ConfigError
+from etude.observe import RunInfo, configure, get_log, open_run_log
+from etude.protocols import Generate, Ids
+from etude.recipes.evaluate import Evaluator
+from etude.recipes.interrupt import Interrupt
+from etude.recipes.sources import EngineSource, PromptIds
+from etude.records import Task
+from etude.rewards import Judge
+from etude.store import open_store
+
+if TYPE_CHECKING:
+    from etude.models import Model
+    from etude.recipes.parts import Parts
+    from etude.recipes.run import Run
+    from etude.recipes.saving import Saver
+    from etude.recipes.workers import PolicyWorker
+
+__all__ = ["build", "evaluator_of", "policy", "prompts", "tasks"]
+
+
+@contextmanager
+def build(run: Run) -> Iterator[Parts]:
+    """Every part of the run, checked against each other, open; and closed again in the end.
+
+    Nothing is written of a run that cannot begin. One that somebody asked to stop ends in a `KeyboardInterrupt`.
+    """
+    import torch
+
+    from etude.checkpoint import Checkpoints
+    from etude.recipes import checks, folder
+    from etude.recipes.meter import Meter
+    from etude.recipes.parts import Learners, Parts, Scoring
+    from etude.recipes.saving import Saver
+    from etude.rollout import TorchEngine
+    from etude.sync import LocalCarrier
+
+    configure(run.observe.level, mask=mask_text)
+    checks.before(run)
+    if run.threads is not None:
+        torch.set_num_threads(run.threads)
+    directory = run.directory or folder.new_directory(Path("runs"), "train")
+    with ExitStack() as stack:
+        stack.enter_context(folder.occupy(directory))
+        folder.compare(directory, run)
+        model, chat = policy(run)
+        checks.context(run, model)
+        train, overlong = tasks(run, chat, "data.train", run.data.train)
+        judge = stack.enter_context(Judge(run.reward, run.judging))
+        engine = stack.enter_context(closing(TorchEngine(model, chat.tokenizer, run.rollout)))
+        evaluator = evaluator_of(run, chat, engine, judge)
+        crew = stack.enter_context(closing(LocalCrew(_worker(run, model))))
+        store = stack.enter_context(closing(open_store(directory / "journal.sqlite")))
+        source = EngineSource(
+            run.collect,
+            run.sampling,
+            seed=run.seed,
+            dataset=train,
+            order=run.data.sampler.start(len(train), run.seed, train.sources),
+            prompt_ids=prompts(run, chat),
+            engine=engine,
+            judge=judge,
+            store=store,
+        )
+        stack.enter_context(closing(source))
+        scoring = Scoring(evaluator, directory, run.steps, store)
+        interrupt = stack.enter_context(Interrupt(get_log("recipes").warning))
+        kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
+        saver = Saver(run.checkpoint, kept, crew, source, store, run.steps, interrupt, scoring.best)
+        saver.resume()
+        folder.settle(directory, run)
+        info = RunInfo(directory.name, directory, run.steps, mask(to_tree(run)))
+        log = stack.enter_context(open_run_log(run.observe, info, _headline(run)))
+        _introduce(model, len(train), saver)
+        learners = Learners(crew, checks.from_the_model(run))
+        carrier, meter = LocalCarrier(engine), Meter(model.device)
+        yield Parts(directory, log, source, learners, scoring, saver, engine, carrier, store, meter, overlong)
+        if interrupt.asked and saver.step < run.steps:
+            again = f"etude train --resume {shlex.quote(str(directory))}"
+            get_log("recipes").warning("Stopped after step %d of %d. Go on with: %s", saver.step, run.steps, again)
+            raise KeyboardInterrupt
+
+
+def policy(run: Run) -> tuple[Model, Chat]:
+    """The model of a run, and how it is spoken to."""
+    from etude.models import load
+    from etude.train.optim import PRECISIONS
+
+    if run.model.path is None:
+        raise ConfigError("A run needs a model: give a Hugging Face model directory with `model.path=…`.")
+    if not run.model.path.is_dir():
+        raise ConfigError(
+            f"`model.path={run.model.path}` is no directory (seen from {Path.cwd()}). Give one that holds a model's "
+            f"config.json, weights and tokenizer; nothing is downloaded."
+        )
+    tokenizer = Tokenizer.load(run.model.tokenizer or run.model.path)
+    model = load(run.model.path, dtype=PRECISIONS[run.train.precision])
+    if tokenizer.size > model.vocabulary:
+        raise ConfigError(
+            f"The tokenizer in {tokenizer.directory} has {tokenizer.size} tokens, and the model in {run.model.path} "
+            f"knows {model.vocabulary}: they belong to different models. Set `model.tokenizer`."
+        )
+    return model, run.chat.chat(tokenizer)
+
+
+def prompts(run: Run, chat: Chat) -> PromptIds:
+    """How a task's prompt becomes ids."""
+
+    def ids(task: Task) -> Ids:
+        asked: Any = task.fields["prompt"]
+        return run.data.cut(chat.prompt_ids(asked))
+
+    return ids
+
+
+def tasks(run: Run, chat: Chat, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
+    """The tasks of some files, without those whose prompts are too long, if that is wanted; and how many those are."""
+    whole = Dataset.load(files, run.data.columns)
+    fitting, counts = whole.fitting(chat.prompt_ids, run.data.max_prompt, run.data.overlong)
+    over = int(counts.reduce()["overlong_prompts"])
+    if over:
+        done = "left out" if run.data.overlong == "filter" else "cut at the beginning"
+        get_log("recipes").warning(
+            f"{over} of {len(whole)} prompts in {name} are longer than `data.max_prompt={run.data.max_prompt}`: {done}."
+        )
+    return fitting, over
+
+
+def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge) -> Evaluator | None:
+    """Whoever scores the policy on `data.val`, if there are such tasks."""
+    if not run.data.val:
+        return None
+    dataset, _ = tasks(run, chat, "data.val", run.data.val)
+    return Evaluator(
+        run.evaluate,
+        seed=run.seed,
+        dataset=dataset,
+        prompt_ids=prompts(run, chat),
+        engine=engine,
+        judge=judge,
+        timeout=run.collect.timeout,
+    )
+
+
+def _worker(run: Run, model: Model) -> PolicyWorker:
+    from etude.recipes.workers import PolicyWorker
+    from etude.train import Learner, matmul_rate
+
+    size, seconds = (8192, 0.2) if model.device.type == "cuda" else (512, 0.05)
+    peak = matmul_rate(model.dtype, model.device, size, seconds)
+    learner = Learner(
+        model, run.train, temperature=run.sampling.temperature, steps=run.steps * run.updates * run.epochs, peak=peak
+    )
+    return PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs)
+
+
+def _headline(run: Run) -> list[str]:
+    """What the line of a step shows; all the rest is in metrics.jsonl."""
+    scored = f"eval/mean@{run.evaluate.samples}"
+    return ["reward", scored, "loss", "answer_length", "policy_kl", "sampled_tokens_per_second"]
+
+
+def _introduce(model: Model, count: int, saver: Saver) -> None:
+    log = get_log("recipes")
+    log.info("A model of %s parameters, %d tasks.", f"{sum(p.numel() for p in model.parameters()):,}", count)
+    if saver.step >= saver.steps:
+        log.info("All %d steps are done. To go on, ask for more of them: `steps=%d`.", saver.step, 2 * saver.step)
+    elif saver.step:
+        log.info("Going on after step %d.", saver.step)

@@ -1,0 +1,103 @@
+"""What is known to go wrong is refused before anything is loaded, with what to change."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from etude.algorithms import Advantage, State, View
+from etude.batch import Batch
+from etude.errors import BatchError, ConfigError, DataError
+from etude.models import Model
+from etude.observe import get_log
+from etude.recipes.run import Run
+from etude.records import Rollout, Sample
+
+__all__ = ["before", "context", "from_the_model"]
+
+COLLECTED = frozenset(
+    ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
+) | {"trainer_version", "rollout_id", "role", "observation"}
+"""Columns that come with the rollouts."""
+
+BY_THE_MODEL = frozenset({"old_logp", "entropy", "sum_pi_squared"})
+"""Columns that the policy itself can tell."""
+
+MISSING = {
+    "ref_logp": "a reference policy",
+    "value": "a critic",
+    "final_value": "a critic",
+    "teacher_logp": "a teacher",
+    "teacher_topk_ids": "a teacher",
+    "teacher_topk_logp": "a teacher",
+    "greedy_reward": "greedy answers beside the sampled ones",
+    "anchor": "states that an environment names",
+}
+"""Columns that nobody can give yet, and what would."""
+
+ALONE = [0.0, 1.0]
+"""What two rollouts earn in which an advantage is tried on groups of one."""
+
+
+def before(run: Run) -> None:
+    """Refuse what this run cannot do, and say what it may not mean."""
+    if not run.data.train:
+        raise ConfigError("A run needs tasks: give files with `data.train=[tasks.parquet]`.")
+    for name in sorted(run.needs() - COLLECTED - BY_THE_MODEL):
+        raise ConfigError(
+            f"This algorithm needs the column `{name}`, which takes {MISSING.get(name, 'somebody to compute it')}; a "
+            f"run has none yet. Choose another advantage, loss or KL: `etude config show` lists them."
+        )
+    if "full_kl" in run.outputs():
+        raise ConfigError("`kl=full` compares with a reference policy, and a run has none yet. Choose `kl=none`.")
+    warnings = run.warnings()
+    if run.collect.group_size == 1:
+        alone = _alone(run.advantage)
+        if alone is not None and not any(alone):
+            raise ConfigError(
+                "`collect.group_size=1` leaves this advantage nothing to compare a rollout with, so that nothing would "
+                "be learned. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
+            )
+        if alone == ALONE:
+            warnings.append(
+                "`collect.group_size=1` leaves this advantage nothing to compare a rollout with: its bare reward is "
+                "its advantage. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
+            )
+    for warning in warnings:
+        get_log("recipes").warning("%s", warning)
+
+
+def context(run: Run, model: Model) -> None:
+    """Refuse prompts and answers that the model has no room for."""
+    longest = run.data.max_prompt + run.sampling.max_tokens
+    if longest > model.context:
+        raise ConfigError(
+            f"`data.max_prompt` + `sampling.max_tokens` = {longest} tokens do not fit into this model's context of "
+            f"{model.context}. Lower one of them."
+        )
+
+
+def from_the_model(run: Run) -> frozenset[str]:
+    """The columns that the policy is asked for before a step's estimates.
+
+    π_old is asked for even where no loss reads it, because the sampler is compared with it at every step; it is left
+    out where μ stands in for it.
+    """
+    asked = run.needs() & BY_THE_MODEL
+    return asked if run.correction.policies == "two" else asked | {"old_logp"}
+
+
+def _alone(advantage: Advantage) -> list[float] | None:
+    """What an advantage gives two rollouts that earn `ALONE` and have no group to be compared with.
+
+    None where it reads what only a run can give.
+    """
+    zeros = np.zeros(2, np.int32)
+    logp = np.array([0.0, -0.5], np.float32)
+    rows = [Sample(zeros, np.array([False, True]), logp, zeros, zeros, rollout=i) for i in range(2)]
+    batch = Batch.from_records(rows, [Rollout(i, i, i, earned) for i, earned in enumerate(ALONE)])
+    try:
+        return advantage(View(batch), State()).advantage.tolist()
+    except BatchError:
+        return [0.0, 0.0]
+    except DataError:
+        return None

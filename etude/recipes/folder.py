@@ -1,0 +1,137 @@
+"""The directory of a run: one process at a time works in it, and what it holds says which run it is.
+
+run.yaml        every option of the run, as it was started
+metrics.jsonl   what each step measured
+journal.sqlite  every rollout, and which step trained on it
+checkpoints/    what the run goes on from
+evaluations/    the answers that were scored
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from etude.config.compose import compose
+from etude.config.secrets import mask
+from etude.config.show import to_yaml
+from etude.config.tree import to_tree
+from etude.errors import ConfigError, RunError
+from etude.recipes.run import FREE, Run
+
+__all__ = ["OPTIONS", "compare", "differences", "new_directory", "occupy", "read_metrics", "read_run", "settle"]
+
+OPTIONS, LOCK = "run.yaml", ".lock"
+
+
+def new_directory(parent: Path, name: str) -> Path:
+    """A directory that is not there yet, named by the date and time."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{n}" for n in range(2, 100))):
+        directory = parent / f"{name}-{stamp}{suffix}"
+        if not directory.exists():
+            return directory
+    raise RunError(f"{parent} holds a hundred runs named {name}-{stamp}. Name a directory with `directory=…`.")
+
+
+@contextmanager
+def occupy(directory: Path) -> Iterator[None]:
+    """Hold the directory for this process. The system lets go of it when the process ends, however it ends.
+
+    A directory that was made for this and in which nothing came to be is removed again.
+    """
+    new = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"No directory can be made at {directory}: {error.strerror}. Choose another.") from error
+    with (directory / LOCK).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            owner = lock.read().strip()
+            raise RunError(
+                f"The run directory {directory} is in use by process {owner or 'unknown'}. Wait until it has ended, or "
+                f"choose another with `directory=…`."
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        try:
+            yield
+        finally:
+            if new and [path.name for path in directory.iterdir()] == [LOCK]:
+                shutil.rmtree(directory)
+
+
+def read_run(directory: Path, overrides: Sequence[str] = ()) -> Run:
+    """The run that a directory holds, with some options changed."""
+    file = directory / OPTIONS
+    if not file.exists():
+        raise RunError(
+            f"{directory} holds no run: it has no {OPTIONS}. Give the directory that `etude train` printed, "
+            f"such as runs/train-20260101-120000."
+        )
+    return compose(Run, overrides, file=file).model_copy(update={"directory": directory})
+
+
+def read_metrics(directory: Path) -> list[dict[str, float]]:
+    """What each step measured, in order; where a step was done again, the later time."""
+    lines = (json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    steps = {line["step"]: line for line in lines}
+    return [steps[step] for step in sorted(steps)]
+
+
+def compare(directory: Path, run: Run) -> None:
+    """Refuse to go on with a run that was started with other options; says which."""
+    if not (directory / OPTIONS).exists():
+        return
+    changed = differences(read_run(directory), run)
+    if changed:
+        listed = "; ".join(f"{path} was {before}, is {after}" for path, before, after in changed)
+        raise ConfigError(
+            f"{directory} holds a run that was started otherwise: {listed}. Give the old values, or start a new "
+            f"run in another `directory`. What may change in a run that goes on: {', '.join(FREE)}."
+        )
+
+
+def settle(directory: Path, run: Run) -> None:
+    """Write the run's options into its directory, whole or not at all."""
+    writing = directory / f".{OPTIONS}"
+    writing.write_text(to_yaml(run), encoding="utf-8")
+    writing.replace(directory / OPTIONS)
+
+
+def differences(before: Run, after: Run) -> list[tuple[str, object, object]]:
+    """The options that make two runs different ones: path, value before, value after."""
+    old, new = _values(before), _values(after)
+    return [
+        (path, old.get(path, "absent"), new.get(path, "absent"))
+        for path in sorted(old.keys() | new.keys())
+        if old.get(path, "absent") != new.get(path, "absent") and not _is_free(path)
+    ]
+
+
+def _values(run: Run) -> dict[str, object]:
+    """Every value of a run by its dotted path."""
+
+    def flat(tree: Mapping[str, object], path: str) -> Iterator[tuple[str, object]]:
+        for name, value in tree.items():
+            here = f"{path}.{name}" if path else name
+            if isinstance(value, Mapping) and value:
+                yield from flat(value, here)
+            else:
+                yield here, value
+
+    return dict(flat(mask(to_tree(run)), ""))
+
+
+def _is_free(path: str) -> bool:
+    return any(path == free or path.startswith(f"{free}.") for free in FREE)

@@ -1,0 +1,43 @@
+"""Ctrl-C: the first one finishes the step and saves, the second one stops now."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+__all__ = ["Interrupt"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt:
+    """Catches SIGINT and SIGTERM while a run goes on. `asked` says whether to stop after this step.
+
+    Outside the main thread, where Python delivers no signals, it catches nothing.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._before: dict[signal.Signals, Any] = {}
+        self.asked = False
+
+    def _caught(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._tell("Stopping after this step, which is saved. Press Ctrl-C once more to stop at once.")
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._caught) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

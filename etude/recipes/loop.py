@@ -1,0 +1,47 @@
+"""The loop: collect, score, estimate, update, publish, again and again.
+
+Everything here is a verb of some part; what the parts are is decided in `build`, and how they do it in their rooms.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etude.recipes.build import build
+
+if TYPE_CHECKING:
+    from etude.recipes.parts import Parts
+    from etude.recipes.run import Run
+
+__all__ = ["practise", "train"]
+
+
+def train(run: Run) -> Path:
+    """Train until the steps are done; returns the run's directory. Ctrl-C ends the step, saves, and passes on."""
+    with build(run) as parts:
+        practise(parts)
+        return parts.directory
+
+
+def practise(parts: Parts) -> None:
+    """The loop itself, over parts that are ready."""
+    parts.publish(parts.checkpoint.step)
+    parts.evaluate.maybe_run(parts.checkpoint.step)
+    for step in parts.checkpoint.remaining():
+        with parts.log.step(step) as at:
+            with at.timer("collect"):
+                groups = parts.source.next(step)  # scored and filtered; every wait in it is bounded
+            with at.timer("annotate"):
+                batch = parts.learners.annotate(parts.collate(groups))
+            with at.timer("estimate"):
+                batch = parts.learners.estimate(batch, step)
+            with at.timer("update"):
+                at.add(parts.learners.update(batch))
+            with at.timer("publish"):
+                at.add(parts.publish(step))
+            at.add(parts.measure(groups, batch))
+            with at.timer("evaluate"):
+                at.add(parts.evaluate.maybe_run(step))
+            with at.timer("save"):
+                parts.checkpoint.maybe_save(step)

@@ -1,0 +1,26 @@
+"""How busy the device was, where the system tells: on a CPU, the share of its threads' time that was computed in."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from etude.observe import Mean, Metrics
+
+__all__ = ["Meter"]
+
+
+class Meter:
+    """Reads what was computed since it was last read. Nothing is told of a device that keeps no count of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._wall, self._computed = time.perf_counter(), time.process_time()
+
+    def read(self) -> Metrics:
+        """`device_utilisation`: the time that this process computed, over the time that its threads had."""
+        wall, computed = time.perf_counter(), time.process_time()
+        had, used = (wall - self._wall) * torch.get_num_threads(), computed - self._computed
+        self._wall, self._computed = wall, computed
+        return Metrics({"device_utilisation": Mean.over(used, had)}) if self._device.type == "cpu" else Metrics()

@@ -1,0 +1,27 @@
+"""Published recipes as files: what each paper sets, over Etude's defaults."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from etude.errors import ConfigError, UnknownChoiceError
+
+__all__ = ["PRESETS", "split"]
+
+PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+"""The presets, by name."""
+
+
+def split(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The file of the preset that is named among these words, if one is, and the other words."""
+    names = [word for word in words if re.fullmatch(r"[\w-]+", word)]
+    for name in names:
+        if name not in PRESETS:
+            raise UnknownChoiceError(
+                f"There is no preset '{name}'. The presets are {', '.join(PRESETS)}; options are written key=value."
+            )
+    if len(names) > 1:
+        raise ConfigError(f"A run starts from one preset, and {' and '.join(names)} were named. Keep one of them.")
+    return PRESETS[names[0]] if names else None, [word for word in words if word not in names]

@@ -1,0 +1,202 @@
+"""Which rollouts to issue, retry, drop and admit: a pure function of what has happened.
+
+    events in                                       decisions out
+    Opened, Finished, Failed               ──►      Issue, Drop, Admit
+
+It has no clock, no chance and no input or output of its own, so the same object runs under the training loop, under a
+simulation, and over a journal after a crash. Nothing is dropped for being slow: the scheduler holds back *issuing*,
+because dropping what is slow trains on short answers.
+
+The groups of a step are the first `tasks` groups, in the order of their ordinals, that can be trained on. A task is
+issued only in place of one that cannot, so which tasks those are does not depend on who finishes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Admit", "Decision", "Drop", "Event", "Failed", "Finished", "Issue", "Opened", "Scheduler"]
+
+
+# -- what happens -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A step asks for its groups."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A rollout ended and was scored."""
+
+    task: int
+    sample: int
+    metric: float
+    """What the filter compares: the task metric, before any penalty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An attempt at a rollout ended without a score."""
+
+    task: int
+    sample: int
+    cause: str
+
+
+Event = Opened | Finished | Failed
+
+
+# -- what is to be done -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """Start an attempt at this rollout."""
+
+    task: int
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """This task will not be trained on."""
+
+    task: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """The step trains on these tasks: for each, the samples that were scored."""
+
+    step: int
+    tasks: Mapping[int, tuple[int, ...]]
+    spare: int
+    """Groups among them in which every rollout earned the same, and nothing can be learned from a comparison."""
+
+
+Decision = Issue | Drop | Admit
+
+
+# -- the rule ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Group:
+    """What is known of one task's rollouts."""
+
+    running: set[int] = field(default_factory=set)
+    metrics: dict[int, float] = field(default_factory=dict)
+    attempts: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def level(self) -> bool:
+        """Whether its rollouts cannot be told apart. One alone compares with nothing, and is not level."""
+        return len(self.metrics) > 1 and len(set(self.metrics.values())) == 1
+
+
+class Scheduler:
+    """Decides for one run. Feed it events in the order they happen; do what it answers, in that order."""
+
+    def __init__(self, *, tasks: int, group_size: int, refill: int, retries: int, first: int = 0) -> None:
+        """tasks: groups a step. refill: how many times `tasks` a step may issue in place of level groups; 0 keeps them.
+        Groups that failed whole are replaced within the same bound, or within `tasks` where it is 0.
+        retries: attempts after the first. first: the ordinal to issue next.
+        """
+        self._tasks, self._size, self._refill, self._retries = tasks, group_size, refill, retries
+        self._bound = tasks * (1 + max(refill, 1))
+        self._next = first
+        self._groups: dict[int, _Group] = {}
+        self._spare: dict[int, _Group] = {}
+        self._step = 0
+        self._open = False
+        self._issued = 0
+
+    @property
+    def next_task(self) -> int:
+        """The ordinal that will be issued next."""
+        return self._next
+
+    @property
+    def running(self) -> int:
+        """How many rollouts are under way."""
+        return sum(len(group.running) for group in self._groups.values())
+
+    def resume(self, scored: Mapping[int, Mapping[int, float]], unfinished: Iterable[tuple[int, int]]) -> list[Issue]:
+        """Take up what a killed run left: tasks that were neither admitted nor dropped.
+
+        scored: for each such task, the metric of each sample that was scored. unfinished: the rollouts that were not;
+        they are issued again.
+        """
+        assert not self._groups, "only a new scheduler takes up an old run"
+        for task, metrics in scored.items():
+            self._groups[task] = _Group(metrics=dict(metrics))
+        again = sorted(unfinished)
+        for task, sample in again:
+            self._groups.setdefault(task, _Group()).running.add(sample)
+        self._next = max([self._next, *(task + 1 for task in self._groups)])
+        return [Issue(task, sample) for task, sample in again]
+
+    def on(self, event: Event) -> list[Decision]:
+        """What follows from one event."""
+        match event:
+            case Opened(step):
+                assert not self._open and step > self._step, "steps open one at a time, in order"
+                self._step, self._open, self._issued = step, True, len(self._groups)
+                return self._settle(sorted(self._groups))
+            case Finished(task, sample, metric):
+                group = self._groups[task]
+                group.running.remove(sample)
+                group.metrics[sample] = metric
+                return self._settle([task])
+            case Failed(task, sample, _):
+                group = self._groups[task]
+                group.attempts[sample] = group.attempts.get(sample, 0) + 1
+                if group.attempts[sample] <= self._retries:
+                    return [Issue(task, sample)]
+                group.running.remove(sample)
+                return self._settle([task])
+
+    def _settle(self, touched: Iterable[int]) -> list[Decision]:
+        """Set aside what teaches nothing, issue in its place, admit once there is enough."""
+        if not self._open:
+            return []
+        decisions: list[Decision] = []
+        for task in touched:
+            group = self._groups[task]
+            if group.running:
+                continue
+            if not group.metrics:
+                del self._groups[task]
+                decisions.append(Drop(task, "every rollout failed"))
+            elif self._refill and group.level:
+                self._spare[task] = self._groups.pop(task)
+        while len(self._groups) < self._tasks and self._issued < self._bound:
+            decisions += self._issue()
+        if not any(group.running for group in self._groups.values()):
+            decisions += self._admit()
+        return decisions
+
+    def _issue(self) -> list[Decision]:
+        task = self._next
+        self._next, self._issued = task + 1, self._issued + 1
+        self._groups[task] = _Group(running=set(range(self._size)))
+        return [Issue(task, sample) for sample in range(self._size)]
+
+    def _admit(self) -> list[Decision]:
+        """The first groups that can be trained on; where the bound left too few, level ones fill up."""
+        missing = max(self._tasks - len(self._groups), 0)
+        for task in sorted(self._spare)[:missing]:
+            self._groups[task] = self._spare.pop(task)
+        dropped: list[Decision] = [Drop(task, "every rollout earned the same") for task in sorted(self._spare)]
+        chosen = sorted(self._groups)[: self._tasks]
+        tasks = {task: tuple(sorted(self._groups[task].metrics)) for task in chosen}
+        level = sum(self._groups.pop(task).level for task in chosen)
+        self._spare.clear()
+        self._open = False
+        return [*dropped, Admit(self._step, tasks, level)]

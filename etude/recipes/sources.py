@@ -1,0 +1,385 @@
+"""Where the groups of a step come from: an engine that answers the tasks of a dataset, each answer judged as it ends.
+
+    scheduler ─Issue─► generate ─► judge ─► journal ─► scheduler ─Admit─► samples and rollouts
+
+Every rollout is written to the journal before it counts, and so is the admission that ends a step. A run that was
+killed therefore takes up exactly what it had: admitted steps are replayed from the journal, scored rollouts are used,
+and those that were under way are issued again with the numbers they would have drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pydantic import Field
+
+from etude.config import Config
+from etude.data import Dataset, Order
+from etude.data.adapt import samples as rows_of_turns
+from etude.errors import CollectionError
+from etude.observe import Mean, Metrics, Sum, get_log
+from etude.protocols import Generate, Ids
+from etude.recipes.sampling import Sampling, derived_seed
+from etude.recipes.scheduler import Admit, Decision, Drop, Failed, Finished, Issue, Opened, Scheduler
+from etude.records import Outcome, Rollout, Sample, Task, Turn
+from etude.rewards import Judge, Verdict
+from etude.store import Journal, Phase, RolloutState, Status, TaskState, events
+
+__all__ = ["Collection", "EngineSource", "Groups", "PromptIds", "Source"]
+
+PromptIds = Callable[[Task], Ids]
+
+
+class Collection(Config):
+    """Which rollouts a step trains on."""
+
+    tasks: int = Field(32, ge=1, description="tasks a step, each answered by a group")
+    group_size: int = Field(8, ge=1, description="rollouts of a task, compared with each other")
+    refill: int = Field(
+        0,
+        ge=0,
+        description="replace groups in which all earned the same, with at most this many times `tasks` new ones; 0 "
+        "keeps them",
+    )
+    retries: int = Field(1, ge=0, description="further attempts at a rollout that failed")
+    timeout: float = Field(1800.0, gt=0, description="seconds that an attempt may take")
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """What a step trains on: whole groups, scored."""
+
+    samples: Sequence[Sample]
+    rollouts: Sequence[Rollout]
+    metrics: Metrics
+    replayed: bool = False
+    """Whether they were read from the journal instead of sampled."""
+
+
+class Source(Protocol):
+    """Where groups of scored rollouts come from: an engine and a dataset, or agents."""
+
+    def next(self, step: int) -> Groups:
+        """The groups that this step trains on, within the staleness bound. The wait is bounded."""
+        ...
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What one step's collection cost and left out."""
+
+    began: float = field(default_factory=time.perf_counter)
+    tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    judged: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ended:
+    """How one attempt ended."""
+
+    task: int
+    sample: int
+    turn: Turn | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scored:
+    """A rollout that a step may train on."""
+
+    turns: Sequence[Turn]
+    rollout: Rollout
+
+
+class EngineSource:
+    """Prompt to completion, one turn a rollout.
+
+    Consumes tasks in the run's order. Waits for the engine and the judge, each attempt at most `timeout` seconds.
+    Unblocked by whatever ends first; what ended together is told to the scheduler in the order of ordinals.
+    """
+
+    def __init__(
+        self,
+        collection: Collection,
+        sampling: Sampling,
+        *,
+        seed: int,
+        dataset: Dataset,
+        order: Order,
+        prompt_ids: PromptIds,
+        engine: Generate,
+        judge: Judge,
+        store: Journal,
+    ) -> None:
+        """prompt_ids: the ids of a task's prompt, as it is asked."""
+        self._config, self._sampling, self._seed = collection, sampling, seed
+        self._dataset, self._order, self._prompt_ids = dataset, order, prompt_ids
+        self._engine, self._judge, self._store = engine, judge, store
+        self._tasks: dict[int, Task] = {}
+        self._attempts: dict[int, list[Status]] = {}
+        self._scored: dict[int, _Scored] = {}
+        self._replay: dict[int, tuple[int, ...]] = {}
+        self._again: list[Issue] = []
+        self._tally = _Tally()
+        self._loop = asyncio.Runner()
+        self._scheduler = self._fresh_scheduler(0)
+
+    # -- what the loop asks -------------------------------------------------------------------------------------------
+
+    def next(self, step: int) -> Groups:
+        """The groups of this step: from the journal if it was admitted before, else sampled and judged now."""
+        if step in self._replay:
+            return self._replayed(step, self._replay.pop(step))
+        self._tally = _Tally()
+        self._ask_again(self._store.tasks(Phase.OPEN))
+        admit = self._loop.run(self._collect(step))
+        ids = [self._id(task, sample) for task, samples in admit.tasks.items() for sample in samples]
+        if not ids:
+            raise CollectionError(
+                f"Step {step} has nothing to train on: every rollout of {self._tally.dropped.total()} tasks failed. "
+                f"The last failure: {self._tally.error} Mend that and start the run again: it goes on from here."
+            )
+        self._store.append([events.Admitted(step, tuple(ids))])
+        if admit.spare == len(admit.tasks):
+            get_log("recipes").warning(
+                "In step %d every rollout of each group earned the same, so there is nothing to learn from it. Look at "
+                "the answers, or at `sampling.temperature` and the reward.",
+                step,
+            )
+        return self._groups([self._scored.pop(rollout) for rollout in ids], self._measured(admit))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: how far the order of tasks has come."""
+        return self._order.state()
+
+    def take_up(self, state: Mapping[str, Any] | None, position: int) -> None:
+        """Stand where the checkpoint of this state and position stood (None: at the beginning), and take up what the
+        journal has beyond it: admitted steps will be replayed, scored rollouts used, unfinished ones issued again."""
+        if state is not None:
+            self._order.restore(state)
+        self._replay = self._store.admitted(position)
+        scored: dict[int, dict[int, float]] = {}
+        again: list[tuple[int, int]] = []
+        interrupted: list[events.Event] = []
+        for left in self._store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
+            last = left.last
+            if left.status is Status.SUCCEEDED and last is not None and last.reward is not None:
+                scored.setdefault(left.task, {})[left.sample] = last.reward
+                self._scored[left.id] = self._from_journal(left)
+            elif left.phase is not Phase.FINISHED:
+                again.append((left.task, left.sample))
+                self._attempts[left.id] = [attempt.status for attempt in left.attempts]
+                if left.status is Status.RUNNING:
+                    attempt, error = len(left.attempts) - 1, "The run was stopped while this was under way."
+                    interrupted.append(events.AttemptEnded(left.id, attempt, Outcome.INFRA_ERROR, error, retry=True))
+                    self._attempts[left.id][-1] = Status.INFRA_ERROR
+        if interrupted:
+            self._store.append(interrupted)
+        self._scheduler = self._fresh_scheduler(max((task.id + 1 for task in self._store.tasks()), default=0))
+        self._again = self._scheduler.resume(scored, again)
+
+    def close(self) -> None:
+        """Let the event loop go."""
+        self._loop.close()
+
+    # -- collecting ---------------------------------------------------------------------------------------------------
+
+    async def _collect(self, step: int) -> Admit:
+        """Do what the scheduler decides until it admits. What is decided is written before it is done."""
+        decisions: list[Decision] = [*self._again, *self._scheduler.on(Opened(step))]
+        self._again = []
+        written: list[events.Event] = []
+        running: set[asyncio.Task[_Ended]] = set()
+        try:
+            while True:
+                written += self._decided(step, decisions)
+                if written:
+                    self._store.append(written)
+                for decision in decisions:
+                    if isinstance(decision, Admit):
+                        return decision
+                    if isinstance(decision, Issue):
+                        running.add(asyncio.create_task(self._attempt(decision.task, decision.sample)))
+                assert running, "the scheduler waits for nothing"
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                results = await asyncio.gather(*done)
+                ended = sorted(results, key=lambda end: (end.task, end.sample))
+                decisions, written = self._settled(ended)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _attempt(self, task: int, sample: int) -> _Ended:
+        """One attempt at a rollout: ask, judge. What goes wrong with it is an outcome; what goes wrong with the engine
+        is raised."""
+        asked = self._task(task)
+        history = self._attempts[self._id(task, sample)]
+        draw = sum(status not in (Status.RUNNING, Status.INFRA_ERROR) for status in history)
+        prompt = self._prompt_ids(asked)
+        seed = derived_seed(self._seed, "train", task, sample, draw)
+        turn: Turn | None = None
+        try:
+            async with asyncio.timeout(self._config.timeout):
+                completion = await self._engine.generate(prompt, self._sampling.params(seed))
+                turn = Turn(prompt, completion, 0)
+                verdict = await self._judge.judge(asked, completion.text)
+        except TimeoutError:
+            error = f"It took longer than `collect.timeout` = {self._config.timeout:g} seconds."
+            verdict = Verdict.failure(Outcome.TIMED_OUT, error)
+        return _Ended(task, sample, turn, verdict)
+
+    def _settled(self, ended: Sequence[_Ended]) -> tuple[list[Decision], list[events.Event]]:
+        """What follows from attempts that ended, and what is to be written of them."""
+        decisions: list[Decision] = []
+        written: list[events.Event] = []
+        for end in ended:
+            verdict, rollout = end.verdict, self._id(end.task, end.sample)
+            attempt = len(self._attempts[rollout]) - 1
+            self._tally.judged += verdict.seconds
+            if end.turn is not None:
+                self._tally.tokens += len(end.turn.completion.ids)
+                written.append(events.TurnRecorded(rollout, attempt, end.turn))
+            if verdict.outcome is not Outcome.SUCCEEDED:
+                self._tally.failed[verdict.outcome.value] += 1
+                self._tally.error = verdict.error
+                follows = self._scheduler.on(Failed(end.task, end.sample, verdict.error))
+                self._attempts[rollout][-1] = Status(verdict.outcome.value)
+            else:
+                assert end.turn is not None
+                truncated = end.turn.completion.finish == "length"
+                written.append(events.Rewarded(rollout, attempt, verdict.reward, verdict.parts, truncated))
+                scored = Rollout(
+                    rollout, end.task, end.task, verdict.reward, verdict.parts, Outcome.SUCCEEDED, truncated
+                )
+                self._scored[rollout] = _Scored([end.turn], scored)
+                follows = self._scheduler.on(Finished(end.task, end.sample, verdict.reward))
+            retry = Issue(end.task, end.sample) in follows
+            written.append(events.AttemptEnded(rollout, attempt, verdict.outcome, verdict.error, retry))
+            decisions += follows
+        return decisions, written
+
+    def _decided(self, step: int, decisions: Sequence[Decision]) -> list[events.Event]:
+        """What is to be written of decisions: tasks first asked for, attempts begun, tasks left out."""
+        written: list[events.Event] = []
+        for decision in decisions:
+            match decision:
+                case Issue(task, sample):
+                    if task not in self._tasks:
+                        new = self._task(task)
+                        if self._id(task, sample) not in self._attempts:
+                            written.append(events.TaskIssued(task, row_of(new), new.source, new.fields))
+                    rollout = self._id(task, sample)
+                    if rollout not in self._attempts:
+                        written.append(events.RolloutQueued(rollout, task, sample))
+                    history = self._attempts.setdefault(rollout, [])
+                    written.append(events.AttemptStarted(rollout, len(history)))
+                    history.append(Status.RUNNING)
+                case Drop(task, cause):
+                    self._tally.dropped[cause] += 1
+                    written.append(events.TaskDropped(task, step, cause))
+                    earned = [self._scored[id].rollout.reward for id in self._ids(task) if id in self._scored]
+                    self._order.saw(row_of(self._tasks.pop(task)), earned)
+                    self._forget(task)
+                case Admit(_, tasks):
+                    for task in tasks:
+                        self._forget(task, but=tasks[task])
+        return written
+
+    # -- small parts --------------------------------------------------------------------------------------------------
+
+    def _fresh_scheduler(self, first: int) -> Scheduler:
+        config = self._config
+        return Scheduler(
+            tasks=config.tasks, group_size=config.group_size, refill=config.refill, retries=config.retries, first=first
+        )
+
+    def _id(self, task: int, sample: int) -> int:
+        """The run-wide name of a rollout."""
+        return task * self._config.group_size + sample
+
+    def _ids(self, task: int) -> list[int]:
+        """The names of a task's rollouts."""
+        return [self._id(task, sample) for sample in range(self._config.group_size)]
+
+    def _forget(self, task: int, but: Sequence[int] = ()) -> None:
+        """Let go of what was kept of a task that is settled; of these samples the scores are still wanted."""
+        for sample, id in enumerate(self._ids(task)):
+            self._attempts.pop(id, None)
+            if sample not in but:
+                self._scored.pop(id, None)
+
+    def _ask_again(self, tasks: Sequence[TaskState]) -> None:
+        """Have the order go on behind tasks that it gave out in an earlier life of the run."""
+        for task in tasks:
+            if task.id >= self._order.position:
+                self._order.again(task.id, task.row)
+                self._tasks[task.id] = self._dataset.task(task.row, task.id)
+
+    def _task(self, ordinal: int) -> Task:
+        """The task of an ordinal: one that was asked before, or the next in the run's order."""
+        if ordinal not in self._tasks:
+            self._tasks[ordinal] = self._dataset.task(self._order.row(ordinal), ordinal)
+        return self._tasks[ordinal]
+
+    def _from_journal(self, state: RolloutState) -> _Scored:
+        """A scored rollout as the journal has it."""
+        last = state.last
+        assert last is not None and last.reward is not None
+        rollout = Rollout(state.id, state.task, state.task, last.reward, last.parts, Outcome.SUCCEEDED, last.truncated)
+        return _Scored(self._store.turns(state.id), rollout)
+
+    def _replayed(self, step: int, ids: Sequence[int]) -> Groups:
+        """A step that was admitted before, with the same rollouts; the order hears of it as it did then."""
+        settled = [task for task in self._store.tasks(Phase.ADMITTED, Phase.DROPPED) if task.step == step]
+        self._ask_again(settled)
+        for task in settled:
+            if task.phase is Phase.DROPPED:
+                lasts = [self._store.rollout(id).last for id in task.rollouts]
+                earned = [last.reward for last in lasts if last is not None and last.reward is not None]
+                self._order.saw(row_of(self._tasks.pop(task.id)), earned)
+        return self._groups([self._from_journal(self._store.rollout(id)) for id in ids], Metrics(), replayed=True)
+
+    def _groups(self, scored: Sequence[_Scored], metrics: Metrics, *, replayed: bool = False) -> Groups:
+        """The records of an admission. The order is told what its rows earned."""
+        samples: list[Sample] = []
+        earned: dict[int, list[float]] = {}
+        for each in scored:
+            samples += rows_of_turns(each.turns, each.rollout.id)
+            earned.setdefault(each.rollout.task, []).append(each.rollout.reward)
+        for task, rewards in earned.items():
+            self._order.saw(row_of(self._tasks.pop(task)), rewards)
+        return Groups(samples, [each.rollout for each in scored], metrics, replayed)
+
+    def _measured(self, admit: Admit) -> Metrics:
+        tally, seconds = self._tally, time.perf_counter() - self._tally.began
+        metrics = Metrics(
+            {
+                "sampled_tokens": Sum.of(tally.tokens),
+                "sampled_tokens_per_second": Mean.over(tally.tokens, seconds),
+                "judging_seconds": Sum.of(tally.judged),
+                "level_groups": Mean.over(admit.spare, len(admit.tasks)),
+                "dropped_tasks": Sum.of(tally.dropped.total()),
+                "failed_attempts": Sum.of(tally.failed.total()),
+            }
+        )
+        for cause, count in tally.failed.items():
+            metrics.add(f"failed_attempts/{cause}", Sum.of(count))
+        for cause, count in tally.dropped.items():
+            metrics.add(f"dropped_tasks/{cause.replace(' ', '_')}", Sum.of(count))
+        return metrics
+
+
+def row_of(task: Task) -> int:
+    """The row of the dataset that a task is."""
+    row = task.fields["row"]
+    assert isinstance(row, int)
+    return row

@@ -1,0 +1,47 @@
+"""Several runs from one command line, one after another: one for each combination of the values it lists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from etude.config.compose import Job, multirun
+from etude.config.secrets import mask_text
+from etude.errors import EtudeError, RunError
+from etude.observe import get_log
+from etude.recipes.folder import new_directory
+from etude.recipes.loop import train
+from etude.recipes.run import Run
+
+__all__ = ["sweep"]
+
+
+def sweep(overrides: Sequence[str], file: Path | None, preset: Path | None = None) -> Path:
+    """Train each run in a directory of its own below one for all of them, which is returned.
+
+    Every run is composed before the first one starts. One that fails does not stop the others. Asked again with the
+    same `directory`, a sweep goes on with what is not done.
+    """
+    with TemporaryDirectory() as scratch:
+        jobs = multirun(Run, overrides, lambda run: run, file=file, preset=preset, directory=Path(scratch))
+    parent = jobs[0].run.directory or new_directory(Path("runs"), "sweep")
+    failed: list[str] = []
+    for job, name in zip(jobs, _names(jobs), strict=True):
+        try:
+            train(job.run.model_copy(update={"directory": parent / name}))
+        except EtudeError as error:
+            failed.append(f"{name}: {error}")
+            get_log("recipes").error("%s", failed[-1])
+    if failed:
+        raise RunError(f"{len(failed)} of {len(jobs)} runs in {parent} failed. {' '.join(failed)}")
+    return parent
+
+
+def _names(jobs: Sequence[Job[Run, Run]]) -> list[str]:
+    """A name for each, of what sets it apart, that a directory can have."""
+    shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+    own = (" ".join(text for text in job.overrides if text not in shared) for job in jobs)
+    names = (re.sub(r"[^\w.]+", "-", mask_text(text)).strip("-") for text in own)
+    return [f"{job.number}-{name}" if name else str(job.number) for job, name in zip(jobs, names, strict=True)]

@@ -1,0 +1,100 @@
+"""What runs on a rank: the policy's learner, and the algorithm that it learns by.
+
+The controller speaks to these through a crew. Token columns come in and go out as batches; numbers come out as metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, Literal
+
+from torch import Tensor
+
+from etude.algorithms import Algorithm, Denominators, LossValue, Outputs, State
+from etude.batch import Batch
+from etude.observe import Metrics
+from etude.protocols import Gather, Split, spread
+from etude.train import Learner
+
+__all__ = ["Improve", "PolicyWorker"]
+
+
+class Improve:
+    """What a policy's update minimises: the run's algorithm, under the state that its batch was estimated in."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._algorithm = algorithm
+        self.state = State()
+
+    @property
+    def split_unit(self) -> Literal["rollout", "group"]:
+        """What must stay in one micro-batch."""
+        return self._algorithm.loss.split_unit
+
+    def needs(self) -> frozenset[str]:
+        """The batch columns it reads."""
+        return self._algorithm.needs()
+
+    def outputs(self) -> frozenset[str]:
+        """What the forward pass must compute."""
+        return self._algorithm.outputs()
+
+    def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
+        """This micro-batch's share."""
+        return self._algorithm.objective(batch, outputs, whole, self.state)
+
+
+class PolicyWorker:
+    """One rank of the policy: annotates, estimates, updates. The statistics of a batch go through its `Ranks`."""
+
+    def __init__(self, algorithm: Algorithm, learner: Learner, *, seed: int, updates: int, epochs: int) -> None:
+        self._algorithm, self._learner = algorithm, learner
+        self._seed, self._updates, self._epochs = seed, updates, epochs
+        self._objective = Improve(algorithm)
+        self._following = State()
+        self._estimated = Metrics()
+
+    @spread(Split.GROUPS, Gather.CONCAT)
+    def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
+        """The batch with the columns that only the model can tell."""
+        return self._learner.annotate(batch, columns)
+
+    @spread(Split.GROUPS, Gather.CONCAT)
+    def estimate(self, batch: Batch, step: int) -> Batch:
+        """The batch with advantages, weights and masks."""
+        found = self._algorithm.estimate(batch, self._following, seed=self._seed, step=step)
+        self._objective.state, self._following = found.state, found.following
+        self._estimated = found.metrics
+        return found.batch
+
+    @spread(Split.GROUPS, Gather.METRICS)
+    def update(self, batch: Batch) -> Metrics:
+        """Every optimizer step of this step, and what was seen since the batch came."""
+        metrics, self._estimated = self._estimated, Metrics()
+        for _ in range(self._epochs):
+            for part in batch.split(self._updates, by=self._algorithm.loss.split_unit):
+                metrics.merge(self._learner.update(part, self._objective))
+        return metrics
+
+    @spread()
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights by their published names."""
+        return self._learner.weights()
+
+    @spread()
+    def tensors(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps of this rank in tensors."""
+        return self._learner.state()
+
+    @spread()
+    def facts(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps in plain numbers: the algorithm's own state."""
+        return asdict(self._following)
+
+    @spread()
+    def restore(self, tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._learner.restore(tensors)
+        means = {int(role): mean for role, mean in facts["role_means"].items()}
+        self._following = State(facts["kl_value"], means)

@@ -1,0 +1,211 @@
+"""A short run that is killed, again and again, at a named point or at any moment, and started again until it is done.
+
+The children are forked from a server that has imported everything, so that a life costs its work and not its imports.
+A kill is SIGKILL: nothing is flushed, no handler runs. The run is exact where a resumed run must be bit for bit the
+uninterrupted one: the embedded engine, float32, one thread, batches whose rows do not see each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from etude.checkpoint import Checkpoints
+from etude.config.compose import compose
+from etude.recipes.build import build
+from etude.recipes.loop import practise
+from etude.recipes.parts import Parts
+from etude.recipes.run import Run
+from etude.recipes.workers import PolicyWorker
+from etude.records import Task
+from etude.store import Admitted, TaskIssued, open_store
+from tests.worlds import make_model, make_tasks
+
+POINTS = ("judging", "admitted", "updated", "published", "checkpoint.writing", "checkpoint.renaming")
+"""Where a life may end: mid-generation, after the admission and before the update, before the publish, before the
+save, while a checkpoint is written, and before it gets its name."""
+
+STEPS, PATIENCE = 12, 120.0
+_lives: dict[str, int] = {}
+
+
+@dataclass(frozen=True)
+class Life:
+    """How one life of the run ends: at the `count`-th time a point is reached, or never."""
+
+    point: str = ""
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Story:
+    """What came of a run, however often it was killed."""
+
+    kills: int
+    lives: int
+    tasks: Counter[int]
+    """How often each task was trained on."""
+    issued: list[tuple[int, int]]
+    """Each task's ordinal and row, in the order they were issued."""
+    weights: str
+    """A hash of every weight."""
+
+
+def run_of(directory: Path, world: Path, **changes: Any) -> Run:
+    """A few steps on sums, with a filter that drops groups and a checkpoint now and then."""
+    options = {
+        "model.path": world / "model",
+        "data.train": f"[{world / 'tasks.jsonl'}]",
+        "data.max_prompt": 16,
+        "data.sampler": "curriculum",
+        "reward": "function",
+        "reward.path": f"{__name__}:digits",
+        "sampling.max_tokens": 6,
+        "collect.tasks": 3,
+        "collect.group_size": 4,
+        "collect.refill": 2,
+        "train.precision": "fp32",
+        "train.learning_rate": 0.01,
+        "checkpoint.every": 4,
+        "steps": STEPS,
+        "observe.console": "off",
+        "observe.level": "error",
+        "directory": directory,
+        **changes,
+    }
+    return compose(Run, [f"{key}={value}" for key, value in options.items()])
+
+
+def make_world(directory: Path) -> Path:
+    """The model and the tasks that every life begins from."""
+    make_model(directory / "model")
+    make_tasks(directory / "tasks.jsonl", 40)
+    return directory
+
+
+def digits(task: Task, answer: str) -> float:
+    """The share of digits in an answer: some groups differ in it, and some do not. Counts how often it is called."""
+    reached("judging")
+    return sum(letter.isdigit() for letter in answer) / max(len(answer), 1)
+
+
+def reached(point: str) -> None:
+    """Die here, if this life is to end here."""
+    if point in _lives:
+        _lives[point] -= 1
+        if _lives[point] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def live(directory: Path, world: Path, life: Life, changes: dict[str, Any]) -> None:
+    """One life of the run, in a process of its own."""
+    torch.set_num_threads(1)
+    _lives.clear()
+    if life.point:
+        _lives[life.point] = life.count
+    with build(run_of(directory, world, **changes)) as parts:
+        practise(_marked(parts))
+
+
+def _marked(parts: Parts) -> Parts:
+    """The parts of a loop, with the points where a life may end between them."""
+    saver = parts.checkpoint
+    saver.checkpoints = Checkpoints(saver.checkpoints.directory, saver.checkpoints.keep, at=reached)
+    parts.source.next = _then(parts.source.next, "admitted")  # type: ignore[method-assign]
+    parts.learners.update = _then(parts.learners.update, "updated")  # type: ignore[method-assign]
+    parts.publish = _then(parts.publish, "published")  # type: ignore[method-assign]
+    return parts
+
+
+def _then(verb: Callable[..., Any], point: str) -> Callable[..., Any]:
+    def act(*arguments: Any) -> Any:
+        done = verb(*arguments)
+        reached(point)
+        return done
+
+    return act
+
+
+class Theatre:
+    """Starts lives, and kills them from outside where a time is given instead of a point."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
+
+    def live(self, directory: Path, world: Path, life: Life, after: float | None = None, **changes: Any) -> bool:
+        """One life; returns whether it came to the end of the run. `after`: seconds to a kill from outside."""
+        process: BaseProcess = self._context.Process(target=live, args=(directory, world, life, changes), daemon=True)
+        process.start()
+        process.join(PATIENCE if after is None else after)
+        if process.is_alive():
+            assert after is not None, f"a life did not end within {PATIENCE:g} seconds"
+            with suppress(ProcessLookupError):
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGKILL)
+            process.join(PATIENCE)
+        assert process.exitcode in (0, -signal.SIGKILL), f"a life ended with {process.exitcode}"
+        return process.exitcode == 0
+
+    def play(self, directory: Path, world: Path, ends: list[Life | float], **changes: Any) -> Story:
+        """The run, killed as told: at points, or after so many seconds; then let go on to its end."""
+        kills = 0
+        for end in ends:
+            life, after = (end, None) if isinstance(end, Life) else (Life(), end)
+            if self.live(directory, world, life, after, **changes):
+                break
+            kills += 1
+        else:
+            assert self.live(directory, world, Life(), **changes)
+        return replace(story(directory, world), kills=kills, lives=kills + 1)
+
+
+def story(directory: Path, world: Path) -> Story:
+    """What the journal and the last checkpoint say of a run that is done."""
+    store = open_store(directory / "journal.sqlite", read_only=True)
+    tasks: Counter[int] = Counter()
+    issued: list[tuple[int, int]] = []
+    for _, event in store.read(kinds=(Admitted, TaskIssued)):
+        if isinstance(event, TaskIssued):
+            issued.append((event.task, event.row))
+        elif isinstance(event, Admitted):
+            tasks.update({store.rollout(rollout).task for rollout in event.rollouts})
+    store.close()
+    with build(run_of(directory, world)) as parts:
+        assert parts.checkpoint.step == STEPS
+        hashed = hashlib.sha256()
+        for name, weight in parts.learners.crew.call(PolicyWorker.weights):
+            hashed.update(name.encode() + weight.contiguous().numpy().tobytes())
+    return Story(0, 1, tasks, issued, hashed.hexdigest())
+
+
+def seconds_of(act: Callable[[], Any]) -> float:
+    """How long something takes."""
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def some_ends(count: int, seed: int, longest: float) -> list[Life | float]:
+    """Ends of lives, at points and at any time, in turn."""
+    chance = random.Random(seed)
+    ends: list[Life | float] = []
+    for i in range(count):
+        if i % 2:
+            ends.append(chance.uniform(0.1, longest))
+        else:
+            ends.append(Life(POINTS[i // 2 % len(POINTS)]))
+    return ends

@@ -1,0 +1,58 @@
+"""A run that is killed again and again trains on the same tasks as one that never was, and its weights are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etude.errors import CheckpointError
+from etude.recipes.build import build
+from tests.chaos.scenario import POINTS, Life, Story, Theatre, make_world, run_of, some_ends
+
+
+@pytest.fixture(scope="module")
+def theatre() -> Theatre:
+    """Where lives are started."""
+    return Theatre()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model and the tasks."""
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def whole(theatre: Theatre, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """The run that nobody killed."""
+    return theatre.play(tmp_path_factory.mktemp("whole") / "run", world, [])
+
+
+def test_the_run_itself_has_something_to_lose(whole: Story) -> None:
+    assert len(whole.tasks) == 36 and set(whole.tasks.values()) == {1}
+    assert len(whole.issued) > 36, "the filter dropped nothing, so that there is no refill to lose"
+
+
+def test_a_killed_run_is_the_run_bit_for_bit(theatre: Theatre, world: Path, whole: Story, tmp_path: Path) -> None:
+    """Killed once at every named point, and six times at any moment."""
+    ends: list[Life | float] = [*some_ends(6, 1, 1.5), *(Life(point) for point in POINTS)]
+    found = theatre.play(tmp_path / "run", world, ends)
+    assert found.kills >= 12
+    assert found.tasks == whole.tasks
+    assert found.issued == whole.issued
+    assert found.weights == whole.weights
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_leads_to_the_same_end(
+    theatre: Theatre, world: Path, whole: Story, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    theatre.live(directory, world, Life("published", 10))
+    newest = max((directory / "checkpoints").glob("step-*"), key=lambda path: path.name)
+    shard = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=shard.name), build(run_of(directory, world)):
+        pass
+    found = theatre.play(directory, world, [], **{"checkpoint.fall_back": "true"})
+    assert found.weights == whole.weights and found.tasks == whole.tasks

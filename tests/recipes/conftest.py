@@ -1,0 +1,41 @@
+"""What the tests of runs share: one tiny model with its tasks, and runs that are trained once and only looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.runs import train
+from tests.worlds import make_model, make_tasks
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `model`, `tasks.jsonl` and `held_out.jsonl`."""
+    directory = tmp_path_factory.mktemp("sums")
+    make_model(directory / "model")
+    make_tasks(directory / "tasks.jsonl", 40)
+    make_tasks(directory / "held_out.jsonl", 5, seed=1)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def whole(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps that nobody disturbed, for others to be compared with."""
+    return train(world, tmp_path_factory.mktemp("whole") / "run", steps=4)
+
+
+@pytest.fixture(scope="session")
+def trained(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps that was scored now and then. Look at it; do not go on with it."""
+    return train(
+        world,
+        tmp_path_factory.mktemp("trained") / "run",
+        steps=4,
+        data__val=f"[{world / 'held_out.jsonl'}]",
+        evaluate__every=2,
+        evaluate__samples=2,
+        evaluate__sampling__max_tokens=6,
+        reward__path="tests.recipes.rewards:in_parts",
+    )

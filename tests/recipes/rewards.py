@@ -1,0 +1,69 @@
+"""Reward functions of the runs that are tested: good ones, bad ones, and some that do what a test has planned."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from etude.records import Task
+
+signals: dict[int, signal.Signals] = {}
+"""At which call of `digits` this process gets a signal, and which."""
+broken: set[str] = set()
+"""Which judges are out of order."""
+_calls = 0
+
+
+@contextmanager
+def planned(plan: dict[int, signal.Signals]) -> Iterator[None]:
+    """Send this process these signals, at these calls of `digits` from now on."""
+    global _calls
+    _calls = 0
+    signals.update(plan)
+    try:
+        yield
+    finally:
+        signals.clear()
+
+
+def digits(task: Task, answer: str) -> float:
+    """The share of digits in an answer: it differs within most groups."""
+    global _calls
+    _calls += 1
+    if _calls in signals:
+        os.kill(os.getpid(), signals[_calls])
+    return sum(letter.isdigit() for letter in answer) / max(len(answer), 1)
+
+
+def fragile(task: Task, answer: str) -> float:
+    """The same, by a judge that can be out of order; then it fails from its second task on."""
+    if "fragile" in broken and task.ordinal > 3:
+        raise ConnectionError("the judge does not answer")
+    return digits(task, answer)
+
+
+def in_parts(task: Task, answer: str) -> dict[str, float]:
+    """Named parts."""
+    return {"digits": digits(task, answer), "short": -len(answer) / 100}
+
+
+def nan(task: Task, answer: str) -> float:
+    """No number."""
+    return math.nan
+
+
+def nothing(task: Task, answer: str) -> None:
+    """Nothing at all."""
+
+
+def text(task: Task, answer: str) -> str:
+    """A word."""
+    return "good"
+
+
+def level(task: Task, answer: str) -> float:
+    """The same for everybody."""
+    return 0.5

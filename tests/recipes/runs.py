@@ -1,0 +1,93 @@
+"""Whole runs for tests, through the command line in this process: a second each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from etude.checkpoint import Checkpoints
+from etude.cli import main
+from etude.config.compose import compose
+from etude.models import Model
+from etude.recipes.build import policy
+from etude.recipes.folder import read_run
+from etude.recipes.run import Run
+from etude.train import load_weights
+
+Captured = pytest.CaptureFixture[str]
+REWARDS = "tests.recipes.rewards"
+
+
+def options(world: Path, **changes: Any) -> list[str]:
+    """The options of a short run on sums; `collect__tasks` stands for `collect.tasks`, None leaves one out."""
+    chosen: dict[str, Any] = {
+        "model.path": world / "model",
+        "data.train": f"[{world / 'tasks.jsonl'}]",
+        "data.max_prompt": 16,
+        "reward": "function",
+        "reward.path": f"{REWARDS}:digits",
+        "sampling.max_tokens": 6,
+        "collect.tasks": 3,
+        "collect.group_size": 4,
+        "train.precision": "fp32",
+        "train.learning_rate": 0.01,
+        "steps": 2,
+        "threads": 1,
+        "observe.console": "off",
+    }
+    chosen |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"{name}={value}" for name, value in chosen.items() if value is not None]
+
+
+def run_of(world: Path, **changes: Any) -> Run:
+    """The same, composed."""
+    return compose(Run, options(world, **changes))
+
+
+def train(world: Path, directory: Path, *words: str, **changes: Any) -> Path:
+    """Train one, to its end."""
+    assert main(["train", *words, *options(world, directory=directory, **changes)]) == 0
+    return directory
+
+
+def refused(capsys: Captured, *words: str) -> str:
+    """The sentence that a command is refused with, and no traceback."""
+    capsys.readouterr()
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" not in told and "etude: " in told
+    return told.partition("etude: ")[2]
+
+
+def refused_run(capsys: Captured, world: Path, directory: Path, *words: str, **changes: Any) -> str:
+    """The sentence that a run is refused with."""
+    return refused(capsys, "train", *words, *options(world, directory=directory, **changes))
+
+
+def measured(directory: Path) -> list[dict[str, Any]]:
+    """What each step measured."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def loaded(directory: Path) -> Model:
+    """The model that a run's newest checkpoint holds."""
+    model, _ = policy(read_run(directory))
+    kept = Checkpoints(directory / "checkpoints")
+    newest = kept.newest()
+    assert newest is not None
+    load_weights(model, kept, newest)
+    return model
+
+
+def weights(directory: Path) -> dict[str, Tensor]:
+    """Its weights."""
+    return {name: weight.detach() for name, weight in loaded(directory).named_weights()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether two models are one, bit for bit."""
+    return a.keys() == b.keys() and all(bool((a[name] == b[name]).all()) for name in a)

@@ -1,0 +1,176 @@
+"""A trained model put to use: scored, asked, written out, drawn."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from etude.batch import Pack
+from etude.cli import main
+from etude.models.attention import PackedAttention
+from etude.recipes import ask
+from tests.recipes.runs import Captured, loaded, options, refused, train, weights
+
+
+def scored(capsys: Captured, *words: str) -> dict[str, float]:
+    """What `etude eval --json` says last."""
+    capsys.readouterr()
+    assert main(["eval", "--json", *words]) == 0
+    found: dict[str, float] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def answers(capsys: Captured, *words: str) -> str:
+    """What `etude generate` prints."""
+    capsys.readouterr()
+    assert main(["generate", *words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def quiet(world: Path) -> list[str]:
+    """How a model is scored that belongs to no run."""
+    held_out = f"data.val=[{world / 'held_out.jsonl'}]"
+    reward = ["reward=function", "reward.path=tests.recipes.rewards:in_parts"]
+    return [held_out, *reward, "evaluate.samples=2", "evaluate.sampling.max_tokens=6", "train.precision=fp32"]
+
+
+def test_a_run_scores_as_it_did_when_it_ended(trained: Path, capsys: Captured) -> None:
+    last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
+    found = scored(capsys, str(trained))
+    assert found == {name: last[name] for name in found} and "eval/mean@2" in found
+    assert len((trained / "evaluations" / "eval.jsonl").read_text().splitlines()) == 10
+
+
+def test_the_best_checkpoint_scores_as_it_did_then(trained: Path, capsys: Captured) -> None:
+    best = json.loads((trained / "checkpoints" / "best.json").read_text())
+    assert scored(capsys, str(trained), "--best")["eval/mean@2"] == pytest.approx(best["score"])
+
+
+def test_a_model_is_scored_without_a_run(world: Path, trained: Path, quiet: list[str], capsys: Captured) -> None:
+    before = json.loads((trained / "evaluations" / "step-00000000.jsonl").read_text().splitlines()[0])
+    named, first = (scored(capsys, word, *quiet) for word in (f"model.path={world / 'model'}", str(world / "model")))
+    assert named == first and before["task"] == 0
+    rows = [json.loads(line) for line in (trained / "evaluations" / "step-00000000.jsonl").read_text().splitlines()]
+    assert named["eval/mean@2"] == pytest.approx(sum(row["reward"] for row in rows) / len(rows))
+
+
+def test_scores_follow_what_is_asked_for(trained: Path, world: Path, capsys: Captured) -> None:
+    found = scored(capsys, str(trained), "evaluate.samples=4", "evaluate.limit=2", "evaluate.sampling.temperature=0")
+    assert {"eval/mean@4", "eval/best@2", "eval/maj@4"} <= found.keys()
+    assert found["eval/best@4"] == found["eval/mean@4"], "greedy answers are all the same"
+
+
+def test_what_cannot_be_scored_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = train(world, tmp_path / "run", steps=1)
+    assert "`data.val=[tasks.parquet]`" in refused(capsys, "eval", str(run))
+    assert "no best checkpoint" in refused(capsys, "generate", str(run), "1+1=", "--best")
+    assert "There is no directory" in refused(capsys, "eval", str(tmp_path / "nowhere"))
+    held_out = f"data.val=[{world / 'held_out.jsonl'}]"
+    assert "needs a model" in refused(capsys, "eval", held_out)
+    elsewhere = [f"model.path={world / 'model'}", f"directory={tmp_path}"]
+    assert "has no checkpoint yet" in refused(capsys, "eval", held_out, *elsewhere)
+
+
+def test_a_run_is_asked_as_a_model_is(trained: Path, world: Path, capsys: Captured) -> None:
+    asked = ["1+1=", "sampling.max_tokens=12", "seed=5"]
+    one, same = answers(capsys, str(trained), *asked), answers(capsys, str(trained), *asked)
+    assert one == same and 0 < len(one.strip("\n")) <= 12
+    assert answers(capsys, str(world / "model"), *asked) != one, "training changed nothing"
+    assert answers(capsys, str(trained), *asked, "observe.console=off") == ""
+
+
+def test_several_answers_are_numbered(world: Path, capsys: Captured) -> None:
+    lines = answers(capsys, str(world / "model"), "1 + 1 =", "-n", "3", "sampling.max_tokens=5").splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "2", "3"] and len(set(line[3:] for line in lines)) > 1
+
+
+def test_the_prompt_may_come_from_standard_input(
+    world: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = answers(capsys, str(world / "model"), "1+1=", "sampling.max_tokens=8")
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n"))
+    assert answers(capsys, str(world / "model"), "sampling.max_tokens=8") == said
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    told = refused(capsys, "generate", str(world / "model"))
+    assert "There is no prompt" in told and str(world / "model") in told
+    assert "Name a model directory" in refused(capsys, "generate")
+
+
+def test_one_answer_is_shown_as_it_is_written(world: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Piece by piece, and the pieces are the answer."""
+    pieces: list[str] = []
+    make = ask.make_console
+
+    def watched(*arguments: Any) -> Any:
+        console = make(*arguments)
+        show = console.print
+
+        def print(*what: Any, **how: Any) -> None:
+            pieces.extend(map(str, what))
+            show(*what, **how)
+
+        console.print = print  # type: ignore[method-assign]
+        return console
+
+    monkeypatch.setattr(ask, "make_console", watched)
+    said = answers(capsys, str(world / "model"), "1+1=", "sampling.max_tokens=12", "seed=3")
+    assert "".join(pieces) == said.removesuffix("\n") and len([piece for piece in pieces if piece]) > 3
+
+
+def test_a_misspelt_option_is_no_prompt(world: Path, capsys: Captured) -> None:
+    told = refused(capsys, "generate", str(world / "model"), "1+1=", "samplin.max_tokens=3")
+    assert "samplin is not an option. Did you mean sampling?" in told
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_export_is_loaded_by_transformers_and_says_the_same(
+    precision: str, world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = train(world, tmp_path / "run", **{"train.precision": precision})
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert "of step 2" in capsys.readouterr().out
+    kept = weights(run)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert theirs.dtype is next(iter(kept.values())).dtype
+    assert all(torch.equal(weight, theirs.get_parameter(name)) for name, weight in kept.items())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = torch.tensor([tokenizer.encode("1+1=")])
+    ours = loaded(run)
+    with torch.no_grad():
+        places = torch.arange(ids.shape[1])
+        alone = Pack(
+            ids=ids[0].int(),
+            positions=places,
+            offsets=torch.tensor([0, len(places)]),
+            parent=torch.tensor([-1]),
+            source=places - 1,
+        )
+        hidden = ours.hidden(alone.ids, alone.positions, PackedAttention(alone))
+        assert torch.allclose(theirs(ids).logits[0], ours.logits(hidden), atol=1e-5 if precision == "fp32" else 0.05)
+    asked = ["1+1=", "sampling.max_tokens=12", f"train.precision={precision}"]
+    assert answers(capsys, str(run), *asked[:2]) == answers(capsys, str(tmp_path / "out"), *asked)
+
+
+def test_an_export_writes_over_nothing(trained: Path, world: Path, capsys: Captured) -> None:
+    assert "nothing is exported over it" in refused(capsys, "export", str(trained), str(world / "model"))
+    assert "holds no run" in refused(capsys, "export", str(world), str(world / "out"))
+
+
+def test_the_curves_of_a_run_are_drawn(trained: Path, capsys: Captured) -> None:
+    assert main(["plot", str(trained)]) == 0
+    shown = capsys.readouterr().out
+    assert "reward" in shown and "eval/mean@2" in shown
+    assert (trained / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_was_not_saved_yet_cannot_be_asked(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    given = options(world, directory=tmp_path / "run", **{"reward.path": "tests.recipes.rewards:nan"})
+    assert main(["train", *given]) == 2
+    assert "no checkpoint yet" in refused(capsys, "generate", str(tmp_path / "run"), "1+1=")

@@ -1,0 +1,329 @@
+"""What a person may get wrong: each thing is told in one sentence, before anything is written, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from etude.algorithms import Denominators, LossValue, View
+from etude.algorithms.losses.clip import PPO
+from etude.cli import main
+from etude.models import create, save, tiny
+from etude.recipes.folder import occupy
+from etude.store import open_store
+from tests.recipes import rewards
+from tests.recipes.runs import Captured, measured, options, refused, refused_run, run_of, same, train, weights
+from tests.worlds import END, make_model, make_tokenizer
+
+REWARDS = "tests.recipes.rewards"
+
+
+def changed(world: Path, directory: Path, change: Callable[[Path], Any]) -> Path:
+    """A copy of the model with something wrong about it."""
+    copy = Path(shutil.copytree(world / "model", directory))
+    change(copy)
+    return copy
+
+
+def told_apart(file: Path, **values: Any) -> None:
+    """Change values of a JSON file; None takes one out."""
+    tree = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({name: value for name, value in tree.items() if value is not None}))
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_model_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert "`model.path=…`" in refused_run(capsys, world, tmp_path / "run", **{"model.path": None})
+
+
+def test_a_model_directory_that_is_not_there_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", **{"model.path": tmp_path / "nowhere"})
+    assert "model.path=" in told and "nowhere" in told and "config.json" in told
+    assert "model.path=" in refused_run(capsys, world, tmp_path / "run", **{"model.path": world / "tasks.jsonl"})
+    assert not (tmp_path / "run").exists(), "a run that cannot begin leaves no directory"
+
+
+def test_a_path_of_a_wrong_kind_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    for value in ("[a,b]", "3"):
+        assert "model.path expects a path" in refused_run(capsys, world, tmp_path / "run", **{"model.path": value})
+
+
+def test_an_empty_model_directory_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "empty").mkdir()
+    told = refused_run(capsys, world, tmp_path / "run", **{"model.path": tmp_path / "empty"})
+    assert "tokenizer.json" in told and "empty" in told
+
+
+def test_a_tokenizer_that_ends_no_text_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    def endless(model: Path) -> None:
+        told_apart(model / "tokenizer_config.json", eos_token=None)
+        (model / "generation_config.json").unlink(missing_ok=True)
+
+    told = refused_run(capsys, world, tmp_path / "run", **{"model.path": changed(world, tmp_path / "m", endless)})
+    assert "eos_token" in told and "tokenizer_config.json" in told
+
+
+def test_a_tokenizer_without_padding_is_all_the_same(world: Path, whole: Path, tmp_path: Path) -> None:
+    def unpadded(model: Path) -> None:
+        told_apart(model / "tokenizer_config.json", pad_token=None)
+
+    model = changed(world, tmp_path / "m", unpadded)
+    assert same(weights(train(world, tmp_path / "run", steps=4, **{"model.path": model})), weights(whole))
+
+
+def test_messages_for_a_model_without_a_template_are_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    tasks = tmp_path / "chat.jsonl"
+    tasks.write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}) + "\n")
+    told = refused_run(capsys, world, tmp_path / "run", **{"data.train": tasks})
+    assert "no chat template" in told and "`chat.template`" in told
+
+
+def test_a_tokenizer_of_another_model_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    size = make_tokenizer(tmp_path / "large", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    told = refused_run(capsys, world, tmp_path / "run", **{"model.tokenizer": tmp_path / "large"})
+    assert f"{size} tokens" in told and "different models" in told and "`model.tokenizer`" in told
+
+
+def test_prompts_and_answers_beyond_the_context_are_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", **{"data.max_prompt": 125})
+    assert "`data.max_prompt` + `sampling.max_tokens` = 131" in told and "128" in told
+
+
+# -- the data ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_tasks_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert "`data.train=[tasks.parquet]`" in refused_run(capsys, world, tmp_path / "run", **{"data.train": None})
+
+
+def test_one_file_needs_no_brackets(world: Path) -> None:
+    bare, listed = (run_of(world, **{"data.train": file}) for file in ("tasks.jsonl", "[tasks.jsonl]"))
+    assert bare == listed and bare.data.train == ("tasks.jsonl",)
+
+
+def test_a_file_that_is_not_there_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    for name in ("data.train", "data.val"):
+        told = refused_run(capsys, world, tmp_path / "run", **{name: f"[{tmp_path / 'none.jsonl'}]"})
+        assert "none.jsonl" in told and "no such file" in told
+
+
+def test_an_empty_dataset_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    told = refused_run(capsys, world, tmp_path / "run", **{"data.train": f"[{tmp_path / 'empty.jsonl'}]"})
+    assert "empty.jsonl has no rows" in told
+
+
+def test_a_missing_column_is_told_with_those_found(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"question": "1+1=", "solution": "2"}\n')
+    told = refused_run(capsys, world, tmp_path / "run", **{"data.train": f"[{tmp_path / 'tasks.jsonl'}]"})
+    assert "`prompt`" in told and "question, solution" in told and "`columns`" in told
+
+
+def test_prompts_that_are_too_long_are_left_out_cut_or_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    lines = [{"prompt": "1+1=", "answer": "2"}] * 6 + [{"prompt": "1+1+1+1+1+1=", "answer": "6"}]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "data.max_prompt": 8, "collect.tasks": 7, "steps": 1}
+    told = refused_run(capsys, world, tmp_path / "run", **given | {"data.overlong": "error"})
+    assert "row 6 has a prompt of 12 tokens; 8 are allowed" in told
+    told = refused_run(capsys, world, tmp_path / "run", **given | {"data.max_prompt": 2})
+    assert "Every one of the 7 prompts" in told
+    for how, longest in (("filter", 4), ("truncate", 8)):
+        run = train(world, tmp_path / how, **given | {"data.overlong": how})
+        assert "1 of 7 prompts in data.train are longer" in capsys.readouterr().err
+        assert measured(run)[0]["overlong_prompts"] == 1
+        store = open_store(run / "journal.sqlite", read_only=True)
+        assert max(len(turn.prompt) for r in store.rollouts() for turn in store.turns(r.id)) == longest
+        store.close()
+
+
+# -- the reward -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "found"), [("nan", "nan"), ("nothing", "None"), ("text", "'good' of type str")])
+def test_a_reward_that_is_no_number_is_told(
+    name: str, found: str, world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", **{"reward.path": f"{REWARDS}:{name}"})
+    assert f"returned {found}" in told and "task" in told and "number is needed" in told
+    told = refused_run(
+        capsys, world, tmp_path / "stop", **{"reward.path": f"{REWARDS}:{name}", "judging.on_error": "stop"}
+    )
+    assert f"returned {found}" in told and "`judging.on_error` is stop" in told
+
+
+def test_a_reward_that_is_not_there_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert "has no digitz" in refused_run(capsys, world, tmp_path / "run", **{"reward.path": f"{REWARDS}:digitz"})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("policy", ["stop", "drop"])
+def test_a_run_whose_judge_failed_goes_on_once_it_is_mended(
+    policy: str, world: Path, whole: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    """With `stop` it ends at the first failure, with `drop` where nothing is left. Either way nothing is lost."""
+    given = {"reward.path": f"{REWARDS}:fragile", "judging.on_error": policy, "steps": 4, "collect.retries": 0}
+    rewards.broken.add("fragile")
+    try:
+        told = refused_run(capsys, world, tmp_path / "run", **given)
+    finally:
+        rewards.broken.clear()
+    assert "the judge does not answer" in told
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+    assert [step["step"] for step in measured(tmp_path / "run")][-1] == 4
+    if policy == "stop":  # what failed was asked again: the run is the one that never failed
+        assert same(weights(tmp_path / "run"), weights(whole))
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_answers_without_a_word_are_trained_on_like_any_other(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    """All that this model is inclined to say is that it has said everything."""
+    size = make_tokenizer(tmp_path / "model")
+    config = tiny(size, layers=1, hidden=16, heads=2, kv_heads=1, context=128)
+    config.tie_word_embeddings = False
+    model = create(config, seed=0, dtype=torch.float32)
+    end = json.loads((tmp_path / "model" / "tokenizer.json").read_text())["model"]["vocab"][END]
+    with torch.no_grad():
+        for name, weight in model.named_weights():
+            if name.endswith("embed_tokens.weight"):
+                weight[:, 0] = 30.0
+        model.head_weight[:, 0] = -30.0
+        model.head_weight[end, 0] = 30.0
+    save(model, tmp_path / "model")
+    run = train(world, tmp_path / "run", steps=1, **{"model.path": tmp_path / "model"})
+    step = measured(run)[0]
+    assert step["answer_length"] == 1 and step["reward"] == 0 and step["truncated"] == 0
+    assert "earned the same" in capsys.readouterr().err
+
+
+def test_a_group_of_one_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", **{"collect.group_size": 1, "advantage": "dr_grpo"})
+    assert "`collect.group_size=1`" in told and "nothing would be learned" in told
+    train(world, tmp_path / "bare", **{"collect.group_size": 1})
+    assert "its bare reward is its advantage" in capsys.readouterr().err
+    train(world, tmp_path / "batch", **{"collect.group_size": 1, "advantage": "reinforce++"})
+    assert "group_size" not in capsys.readouterr().err
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Hungry(PPO):
+    """A loss that asks for more memory than any machine has, as long as it is hungry."""
+
+    hungry: ClassVar[bool] = True
+
+    def __call__(self, view: View, whole: Denominators) -> LossValue:
+        if self.hungry:
+            torch.empty(2**55)
+        return super().__call__(view, whole)
+
+
+def test_memory_that_runs_out_is_told_with_the_knob_and_the_run_goes_on(
+    world: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", loss="tests.recipes.test_build:Hungry")
+    assert "Memory ran out" in told and "Lower `train.micro_tokens`" in told
+    monkeypatch.setattr("tests.recipes.test_build.Hungry.hungry", False)
+    assert main(["train", "--resume", str(tmp_path / "run"), "train.micro_tokens=64"]) == 0
+    assert measured(tmp_path / "run")[0]["replayed"] == 1 and measured(tmp_path / "run")[0]["micro_batches"] > 1
+
+
+def test_an_engine_too_large_for_the_machine_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    given = {"rollout.kv_gib": 10**9, "rollout.max_running": 10**12}
+    told = refused_run(capsys, world, tmp_path / "run", **given)
+    assert "ran out of memory" in told and "Lower kv_gib" in told
+    assert not (tmp_path / "run").exists()
+
+
+# -- the directory ----------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_in_use_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    with occupy(tmp_path / "run"):
+        told = refused_run(capsys, world, tmp_path / "run")
+    assert "in use by process" in told and "`directory=…`" in told
+    train(world, tmp_path / "run", steps=1)
+
+
+def test_a_directory_that_cannot_be_made_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "file").write_text("")
+    assert "No directory can be made" in refused_run(capsys, world, tmp_path / "file" / "run")
+
+
+def test_a_run_that_is_taken_up_with_other_options_is_told_which(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = train(world, tmp_path / "run")
+    before = (run / "run.yaml").read_text()
+    told = refused_run(capsys, world, run, seed=3, collect__group_size=8)
+    assert "collect.group_size was 4, is 8" in told and "seed was 0, is 3" in told and "steps" in told
+    told = refused(capsys, "train", "--resume", str(run), "loss=gspo")
+    assert "loss.name was ppo, is gspo" in told
+    assert (run / "run.yaml").read_text() == before and len(measured(run)) == 2
+    assert main(["train", "--resume", str(run), "steps=3", "rollout.kv_gib=0.5", "judging.timeout=7"]) == 0
+
+
+def test_options_that_never_ran_bind_nobody(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    refused_run(capsys, world, tmp_path / "run", **{"reward.path": f"{REWARDS}:digitz"})
+    train(world, tmp_path / "run")
+
+
+def test_a_directory_that_holds_no_run_is_told(tmp_path: Path, capsys: Captured) -> None:
+    for where in (tmp_path, tmp_path / "nowhere"):
+        assert "holds no run" in refused(capsys, "train", "--resume", str(where))
+
+
+def test_a_checkpoint_of_another_model_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = train(world, tmp_path / "run")
+    make_model(tmp_path / "wide", hidden=64)
+    options_file = run / "run.yaml"
+    options_file.write_text(options_file.read_text().replace(str(world / "model"), str(tmp_path / "wide")))
+    told = refused(capsys, "train", "--resume", str(run), "steps=3")
+    assert "[43, 32] in the checkpoint" in told and "[43, 64] in this run" in told
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_preset_is_told_wherever_it_stands(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    given = options(world, directory=tmp_path / "run")
+    for words in (["grpoo", *given], [*given, "grpoo"]):
+        told = refused(capsys, "train", *words)
+        assert "no preset 'grpoo'" in told and "dapo, grpo" in told
+    assert "one preset" in refused(capsys, "train", "grpo", "dapo", *given)
+
+
+def test_greedy_training_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", **{"sampling.temperature": 0})
+    assert "greedy" in told
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"kl": "reverse"}, "`ref_logp`, which takes a reference policy"),
+        ({"kl": "full"}, "reference policy"),
+        ({"advantage": "gae"}, "a critic"),
+        ({"max_staleness": 1}, "not built yet"),
+        ({"updates": 13}, "fewer than `updates`"),
+        ({"train.schedule": "cosine", "train.warmup": 5}, "warm-up"),
+    ],
+)
+def test_what_a_run_cannot_do_is_told(
+    change: dict[str, Any], what: str, world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    assert what in refused_run(capsys, world, tmp_path / "run", **change)
+    assert not (tmp_path / "run").exists()
+
+
+def test_resuming_takes_no_file_and_no_sweep(trained: Path, capsys: Captured) -> None:
+    for words in (["--multirun"], ["--config", "mine.yaml"]):
+        assert "--resume goes on with one run" in refused(capsys, "train", "--resume", str(trained), *words)

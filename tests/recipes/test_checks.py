@@ -1,0 +1,55 @@
+"""What is refused before anything is loaded, and which columns the model is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etude.algorithms import ADVANTAGES, LOSSES
+from etude.errors import ConfigError
+from etude.recipes.build import policy
+from etude.recipes.checks import BY_THE_MODEL, COLLECTED, MISSING, before, context, from_the_model
+from tests.recipes.runs import run_of
+
+
+def test_every_column_that_something_needs_is_collected_told_or_refused(world: Path) -> None:
+    """Each advantage and each loss either runs or says what it misses; none is let through to fail in a step."""
+    known = COLLECTED | BY_THE_MODEL | MISSING.keys()
+    for name in ADVANTAGES:
+        run = run_of(world, advantage=name, **({"loss.reduction": "seq-mean-token-sum"} if name == "opo" else {}))
+        assert run.needs() <= known, (name, run.needs() - known)
+        missing = sorted(run.needs() & MISSING.keys())
+        if missing:
+            with pytest.raises(ConfigError, match=missing[0]):
+                before(run)
+        else:
+            before(run)
+    for name in LOSSES:
+        assert run_of(world, loss=name).needs() <= known
+
+
+def test_the_sampler_is_compared_with_the_policy_at_every_step(world: Path) -> None:
+    assert from_the_model(run_of(world)) == {"old_logp"}
+    assert from_the_model(run_of(world, **{"correction.policies": "two"})) == frozenset()
+    assert from_the_model(run_of(world, **{"entropy.top_share": 0.2})) == {"old_logp", "entropy"}
+
+
+def test_room_is_made_for_the_longest_prompt_and_answer(world: Path) -> None:
+    model, _ = policy(run_of(world))
+    context(run_of(world, **{"data.max_prompt": 122}), model)
+    with pytest.raises(ConfigError, match="129 tokens do not fit"):
+        context(run_of(world, **{"data.max_prompt": 123}), model)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_an_advantage_of_groups_is_warned_of_a_group_of_one(
+    advantage: str, world: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from etude.observe import configure
+
+    configure("info")
+    before(run_of(world, advantage=advantage, collect__group_size=1))
+    assert "its bare reward is its advantage" in capsys.readouterr().err
+    before(run_of(world, advantage=advantage, collect__group_size=2))
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,108 @@
+"""A run's directory: held by one process, written whole, and telling runs apart."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etude.errors import ConfigError, RunError
+from etude.recipes.folder import (
+    LOCK,
+    OPTIONS,
+    compare,
+    differences,
+    new_directory,
+    occupy,
+    read_metrics,
+    read_run,
+    settle,
+)
+from etude.recipes.run import FREE, Run
+from tests.recipes.runs import run_of
+
+HOLD = """
+import fcntl, sys, time
+lock = open(sys.argv[1], "a+")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_new_directory_was_not_there_before(tmp_path: Path) -> None:
+    seen = []
+    for _ in range(3):
+        seen.append(new_directory(tmp_path, "train"))
+        seen[-1].mkdir()
+    assert len(set(seen)) == 3 and all(path.name.startswith("train-2") for path in seen)
+
+
+def test_one_process_at_a_time_holds_a_directory(tmp_path: Path) -> None:
+    with occupy(tmp_path / "run"), pytest.raises(RunError, match="in use by process"), occupy(tmp_path / "run"):
+        pass
+    with occupy(tmp_path / "run"):
+        (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert (tmp_path / "run").is_dir()
+
+
+def test_the_system_lets_go_of_it_when_its_process_is_killed(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / LOCK], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(RunError, match="in use"), occupy(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    with occupy(tmp_path):
+        assert tmp_path.is_dir()
+
+
+def test_a_directory_in_which_nothing_came_to_be_is_removed_again(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="before anything"), occupy(tmp_path / "new"):
+        raise ValueError("before anything was written")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "mine").mkdir()
+    with occupy(tmp_path / "mine"):
+        pass
+    assert (tmp_path / "mine").is_dir(), "what was there before stays"
+
+
+def test_what_was_settled_is_read_back(world: Path, tmp_path: Path) -> None:
+    run = run_of(world, seed=7, loss="gspo").model_copy(update={"directory": tmp_path / "a b=c"})
+    (tmp_path / "a b=c").mkdir()
+    settle(tmp_path / "a b=c", run)
+    assert read_run(tmp_path / "a b=c") == run
+    assert [path.name for path in (tmp_path / "a b=c").iterdir()] == [OPTIONS]
+    moved = (tmp_path / "a b=c").rename(tmp_path / "moved")
+    assert read_run(moved, ["steps=9"]) == run.model_copy(update={"directory": moved, "steps": 9})
+
+
+def test_another_run_is_told_by_what_differs(world: Path, tmp_path: Path) -> None:
+    run = run_of(world)
+    settle(tmp_path, run)
+    compare(tmp_path, run)
+    compare(tmp_path / "empty", run)
+    with pytest.raises(ConfigError, match=r"loss\.name was ppo, is gspo.*seed was 0, is 1"):
+        compare(tmp_path, run_of(world, seed=1, loss="gspo"))
+
+
+@pytest.mark.parametrize("path", FREE)
+def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: Path) -> None:
+    sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
+    values = {"directory": "elsewhere", "train.activation_checkpointing": "true"}
+    name, _, value = sections.get(path, f"{path}={values.get(path, '3')}").partition("=")
+    other = run_of(world, **{name: value})
+    assert other != run_of(world) and not differences(run_of(world), other)
+
+
+def test_what_a_step_measured_last_counts(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "loss": 1}\n{"step": 1, "loss": 2}\n{"step": 2, "loss": 3}\n')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2}, {"step": 2, "loss": 3}]
+
+
+def test_every_run_knows_its_defaults() -> None:
+    assert not differences(Run(), Run()) and differences(Run(), Run(seed=1)) == [("seed", 0, 1)]

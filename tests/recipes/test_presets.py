@@ -1,0 +1,47 @@
+"""Presets are files that compose, and words on the command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from etude.cli import main, parser
+from etude.config.compose import compose
+from etude.config.tree import to_tree
+from etude.errors import ConfigError, UnknownChoiceError
+from etude.recipes.presets import PRESETS, split
+from etude.recipes.run import Run
+from tests.recipes.runs import Captured
+
+
+def test_the_presets_are_those_that_the_help_names(capsys: Captured) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["train", "--help"])
+    named = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("presets:"))
+    assert set(named.removeprefix("presets:").replace(",", " ").split()) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_composes_and_can_be_changed(name: str) -> None:
+    run = compose(Run, preset=PRESETS[name])
+    assert to_tree(run)["advantage"]["name"] == "grpo"
+    assert compose(Run, ["collect.tasks=7"], preset=PRESETS[name]).collect.tasks == 7
+
+
+def test_dapo_is_its_four_changes() -> None:
+    run = to_tree(compose(Run, ["sampling.max_tokens=512"], preset=PRESETS["dapo"]))
+    assert run["loss"]["clip_high"] > run["loss"]["clip_low"] and run["loss"]["reduction"] == "token-mean"
+    assert run["collect"]["refill"] > 0 and run["overlong"]["max_length"] == 512
+
+
+def test_a_preset_is_found_among_the_options() -> None:
+    assert split(["seed=1", "grpo", "steps=2"]) == (PRESETS["grpo"], ["seed=1", "steps=2"])
+    assert split(["seed=1"]) == (None, ["seed=1"])
+    with pytest.raises(UnknownChoiceError, match="dapo, grpo"):
+        split(["steps=2", "groo"])
+    with pytest.raises(ConfigError, match="grpo and dapo"):
+        split(["grpo", "dapo"])
+
+
+def test_a_preset_is_shown_with_its_options(capsys: Captured) -> None:
+    assert main(["config", "show", "dapo"]) == 0
+    assert "refill: 10" in capsys.readouterr().out

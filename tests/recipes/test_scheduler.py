@@ -1,0 +1,144 @@
+"""The scheduler: which groups a step gets does not depend on who finishes first, and nothing is lost or done twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.recipes.scheduler import Admit, Decision, Drop, Failed, Finished, Issue, Opened, Scheduler
+
+Metric = Callable[[int, int], float | None]
+"""What a rollout earns, by task and sample; None where every attempt fails."""
+
+
+def mixed(task: int, sample: int) -> float | None:
+    """Groups that teach, but for every third, in which all earn the same."""
+    return 1.0 if task % 3 == 0 else float(sample % 2)
+
+
+def play(
+    scheduler: Scheduler, step: int, metric: Metric, chance: random.Random
+) -> tuple[Admit, list[Drop], list[Issue]]:
+    """One step to its end, with rollouts ending in any order."""
+    decisions: list[Decision] = scheduler.on(Opened(step))
+    running: list[Issue] = []
+    dropped: list[Drop] = []
+    issued: list[Issue] = []
+    while True:
+        for decision in decisions:
+            if isinstance(decision, Issue):
+                running.append(decision)
+                issued.append(decision)
+            elif isinstance(decision, Drop):
+                dropped.append(decision)
+        if decisions and isinstance(decisions[-1], Admit):
+            assert not running
+            return decisions[-1], dropped, issued
+        ended = running.pop(chance.randrange(len(running)))
+        earned = metric(ended.task, ended.sample)
+        event = (
+            Failed(ended.task, ended.sample, "broken") if earned is None else Finished(ended.task, ended.sample, earned)
+        )
+        decisions = scheduler.on(event)
+
+
+def scheduler(**changes: int) -> Scheduler:
+    """Four tasks of three rollouts."""
+    return Scheduler(**{"tasks": 4, "group_size": 3, "refill": 0, "retries": 0} | changes)
+
+
+def test_without_a_filter_a_step_gets_the_next_tasks() -> None:
+    plan, chance = scheduler(), random.Random(0)
+    for step in (1, 2):
+        admit, dropped, _ = play(plan, step, mixed, chance)
+        assert list(admit.tasks) == list(range(4 * step - 4, 4 * step)) and not dropped
+        assert admit.spare == sum(task % 3 == 0 for task in admit.tasks)
+
+
+@given(seed=st.integers(0, 1000), refill=st.integers(1, 3), tasks=st.integers(1, 5))
+def test_level_groups_are_replaced_and_the_order_of_arrival_changes_nothing(seed: int, refill: int, tasks: int) -> None:
+    first, second = (scheduler(refill=refill, tasks=tasks) for _ in range(2))
+    for step in range(1, 4):
+        one = play(first, step, mixed, random.Random(seed))
+        other = play(second, step, mixed, random.Random(seed + 1))
+        assert one[0] == other[0] and one[1] == other[1]
+        assert sorted(one[2], key=repr) == sorted(other[2], key=repr)
+        assert not any(task % 3 == 0 for task in one[0].tasks)
+        assert all(drop.task % 3 == 0 for drop in one[1])
+
+
+@given(st.integers(0, 1000))
+def test_every_ordinal_is_settled_once(seed: int) -> None:
+    plan, chance = scheduler(refill=2), random.Random(seed)
+    settled: list[int] = []
+    for step in range(1, 5):
+        admit, dropped, _ = play(plan, step, mixed, chance)
+        settled += [*admit.tasks, *(drop.task for drop in dropped)]
+    assert sorted(settled) == list(range(plan.next_task))
+
+
+def test_past_the_bound_level_groups_fill_up_and_are_counted() -> None:
+    plan = scheduler(refill=2)
+    admit, dropped, issued = play(plan, 1, lambda task, sample: 0.5, random.Random(0))
+    assert list(admit.tasks) == [0, 1, 2, 3] and admit.spare == 4
+    assert len(issued) == 3 * 4 * 3 and [drop.task for drop in dropped] == list(range(4, 12))
+
+
+def test_a_group_of_one_is_never_level() -> None:
+    admit, dropped, _ = play(scheduler(group_size=1, refill=3), 1, lambda task, sample: 0.0, random.Random(0))
+    assert list(admit.tasks) == [0, 1, 2, 3] and not dropped and admit.spare == 0
+
+
+def test_a_failed_rollout_is_tried_again_and_then_left_out_of_its_group() -> None:
+    def fails_once(task: int, sample: int) -> float | None:
+        return None if (task, sample) == (1, 2) else float(sample)
+
+    admit, _, issued = play(scheduler(retries=2), 1, fails_once, random.Random(3))
+    assert admit.tasks[1] == (0, 1) and admit.tasks[0] == (0, 1, 2)
+    assert issued.count(Issue(1, 2)) == 3
+
+
+def test_a_group_that_failed_whole_is_dropped_and_replaced_within_a_bound() -> None:
+    admit, dropped, _ = play(scheduler(), 1, lambda task, sample: None if task < 2 else 1.0, random.Random(0))
+    assert list(admit.tasks) == [2, 3, 4, 5] and {drop.task for drop in dropped} == {0, 1}
+    admit, dropped, issued = play(scheduler(), 1, lambda task, sample: None, random.Random(0))
+    assert not admit.tasks and len(dropped) == 8 and len(issued) == 24
+
+
+@given(st.integers(0, 10_000))
+def test_a_run_that_was_killed_takes_up_where_it_was(seed: int) -> None:
+    """Kill after any number of endings: what is taken up leads to the same admission."""
+    chance = random.Random(seed)
+    whole, _, _ = play(scheduler(refill=2), 1, mixed, random.Random(0))
+    plan = scheduler(refill=2)
+    running = [d for d in plan.on(Opened(1)) if isinstance(d, Issue)]
+    scored: dict[int, dict[int, float]] = {}
+    for _ in range(chance.randrange(9)):
+        ended = running.pop(chance.randrange(len(running)))
+        earned = mixed(ended.task, ended.sample)
+        assert earned is not None
+        scored.setdefault(ended.task, {})[ended.sample] = earned
+        running += [d for d in plan.on(Finished(ended.task, ended.sample, earned)) if isinstance(d, Issue)]
+    again = scheduler(refill=2, first=plan.next_task)
+    left = again.resume(scored, [(issue.task, issue.sample) for issue in running])
+    assert sorted(left, key=repr) == sorted(running, key=repr)
+
+    decisions: list[Decision] = [*left, *again.on(Opened(1))]
+    waiting: list[Issue] = []
+    while not any(isinstance(d, Admit) for d in decisions):
+        waiting += [d for d in decisions if isinstance(d, Issue)]
+        ended = waiting.pop(chance.randrange(len(waiting)))
+        decisions = again.on(Finished(ended.task, ended.sample, mixed(ended.task, ended.sample) or 0.0))
+    admit = decisions[-1]
+    assert isinstance(admit, Admit) and admit.tasks == whole.tasks
+
+
+def test_steps_open_one_at_a_time() -> None:
+    plan = scheduler()
+    plan.on(Opened(1))
+    with pytest.raises(AssertionError, match="one at a time"):
+        plan.on(Opened(2))

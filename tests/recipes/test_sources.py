@@ -1,0 +1,236 @@
+"""The source of groups: every end of an attempt is an outcome, written down; nothing runs on; replay is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etude.data import SAMPLERS, Dataset
+from etude.data.collate import collate
+from etude.errors import CollectionError, EngineError, RewardError
+from etude.protocols import Ids
+from etude.recipes.sampling import Sampling
+from etude.recipes.sources import Collection, EngineSource, Groups
+from etude.records import Completion, Outcome, SamplingParams, Task
+from etude.rewards import Judge, Judging
+from etude.store import Journal, Phase, Status, TaskDropped, TurnRecorded, open_store
+
+TASKS = [{"prompt": f"{row}+1=", "answer": str(row + 1), "data_source": "sums"} for row in range(12)]
+
+
+class Scripted:
+    """An engine that answers by its seed at once, or as it is told to for the n-th request."""
+
+    def __init__(self, script: Callable[[int], float | Exception | None] = lambda n: None, tokens: int = 3) -> None:
+        """`script`: for the n-th request how many seconds it hangs, what it raises, or None."""
+        self._script, self._tokens = script, tokens
+        self.asked: list[int | None] = []
+        self.answering = 0
+
+    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+        """Three tokens, drawn by the seed of the request."""
+        self.asked.append(sampling.seed)
+        act = self._script(len(self.asked))
+        self.answering += 1
+        try:
+            if isinstance(act, Exception):
+                raise act
+            await asyncio.sleep(act or 0)
+        finally:
+            self.answering -= 1
+        ids = np.random.default_rng(sampling.seed).integers(0, 10, self._tokens).astype(np.int32)
+        logp, version = np.full(self._tokens, -2.3, np.float32), np.zeros(self._tokens, np.int32)
+        return Completion(ids, logp, version, "stop", "".join(map(str, ids)))
+
+
+def even(task: Task, answer: str) -> float:
+    """Whether an answer ends in an even digit."""
+    return float(bool(answer) and int(answer[-1]) % 2 == 0)
+
+
+@contextmanager
+def sourced(
+    engine: Scripted,
+    store: Journal,
+    reward: Callable[..., Any] = even,
+    *,
+    judging: Judging | None = None,
+    state: Any = None,
+    position: int = 0,
+    **collection: Any,
+) -> Iterator[EngineSource]:
+    """A source over twelve tasks, two groups of three a step."""
+    dataset = Dataset.load(TASKS)
+    with Judge(reward, judging or Judging()) as judge:
+        source = EngineSource(
+            Collection(**({"tasks": 2, "group_size": 3} | collection)),
+            Sampling(max_tokens=4),
+            seed=5,
+            dataset=dataset,
+            order=SAMPLERS["shuffled"]().start(len(dataset), 5, dataset.sources),
+            prompt_ids=lambda task: np.frombuffer(str(task.fields["prompt"]).encode(), np.uint8).astype(np.int32),
+            engine=engine,
+            judge=judge,
+            store=store,
+        )
+        with closing(source):
+            source.take_up(state, position)
+            yield source
+
+
+def told(groups: Groups) -> list[Any]:
+    """What is trained on, as it can be compared."""
+    rows = [(s.rollout, s.ids.tolist(), s.action.tolist(), np.nan_to_num(s.logp).tolist()) for s in groups.samples]
+    return [rows, [(r.id, r.group, r.reward, r.outcome) for r in groups.rollouts]]
+
+
+@pytest.fixture
+def complaints() -> Iterator[list[str]]:
+    """What asyncio complains of, such as a failure that nobody looked at."""
+    found: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("asyncio").addHandler(listener)
+    yield found
+    logging.getLogger("asyncio").removeHandler(listener)
+
+
+def outcomes(store: Journal, rollout: int) -> list[Status]:
+    """How the attempts at a rollout ended."""
+    return [attempt.status for attempt in store.rollout(rollout).attempts]
+
+
+def test_a_step_gets_whole_groups_in_the_run_s_order() -> None:
+    engine, store = Scripted(), open_store()
+    with sourced(engine, store) as source:
+        first, second = source.next(1), source.next(2)
+    assert [r.group for r in first.rollouts] == [0, 0, 0, 1, 1, 1] and {r.group for r in second.rollouts} == {2, 3}
+    assert len(set(engine.asked)) == 12, "every rollout draws numbers of its own"
+    assert first.metrics.reduce()["sampled_tokens"] == 18 and not first.replayed
+    assert store.admitted() == {1: (0, 1, 2, 3, 4, 5), 2: (6, 7, 8, 9, 10, 11)}
+    rows = {task.row for task in store.tasks()}
+    assert len(rows) == 4, "no row twice within an epoch"
+
+
+def test_a_rollout_that_hangs_is_timed_out_and_tried_again_with_other_numbers() -> None:
+    engine, store = Scripted(lambda n: 30.0 if n == 2 else None), open_store()
+    with sourced(engine, store, timeout=0.2) as source:
+        groups = source.next(1)
+    assert outcomes(store, 1) == [Status.TIMED_OUT, Status.SUCCEEDED] and len(groups.rollouts) == 6
+    assert "0.2 seconds" in store.rollout(1).attempts[0].error
+    assert engine.asked[1] != engine.asked[6] and engine.answering == 0
+    assert groups.metrics.reduce()["failed_attempts/timed_out"] == 1
+
+
+def test_retries_are_counted_and_then_the_rollout_is_left_out() -> None:
+    def fails(task: Task, answer: str) -> float:
+        if task.ordinal == 0 and calls.append(answer) is None and len(calls) % 3 == 1:
+            raise ValueError("not this one")
+        return even(task, answer)
+
+    calls: list[str] = []
+    store = open_store()
+    with sourced(Scripted(), store, fails, retries=2) as source:
+        groups = source.next(1)
+    failed = [r.id for r in store.rollouts() if Status.FAILED in outcomes(store, r.id)]
+    assert failed and all(outcomes(store, id)[-1] is Status.SUCCEEDED for id in failed)
+    assert groups.metrics.reduce()["failed_attempts/failed"] >= 1
+
+    def always(task: Task, answer: str) -> float:
+        if task.ordinal == 0:
+            raise ValueError("never")
+        return even(task, answer)
+
+    store = open_store()
+    with sourced(Scripted(), store, always, retries=2) as source:
+        groups = source.next(1)
+    assert outcomes(store, 0) == [Status.FAILED] * 3
+    assert {r.group for r in groups.rollouts} == {1, 2}, "a group that failed whole is replaced"
+    dropped = [event for _, event in store.read(kinds=(TaskDropped,)) if isinstance(event, TaskDropped)]
+    assert [(event.task, event.cause) for event in dropped] == [(0, "every rollout failed")]
+    assert groups.metrics.reduce()["dropped_tasks/every_rollout_failed"] == 1
+
+
+def test_where_everything_failed_the_last_failure_is_told_and_the_step_is_not_admitted() -> None:
+    def never(task: Task, answer: str) -> float:
+        raise ValueError("no judge today")
+
+    store = open_store()
+    with sourced(Scripted(), store, never, retries=0) as source, pytest.raises(CollectionError, match="no judge today"):
+        source.next(1)
+    assert not store.admitted()
+
+
+@pytest.mark.parametrize("who", ["engine", "judge"])
+def test_what_stops_a_run_leaves_nothing_running(who: str, complaints: list[str]) -> None:
+    """The failure of one attempt ends the others, also those that failed at the same moment."""
+
+    def script(n: int) -> float | Exception | None:
+        return 30.0 if n > 3 else EngineError("out of memory") if who == "engine" else None
+
+    def never(task: Task, answer: str) -> float:
+        raise ValueError("no judge today")
+
+    engine, store = Scripted(script), open_store()
+    error = EngineError if who == "engine" else RewardError
+    reward = even if who == "engine" else never
+    with sourced(engine, store, reward, judging=Judging(on_error="stop")) as source:
+        with pytest.raises(error):
+            source.next(1)
+        assert engine.answering == 0
+    gc.collect()
+    assert not complaints
+    assert {state.phase for state in store.rollouts()} == {Phase.RUNNING}
+    again = Scripted()
+    with sourced(again, store) as source:
+        groups = source.next(1)
+    with sourced(Scripted(), open_store()) as source:
+        whole = source.next(1)
+    assert told(groups) == told(whole), "what was interrupted is asked again with the numbers it would have drawn"
+    assert outcomes(store, 0) == [Status.INFRA_ERROR, Status.SUCCEEDED]
+
+
+def test_a_replayed_step_has_the_same_groups(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path / "journal.sqlite")) as store, sourced(Scripted(), store) as source:
+        state, position = source.state(), store.position
+        before = [source.next(step) for step in (1, 2)]
+    engine = Scripted()
+    with (
+        closing(open_store(tmp_path / "journal.sqlite")) as store,
+        sourced(engine, store, state=state, position=position) as source,
+    ):
+        after = [source.next(step) for step in (1, 2)]
+        assert not engine.asked and all(groups.replayed for groups in after)
+        third = source.next(3)
+    assert [told(groups) for groups in after] == [told(groups) for groups in before]
+    with closing(open_store()) as store, sourced(Scripted(), store) as source:
+        whole = [source.next(step) for step in (1, 2, 3)]
+    assert told(third) == told(whole[2])
+
+
+def test_groups_that_all_earned_the_same_are_replaced_and_counted() -> None:
+    store = open_store()
+    with sourced(Scripted(), store, lambda task, answer: float(task.ordinal % 2 and even(task, answer)), refill=3) as s:
+        groups = s.next(1)
+    numbers = groups.metrics.reduce()
+    assert numbers["dropped_tasks"] == numbers["dropped_tasks/every_rollout_earned_the_same"] > 0
+    for group in {r.group for r in groups.rollouts}:
+        assert len({r.reward for r in groups.rollouts if r.group == group}) == 2
+
+
+def test_an_answer_without_tokens_is_a_rollout_like_any_other() -> None:
+    store = open_store()
+    with sourced(Scripted(tokens=0), store) as source:
+        groups = source.next(1)
+    batch = collate(groups.samples, groups.rollouts)
+    assert batch.rollouts == 6 and not bool(batch.action.any())
+    turns = [event for _, event in store.read(kinds=(TurnRecorded,))]
+    assert len(turns) == 6 and {r.outcome for r in groups.rollouts} == {Outcome.SUCCEEDED}

@@ -1,0 +1,102 @@
+"""The policy's worker: updates, epochs, and the state that goes from one step to the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from etude.batch import Batch
+from etude.dispatch import LocalCrew
+from etude.observe import Metrics
+from etude.recipes.build import policy
+from etude.recipes.run import Run
+from etude.recipes.workers import Improve, PolicyWorker
+from etude.records import Rollout, Sample
+from etude.train import Learner
+from tests.recipes.runs import run_of
+
+
+def worker_of(run: Run) -> LocalCrew:
+    """A crew of one worker for a run."""
+    model, _ = policy(run)
+    learner = Learner(model, run.train, steps=100)
+    return LocalCrew(PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs))
+
+
+def batch_of(groups: int = 2, size: int = 4) -> Batch:
+    """Rollouts of three prompt tokens and a few drawn ones, each second one good."""
+    chance = np.random.default_rng(0)
+    rows, rollouts = [], []
+    for place in range(groups * size):
+        length = 3 + int(chance.integers(2, 6))
+        ids = chance.integers(2, 40, length).astype(np.int32)
+        action = np.arange(length) >= 3
+        zeros = np.zeros(length, np.int32)
+        rows.append(Sample(ids, action, np.full(length, -3.7, np.float32), zeros, zeros, rollout=place))
+        rollouts.append(Rollout(place, place // size, place // size, float(place % 2)))
+    return Batch.from_records(rows, rollouts)
+
+
+def stepped(crew: LocalCrew, run: Run, step: int = 1) -> Metrics:
+    """One step of the loop."""
+    batch = crew.call(PolicyWorker.annotate, batch_of(), frozenset({"old_logp"}))
+    batch = crew.call(PolicyWorker.estimate, batch, step)
+    assert batch.advantage is not None
+    return crew.call(PolicyWorker.update, batch)
+
+
+@pytest.mark.parametrize(("updates", "epochs"), [(1, 1), (4, 1), (2, 3)])
+def test_a_step_makes_as_many_updates_as_were_asked_for(updates: int, epochs: int, world: Path) -> None:
+    run = run_of(world, updates=updates, epochs=epochs)
+    crew = worker_of(run)
+    found = stepped(crew, run).reduce()
+    learner = crew.call(PolicyWorker.tensors)["learner"]
+    assert int(learner["version"]) == updates * epochs == found["micro_batches"]
+    assert found["trained_tokens"] == epochs * batch_of().tokens
+    if updates * epochs > 1:
+        assert found["policy_kl"] > 0, "from the second update on, the policy is off its data"
+    else:
+        assert found["policy_kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_what_was_seen_before_the_update_is_told_once(world: Path) -> None:
+    run = run_of(world)
+    crew = worker_of(run)
+    assert "advantage_std" in stepped(crew, run)
+    batch = crew.call(PolicyWorker.annotate, batch_of(), frozenset({"old_logp"}))
+    estimated = crew.call(PolicyWorker.estimate, batch, 2)
+    assert "advantage_std" in crew.call(PolicyWorker.update, estimated)
+    assert "advantage_std" not in crew.call(PolicyWorker.update, estimated)
+
+
+def test_annotated_are_the_action_tokens(world: Path) -> None:
+    batch = batch_of()
+    found = worker_of(run_of(world)).call(PolicyWorker.annotate, batch, frozenset({"old_logp", "entropy"}))
+    for column in (found.old_logp, found.entropy):
+        assert column is not None and torch.equal(torch.isfinite(column), batch.action)
+
+
+def test_a_worker_that_was_restored_goes_on_like_the_one_that_was_saved(world: Path) -> None:
+    run = run_of(world, advantage="reinforce++", updates=2)
+    one, other = worker_of(run), worker_of(run)
+    stepped(one, run)
+    tensors: Any = {
+        name: {inner: tensor.clone() for inner, tensor in tree.items()} if name != "step" else tree
+        for name, tree in one.call(PolicyWorker.tensors).items()
+    }
+    other.call(PolicyWorker.restore, tensors, one.call(PolicyWorker.facts))
+    stepped(one, run, 2), stepped(other, run, 2)
+    theirs = dict(other.call(PolicyWorker.weights))
+    for name, weight in one.call(PolicyWorker.weights):
+        assert torch.equal(weight, theirs[name]), name
+
+
+def test_the_objective_declares_what_the_algorithm_does(world: Path) -> None:
+    run = run_of(world, loss="gspo", **{"entropy.coefficient": 0.1})
+    objective = Improve(run)
+    assert objective.needs() == run.needs() and objective.outputs() == run.outputs() >= {"entropy"}
+    assert objective.split_unit == run.loss.split_unit

@@ -1,0 +1,51 @@
+"""Small worlds for tests of whole runs: a model directory made from nothing, and tasks that can be checked."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import Fuse
+
+from etude.models import create, save, tiny
+
+__all__ = ["ALPHABET", "make_model", "make_tasks", "make_tokenizer"]
+
+ALPHABET = "0123456789 +-=:abcdefghijklmnopqrstuvwxyz"
+PAD, END = "<pad>", "<end>"
+
+
+def make_tokenizer(directory: Path, alphabet: str = ALPHABET) -> int:
+    """A tokenizer of single characters, in the layout of a Hugging Face directory; returns its size."""
+    directory.mkdir(parents=True, exist_ok=True)
+    words = {token: i for i, token in enumerate([PAD, END, *alphabet])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = Fuse()
+    tokenizer.add_special_tokens([PAD, END])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    told = {"pad_token": PAD, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(told))
+    return len(words)
+
+
+def make_model(directory: Path, *, seed: int = 0, layers: int = 2, hidden: int = 32, heads: int = 2) -> Path:
+    """A tiny random Qwen3 with a tokenizer of characters."""
+    size = make_tokenizer(directory)
+    config = tiny(size, layers=layers, hidden=hidden, heads=heads, kv_heads=1, context=128)
+    save(create(config, seed=seed, dtype=torch.float32), directory)
+    return directory
+
+
+def make_tasks(file: Path, count: int, *, seed: int = 0) -> Path:
+    """Sums of two digits, as lines of JSON."""
+    chance = random.Random(seed)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as lines:
+        for _ in range(count):
+            a, b = chance.randrange(10), chance.randrange(10)
+            lines.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b), "data_source": "sums"}) + "\n")
+    return file
