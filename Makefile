@@ -20,14 +20,18 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 WORKERS ?= auto
 PYTEST  := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --durations 10
 
+# How often `make chaos` kills a run, and what `make bench` measures.
+KILLS ?= 50
+BENCH ?= algorithms train_step rollout
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint bench docs clean
+.PHONY: help demo test soak chaos lint bench docs clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(CORE) ## train a small policy by every algorithm, with live curves (two minutes the first time, then seconds)
-	$(BIN)/python -m etude demo algorithms
+demo: $(CORE) ## watch a language model learn, from nothing, in about two minutes
+	$(BIN)/python -m etude demo
 
 test: $(DEV) ## run the tests, and hold the coverage of the rooms that must be exact
 	$(PYTEST) -m "not soak and not gpu" --cov --cov-report=json:coverage.json
@@ -36,13 +40,16 @@ test: $(DEV) ## run the tests, and hold the coverage of the rooms that must be e
 soak: $(DEV) ## run the tests with ten times the random examples, and the long ones too
 	$(PYTEST) -m "(soak or not soak) and not gpu" --hypothesis-profile soak --timeout 1800
 
+chaos: $(DEV) ## kill a run fifty times, resume it, and print whether anything was lost (KILLS=… for more)
+	$(BIN)/python -m tests.chaos.table --kills $(KILLS)
+
 lint: $(DEV) ## ruff (lint and format) and mypy --strict; no finding is allowed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(CORE) ## time every estimator and loss against one copy of its inputs
-	$(BIN)/python -m bench.algorithms
+bench: $(CORE) ## time algorithms, a train step, and sampling beside its peers (BENCH=train_step for one of them)
+	set -e; for name in $(BENCH); do $(BIN)/python -m bench.$$name; done
 
 docs: $(DEV) ## write the generated pages, then check every link and command the documents name
 	$(BIN)/python -m tests.conformance.document

@@ -1,0 +1,92 @@
+"""Tasks from Python, in an order of your own: `python examples/tasks_from_python.py [DIRECTORY]`, half a minute.
+
+`data.train` takes `module:Name` beside files: an iterable of rows, or a function that returns one. `data.sampler` takes
+a class: here one that asks easy tasks first. Where an order is a function of the place in it, as here, a run that is
+resumed needs to remember nothing else to go on exactly; one that looks at rewards says in `state` what it saw.
+
+    PYTHONPATH=examples etude train grpo … data.train=[tasks_from_python:tasks] data.sampler=tasks_from_python:EasyFirst
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from etude.config.compose import compose
+from etude.data import Order, Sampler
+from etude.demo.beginner import make_tokenizer, new_model
+from etude.models import save
+from etude.recipes.folder import read_metrics
+from etude.recipes.loop import train
+from etude.recipes.run import Run
+
+LEVELS = 3
+
+
+def tasks() -> Iterator[dict[str, Any]]:
+    """Say the first of one, two or three digits; the more there are, the harder it is. Read once, to the end."""
+    chance = random.Random(0)
+    for level in range(1, LEVELS + 1):
+        for _ in range(100):
+            digits = "".join(chance.choices("0123", k=level))
+            yield {"prompt": f"{digits}:", "answer": digits[0], "data_source": f"{level} digits"}
+
+
+class EasyFirst(Sampler):
+    """Data sources in the order of their names, `each` tasks of each; from the last one on, rows of all."""
+
+    each: int = Field(100, ge=1, description="how many tasks of a data source are asked before those of the next")
+
+    def start(self, rows: int, seed: int, sources: Callable[[], Sequence[str]] = list) -> Order:
+        """The order of a run over so many rows."""
+        found = list(sources())
+        levels = [[row for row in range(rows) if found[row] == source] for source in sorted(set(found))]
+        return _EasyFirst(rows, seed, self.each, levels)
+
+
+class _EasyFirst(Order):
+    def __init__(self, rows: int, seed: int, each: int, levels: Sequence[Sequence[int]]) -> None:
+        super().__init__(rows, seed)
+        self._each, self._levels = each, [*levels, range(rows)]
+
+    def following(self) -> int:
+        """The row of the ordinal `self.position`."""
+        level = self._levels[min(self.position // self._each, len(self._levels) - 1)]
+        return random.Random(f"{self.seed} {self.position}").choice(level)
+
+
+def main(directory: Path) -> None:
+    """Train a tiny model on the three levels and then on all of them, fifteen steps each."""
+    model = directory / "model"
+    save(new_model(make_tokenizer(model), seed=0), model)
+    run = compose(
+        Run,
+        [
+            f"model.path='{model}'",
+            "data.train=[tasks_from_python:tasks]",
+            "data.sampler=tasks_from_python:EasyFirst",
+            "data.sampler.each=120",
+            "data.max_prompt=16",
+            "sampling.max_tokens=1",
+            "collect.tasks=8",
+            "collect.group_size=16",
+            "train.precision=fp32",
+            "train.learning_rate=2e-3",
+            "steps=60",
+            "threads=1",
+            f"directory='{directory}'",
+        ],
+    )
+    train(run)
+    steps = read_metrics(directory)
+    stages = [f"{steps[15 * stage - 1]['reward']:.3f}" for stage in range(1, LEVELS + 2)]
+    print(f"reward at the end of each level, and of all of them: {', '.join(stages)}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/easy-first"))

@@ -1,0 +1,55 @@
+"""The examples are complete: each runs by itself, as its first line says, and teaches what it says it teaches."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from tests.house.documents import ROOT
+
+EXAMPLES = ROOT / "examples"
+GOALS = {"train_my_reward": 2.0, "own_loss": 0.8, "tasks_from_python": 0.8}
+"""Each example, and what its reward must have come to in the end; none of them begins above a quarter of that."""
+
+OWN_METRICS = {"pace"}
+"""What a loss of one's own measures."""
+
+
+def said(words: list[str], folder: Path) -> str:
+    """What a command prints, started as a person would, with the examples on the path."""
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES)}
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def unexplained(metrics: Path) -> set[str]:
+    """The metrics of a run that the page on training does not name."""
+    page = (ROOT / "docs/training.md").read_text().partition("### The numbers")[2].partition("\n## ")[0]
+    names = [name for row in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
+    measured = {name for line in metrics.read_text().splitlines() for name in json.loads(line)}
+    return {name for name in measured if not any(fnmatchcase(name, known) for known in names)}
+
+
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(GOALS)
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_an_example_learns(name: str, tmp_path: Path) -> None:
+    told = said([str(EXAMPLES / f"{name}.py"), "run"], tmp_path)
+    rewards = [float(found) for found in re.findall(r"^step .* reward +([\d.]+)", told, flags=re.MULTILINE)]
+    assert rewards[0] < GOALS[name] / 4 and rewards[-1] > GOALS[name], told
+    assert not unexplained(tmp_path / "run/metrics.jsonl") - OWN_METRICS
+
+
+def test_the_loss_is_one_of_the_losses_of_the_tabular_world(tmp_path: Path) -> None:
+    words = ["demo", "algorithms", "loss=own_loss:Fading", "loss.width=0.5", "steps=40", "observe.console=plain"]
+    assert "own_loss:Fading" in said(["-m", "etude", *words], tmp_path)
