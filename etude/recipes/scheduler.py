@@ -127,18 +127,27 @@ class Scheduler:
         """How many rollouts are under way."""
         return sum(len(group.running) for group in self._groups.values())
 
-    def resume(self, scored: Mapping[int, Mapping[int, float]], unfinished: Iterable[tuple[int, int]]) -> list[Issue]:
+    def resume(
+        self,
+        scored: Mapping[int, Mapping[int, float]],
+        unfinished: Mapping[tuple[int, int], int],
+        dropped: int = 0,
+    ) -> list[Issue]:
         """Take up what a killed run left: tasks that were neither admitted nor dropped.
 
-        scored: for each such task, the metric of each sample that was scored. unfinished: the rollouts that were not;
-        they are issued again.
+        scored: for each such task, the metric of each sample that was scored. unfinished: the rollouts that were not,
+        with how many attempts at each have failed; they are issued again. dropped: how many tasks the step that was
+        open had dropped already.
         """
         assert not self._groups, "only a new scheduler takes up an old run"
+        self._issued = dropped
         for task, metrics in scored.items():
             self._groups[task] = _Group(metrics=dict(metrics))
         again = sorted(unfinished)
         for task, sample in again:
-            self._groups.setdefault(task, _Group()).running.add(sample)
+            group = self._groups.setdefault(task, _Group())
+            group.running.add(sample)
+            group.attempts[sample] = unfinished[task, sample]
         self._next = max([self._next, *(task + 1 for task in self._groups)])
         return [Issue(task, sample) for task, sample in again]
 
@@ -147,7 +156,8 @@ class Scheduler:
         match event:
             case Opened(step):
                 assert not self._open and step > self._step, "steps open one at a time, in order"
-                self._step, self._open, self._issued = step, True, len(self._groups)
+                self._step, self._open = step, True
+                self._issued += len(self._groups)
                 return self._settle(sorted(self._groups))
             case Finished(task, sample, metric):
                 group = self._groups[task]
@@ -198,5 +208,5 @@ class Scheduler:
         tasks = {task: tuple(sorted(self._groups[task].metrics)) for task in chosen}
         level = sum(self._groups.pop(task).level for task in chosen)
         self._spare.clear()
-        self._open = False
+        self._open, self._issued = False, 0
         return [*dropped, Admit(self._step, tasks, level)]

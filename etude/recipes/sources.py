@@ -21,7 +21,7 @@ from pydantic import Field
 from etude.config import Config
 from etude.data import Dataset, Order
 from etude.data.adapt import samples as rows_of_turns
-from etude.errors import CollectionError
+from etude.errors import CollectionError, RunError
 from etude.observe import Mean, Metrics, Sum, get_log
 from etude.protocols import Generate, Ids
 from etude.recipes.sampling import Sampling, derived_seed
@@ -31,6 +31,9 @@ from etude.rewards import Judge, Verdict
 from etude.store import Journal, Phase, RolloutState, Status, TaskState, events
 
 __all__ = ["Collection", "EngineSource", "Groups", "PromptIds", "Source"]
+
+INTERRUPTED = "The run was stopped while this was under way."
+"""The error of an attempt that a kill ended; it says nothing of the rollout, and does not count against it."""
 
 PromptIds = Callable[[Task], Ids]
 
@@ -127,6 +130,8 @@ class EngineSource:
         self._attempts: dict[int, list[Status]] = {}
         self._scored: dict[int, _Scored] = {}
         self._replay: dict[int, tuple[int, ...]] = {}
+        self._dropped: dict[int, list[int]] = {}
+        self._left: list[TaskState] = []
         self._again: list[Issue] = []
         self._tally = _Tally()
         self._loop = asyncio.Runner()
@@ -139,7 +144,8 @@ class EngineSource:
         if step in self._replay:
             return self._replayed(step, self._replay.pop(step))
         self._tally = _Tally()
-        self._ask_again(self._store.tasks(Phase.OPEN))
+        self._ask_again(self._left)
+        self._left = []
         admit = self._loop.run(self._collect(step))
         ids = [self._id(task, sample) for task, samples in admit.tasks.items() for sample in samples]
         if not ids:
@@ -163,11 +169,32 @@ class EngineSource:
     def take_up(self, state: Mapping[str, Any] | None, position: int) -> None:
         """Stand where the checkpoint of this state and position stood (None: at the beginning), and take up what the
         journal has beyond it: admitted steps will be replayed, scored rollouts used, unfinished ones issued again."""
+        if self._store.position < position:
+            raise RunError(
+                f"The checkpoint speaks of {position} events, and the journal beside it holds {self._store.position}: "
+                f"it is older, or another run's. Bring back the journal.sqlite that belongs to it, with its -wal file."
+            )
         if state is not None:
             self._order.restore(state)
-        self._replay = self._store.admitted(position)
+        first = self._order.position
+        for _, event in self._store.read(position, kinds=(events.TaskIssued, events.TaskDropped, events.Admitted)):
+            match event:
+                case events.TaskIssued(task=task):
+                    first = max(first, task + 1)
+                case events.TaskDropped(task=task, step=step):
+                    self._dropped.setdefault(step, []).append(task)
+                case events.Admitted(step=step, rollouts=rollouts):
+                    self._replay[step] = rollouts
+        self._left = self._store.tasks(Phase.OPEN)
+        self._scheduler = self._fresh_scheduler(first)
+        scored, again = self._open_work()
+        dropped = sum(len(tasks) for step, tasks in self._dropped.items() if step not in self._replay)
+        self._again = self._scheduler.resume(scored, again, dropped)
+
+    def _open_work(self) -> tuple[dict[int, dict[int, float]], dict[tuple[int, int], int]]:
+        """Of the tasks that are open: what was scored, and what was not, with how often that has failed."""
         scored: dict[int, dict[int, float]] = {}
-        again: list[tuple[int, int]] = []
+        again: dict[tuple[int, int], int] = {}
         interrupted: list[events.Event] = []
         for left in self._store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
             last = left.last
@@ -175,16 +202,18 @@ class EngineSource:
                 scored.setdefault(left.task, {})[left.sample] = last.reward
                 self._scored[left.id] = self._from_journal(left)
             elif left.phase is not Phase.FINISHED:
-                again.append((left.task, left.sample))
+                ended = [a for a in left.attempts if a.status is not Status.RUNNING and a.error != INTERRUPTED]
+                again[left.task, left.sample] = len(ended)
                 self._attempts[left.id] = [attempt.status for attempt in left.attempts]
                 if left.status is Status.RUNNING:
-                    attempt, error = len(left.attempts) - 1, "The run was stopped while this was under way."
-                    interrupted.append(events.AttemptEnded(left.id, attempt, Outcome.INFRA_ERROR, error, retry=True))
+                    attempt = len(left.attempts) - 1
+                    interrupted.append(
+                        events.AttemptEnded(left.id, attempt, Outcome.INFRA_ERROR, INTERRUPTED, retry=True)
+                    )
                     self._attempts[left.id][-1] = Status.INFRA_ERROR
         if interrupted:
             self._store.append(interrupted)
-        self._scheduler = self._fresh_scheduler(max((task.id + 1 for task in self._store.tasks()), default=0))
-        self._again = self._scheduler.resume(scored, again)
+        return scored, again
 
     def close(self) -> None:
         """Let the event loop go."""
@@ -198,6 +227,7 @@ class EngineSource:
         self._again = []
         written: list[events.Event] = []
         running: set[asyncio.Task[_Ended]] = set()
+        ended: asyncio.Queue[asyncio.Task[_Ended]] = asyncio.Queue()
         try:
             while True:
                 written += self._decided(step, decisions)
@@ -207,12 +237,16 @@ class EngineSource:
                     if isinstance(decision, Admit):
                         return decision
                     if isinstance(decision, Issue):
-                        running.add(asyncio.create_task(self._attempt(decision.task, decision.sample)))
+                        attempt = asyncio.create_task(self._attempt(decision.task, decision.sample))
+                        attempt.add_done_callback(ended.put_nowait)
+                        running.add(attempt)
                 assert running, "the scheduler waits for nothing"
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                done = [await ended.get()]
+                while not ended.empty():
+                    done.append(ended.get_nowait())
+                running.difference_update(done)
                 results = await asyncio.gather(*done)
-                ended = sorted(results, key=lambda end: (end.task, end.sample))
-                decisions, written = self._settled(ended)
+                decisions, written = self._settled(sorted(results, key=lambda end: (end.task, end.sample)))
         finally:
             for task in running:
                 task.cancel()
@@ -322,7 +356,7 @@ class EngineSource:
         for task in tasks:
             if task.id >= self._order.position:
                 self._order.again(task.id, task.row)
-                self._tasks[task.id] = self._dataset.task(task.row, task.id)
+            self._tasks[task.id] = task.task
 
     def _task(self, ordinal: int) -> Task:
         """The task of an ordinal: one that was asked before, or the next in the run's order."""
@@ -339,14 +373,14 @@ class EngineSource:
 
     def _replayed(self, step: int, ids: Sequence[int]) -> Groups:
         """A step that was admitted before, with the same rollouts; the order hears of it as it did then."""
-        settled = [task for task in self._store.tasks(Phase.ADMITTED, Phase.DROPPED) if task.step == step]
-        self._ask_again(settled)
-        for task in settled:
-            if task.phase is Phase.DROPPED:
-                lasts = [self._store.rollout(id).last for id in task.rollouts]
-                earned = [last.reward for last in lasts if last is not None and last.reward is not None]
-                self._order.saw(row_of(self._tasks.pop(task.id)), earned)
-        return self._groups([self._from_journal(self._store.rollout(id)) for id in ids], Metrics(), replayed=True)
+        states = [self._store.rollout(id) for id in ids]
+        dropped = sorted(self._dropped.get(step, ()))
+        self._ask_again([self._store.task(task) for task in sorted({*dropped, *(state.task for state in states)})])
+        for task in dropped:
+            lasts = [self._store.rollout(id).last for id in self._store.task(task).rollouts]
+            earned = [last.reward for last in lasts if last is not None and last.reward is not None]
+            self._order.saw(row_of(self._tasks.pop(task)), earned)
+        return self._groups([self._from_journal(state) for state in states], Metrics(), replayed=True)
 
     def _groups(self, scored: Sequence[_Scored], metrics: Metrics, *, replayed: bool = False) -> Groups:
         """The records of an admission. The order is told what its rows earned."""

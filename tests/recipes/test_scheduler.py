@@ -124,7 +124,7 @@ def test_a_run_that_was_killed_takes_up_where_it_was(seed: int) -> None:
         scored.setdefault(ended.task, {})[ended.sample] = earned
         running += [d for d in plan.on(Finished(ended.task, ended.sample, earned)) if isinstance(d, Issue)]
     again = scheduler(refill=2, first=plan.next_task)
-    left = again.resume(scored, [(issue.task, issue.sample) for issue in running])
+    left = again.resume(scored, {(issue.task, issue.sample): 0 for issue in running})
     assert sorted(left, key=repr) == sorted(running, key=repr)
 
     decisions: list[Decision] = [*left, *again.on(Opened(1))]
@@ -135,6 +135,19 @@ def test_a_run_that_was_killed_takes_up_where_it_was(seed: int) -> None:
         decisions = again.on(Finished(ended.task, ended.sample, mixed(ended.task, ended.sample) or 0.0))
     admit = decisions[-1]
     assert isinstance(admit, Admit) and admit.tasks == whole.tasks
+
+
+def test_a_kill_gives_nobody_more_attempts_and_no_step_more_tasks() -> None:
+    again = scheduler(retries=1, first=6)
+    assert again.resume({0: {0: 1.0, 1: 0.0}}, {(0, 2): 1}, dropped=5) == [Issue(0, 2)]
+    opened = again.on(Opened(1))
+    assert {d.task for d in opened if isinstance(d, Issue)} == {6, 7}, "two tasks to the bound of eight, six are issued"
+    assert again.on(Failed(0, 2, "again")) == []
+    for task in (6, 7):
+        for sample in range(3):
+            opened = again.on(Finished(task, sample, float(sample)))
+    admit = opened[-1]
+    assert isinstance(admit, Admit) and admit.tasks == {0: (0, 1), 6: (0, 1, 2), 7: (0, 1, 2)}
 
 
 def test_steps_open_one_at_a_time() -> None:
