@@ -34,9 +34,18 @@ from etude.records import Task
 from etude.store import Admitted, TaskIssued, open_store
 from tests.worlds import make_model, make_tasks
 
-POINTS = ("judging", "admitted", "updated", "published", "checkpoint.writing", "checkpoint.renaming")
+POINTS = (
+    "judging",
+    "admitted",
+    "updated",
+    "published",
+    "evaluated",
+    "checkpoint.writing",
+    "checkpoint.renaming",
+    "saved",
+)
 """Where a life may end: mid-generation, after the admission and before the update, before the publish, before the
-save, while a checkpoint is written, and before it gets its name."""
+evaluation, before the save, while a checkpoint is written, before it gets its name, and before the step is logged."""
 
 STEPS, PATIENCE = 12, 120.0
 _lives: dict[str, int] = {}
@@ -62,6 +71,8 @@ class Story:
     """Each task's ordinal and row, in the order they were issued."""
     weights: str
     """A hash of every weight."""
+    seconds: float = 0.0
+    """How long its last life took."""
 
 
 def run_of(directory: Path, world: Path, **changes: Any) -> Run:
@@ -70,7 +81,10 @@ def run_of(directory: Path, world: Path, **changes: Any) -> Run:
         "model.path": world / "model",
         "data.train": f"[{world / 'tasks.jsonl'}]",
         "data.max_prompt": 16,
+        "data.val": f"[{world / 'held_out.jsonl'}]",
         "data.sampler": "curriculum",
+        "evaluate.every": 4,
+        "evaluate.sampling.max_tokens": 4,
         "reward": "function",
         "reward.path": f"{__name__}:digits",
         "sampling.max_tokens": 6,
@@ -93,13 +107,17 @@ def make_world(directory: Path) -> Path:
     """The model and the tasks that every life begins from."""
     make_model(directory / "model")
     make_tasks(directory / "tasks.jsonl", 40)
+    make_tasks(directory / "held_out.jsonl", 8, seed=1)
     return directory
 
 
 def digits(task: Task, answer: str) -> float:
-    """The share of digits in an answer: some groups differ in it, and some do not. Counts how often it is called."""
+    """Whether an answer has three digits or more, so that some groups teach and some do not. Answers that begin with an
+    early letter cannot be judged: some rollouts are tried again, and some fail for good."""
     reached("judging")
-    return sum(letter.isdigit() for letter in answer) / max(len(answer), 1)
+    if answer[:1] in "abcde":
+        raise ValueError("an answer that cannot be judged")
+    return float(sum(letter.isdigit() for letter in answer) > 2)
 
 
 def reached(point: str) -> None:
@@ -127,6 +145,8 @@ def _marked(parts: Parts) -> Parts:
     parts.source.next = _then(parts.source.next, "admitted")  # type: ignore[method-assign]
     parts.learners.update = _then(parts.learners.update, "updated")  # type: ignore[method-assign]
     parts.publish = _then(parts.publish, "published")  # type: ignore[method-assign]
+    parts.evaluate.maybe_run = _then(parts.evaluate.maybe_run, "evaluated")  # type: ignore[method-assign]
+    saver.save = _then(saver.save, "saved")  # type: ignore[method-assign]
     return parts
 
 
@@ -145,6 +165,9 @@ class Theatre:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
+        first = self._context.Process(target=int)  # so that no life waits for the imports
+        first.start()
+        first.join(PATIENCE)
 
     def live(self, directory: Path, world: Path, life: Life, after: float | None = None, **changes: Any) -> bool:
         """One life; returns whether it came to the end of the run. `after`: seconds to a kill from outside."""
@@ -162,15 +185,18 @@ class Theatre:
 
     def play(self, directory: Path, world: Path, ends: list[Life | float], **changes: Any) -> Story:
         """The run, killed as told: at points, or after so many seconds; then let go on to its end."""
-        kills = 0
+        kills, began = 0, time.perf_counter()
         for end in ends:
+            began = time.perf_counter()
             life, after = (end, None) if isinstance(end, Life) else (Life(), end)
             if self.live(directory, world, life, after, **changes):
                 break
             kills += 1
         else:
+            began = time.perf_counter()
             assert self.live(directory, world, Life(), **changes)
-        return replace(story(directory, world), kills=kills, lives=kills + 1)
+        seconds = time.perf_counter() - began
+        return replace(story(directory, world), kills=kills, lives=kills + 1, seconds=seconds)
 
 
 def story(directory: Path, world: Path) -> Story:
@@ -192,20 +218,8 @@ def story(directory: Path, world: Path) -> Story:
     return Story(0, 1, tasks, issued, hashed.hexdigest())
 
 
-def seconds_of(act: Callable[[], Any]) -> float:
-    """How long something takes."""
-    began = time.perf_counter()
-    act()
-    return time.perf_counter() - began
-
-
-def some_ends(count: int, seed: int, longest: float) -> list[Life | float]:
-    """Ends of lives, at points and at any time, in turn."""
+def some_ends(count: int, seed: int, whole: Story) -> list[Life | float]:
+    """Ends of lives, at points and at any time, in turn; each soon enough that many fit into one run."""
     chance = random.Random(seed)
-    ends: list[Life | float] = []
-    for i in range(count):
-        if i % 2:
-            ends.append(chance.uniform(0.1, longest))
-        else:
-            ends.append(Life(POINTS[i // 2 % len(POINTS)]))
-    return ends
+    points = (Life(POINTS[i % len(POINTS)]) for i in range(count))
+    return [next(points) if i % 2 == 0 else chance.uniform(0.1, 0.3) * whole.seconds for i in range(count)]

@@ -27,7 +27,7 @@ def main() -> int:
         whole = theatre.play(Path(place) / "whole", world, [])
         kills, good, story = 0, True, 0
         while kills < arguments.kills:
-            name, ends = _story(story, arguments.seed)
+            name, ends = _story(story, arguments.seed, whole)
             began = time.perf_counter()
             found = theatre.play(Path(place) / str(story), world, ends)
             same = (found.tasks == whole.tasks and found.issued == whole.issued, found.weights == whole.weights)
@@ -40,11 +40,11 @@ def main() -> int:
     return 0 if good else 1
 
 
-def _story(number: int, seed: int) -> tuple[str, list[Life | float]]:
+def _story(number: int, seed: int, whole: Story) -> tuple[str, list[Life | float]]:
     """First each named point on its own, twice in a row; then points and random times mixed."""
     if number < len(POINTS):
         return f"twice at `{POINTS[number]}`", [Life(POINTS[number], 2), Life(POINTS[number], 3)]
-    return "points and random times in turn", some_ends(14, seed + number, 2.0)
+    return "points and random times in turn", some_ends(16, seed + number, whole)
 
 
 def _sum(whole: Story) -> str:

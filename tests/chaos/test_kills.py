@@ -35,9 +35,8 @@ def test_the_run_itself_has_something_to_lose(whole: Story) -> None:
 
 
 def test_a_killed_run_is_the_run_bit_for_bit(theatre: Theatre, world: Path, whole: Story, tmp_path: Path) -> None:
-    """Killed once at every named point, and six times at any moment."""
-    ends: list[Life | float] = [*some_ends(6, 1, 1.5), *(Life(point) for point in POINTS)]
-    found = theatre.play(tmp_path / "run", world, ends)
+    """Killed at every named point, and as often at any moment."""
+    found = theatre.play(tmp_path / "run", world, some_ends(2 * len(POINTS), 1, whole))
     assert found.kills >= 12
     assert found.tasks == whole.tasks
     assert found.issued == whole.issued

@@ -88,7 +88,7 @@ def test_a_run_is_asked_as_a_model_is(trained: Path, world: Path, capsys: Captur
 
 def test_several_answers_are_numbered(world: Path, capsys: Captured) -> None:
     lines = answers(capsys, str(world / "model"), "1 + 1 =", "-n", "3", "sampling.max_tokens=5").splitlines()
-    assert [line.split()[0] for line in lines] == ["1", "2", "3"] and len(set(line[3:] for line in lines)) > 1
+    assert [line.split()[0] for line in lines] == ["1", "2", "3"] and len({line[3:] for line in lines}) > 1
 
 
 def test_the_prompt_may_come_from_standard_input(

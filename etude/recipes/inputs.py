@@ -1,0 +1,75 @@
+"""What a run was started on, told by the bytes: so that a run that goes on finds what it began with.
+
+A path says little: files are edited, and directories moved. What is kept of each file is its size and a hash of its
+first and its last part, which costs a few reads however large the weights are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from etude.errors import RunError
+from etude.recipes.run import Run
+
+__all__ = ["INPUTS", "check_inputs", "keep_inputs"]
+
+INPUTS = "inputs.json"
+PART = 1 << 20
+"""Bytes at either end of a file that are hashed."""
+
+
+def keep_inputs(directory: Path, run: Run) -> None:
+    """Write down what a run is started on, once."""
+    kept, writing = directory / INPUTS, directory / f".{INPUTS}"
+    if not kept.exists():
+        writing.write_text(json.dumps(_prints(run), indent=1, sort_keys=True), encoding="utf-8")
+        writing.replace(kept)
+
+
+def check_inputs(directory: Path, run: Run) -> None:
+    """Refuse to go on with a run whose files are others now than when it was started, and name them."""
+    kept = directory / INPUTS
+    if not kept.exists():
+        return
+    before, found = json.loads(kept.read_text(encoding="utf-8")), _prints(run)
+    changed = sorted(name for name in before.keys() | found.keys() if before.get(name) != found.get(name))
+    if changed:
+        listed = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+        raise RunError(
+            f"{directory} holds a run that was started on other files: {listed} changed, came or went since. What it "
+            f"would go on to train is another run. Bring the files back, or start a new run in another `directory`."
+        )
+
+
+def _prints(run: Run) -> dict[str, str]:
+    return {name: _print_of(path) for name, path in _files(run)}
+
+
+def _files(run: Run) -> Iterator[tuple[str, Path]]:
+    """Every file that decides what is trained, under a name that does not depend on where it lies."""
+    for role, path in (("model", run.model.path), ("tokenizer", run.model.tokenizer), ("template", run.chat.template)):
+        if path is not None:
+            yield from _within(role, path)
+    for place, name in enumerate(run.data.train):
+        yield from _within(f"data.train[{place}]", Path(name).expanduser())
+
+
+def _within(role: str, path: Path) -> Iterator[tuple[str, Path]]:
+    if path.is_dir():
+        inside = (file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith("."))
+        yield from ((f"{role}/{file.relative_to(path)}", file) for file in inside)
+    elif path.is_file():
+        yield f"{role}: {path.name}", path
+
+
+def _print_of(path: Path) -> str:
+    size = path.stat().st_size
+    hashed = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        hashed.update(file.read(PART))
+        file.seek(max(size - PART, 0))
+        hashed.update(file.read(PART))
+    return f"{size} bytes, {hashed.hexdigest()}"

@@ -1,0 +1,67 @@
+"""A run that goes on finds the files it began with, wherever they lie now, or says which are others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from etude.errors import RunError
+from etude.recipes.inputs import INPUTS, PART, check_inputs, keep_inputs
+from etude.recipes.run import Run
+from tests.recipes.runs import run_of
+from tests.worlds import make_model, make_tasks
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A world of its own, to be changed."""
+    make_model(tmp_path / "model")
+    make_tasks(tmp_path / "tasks.jsonl", 20)
+    return tmp_path
+
+
+def moved(place: Path, to: str) -> Run:
+    """The run of a world that lies elsewhere now."""
+    shutil.copytree(place, place.parent / to)
+    return run_of(place.parent / to)
+
+
+def test_the_same_files_elsewhere_are_the_same_inputs(place: Path) -> None:
+    keep_inputs(place, run_of(place))
+    check_inputs(place, moved(place, "elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("tasks.jsonl", "data.train\\[0\\]: tasks.jsonl"),
+        ("model/model.safetensors", "model/model.safetensors"),
+        ("model/tokenizer.json", "model/tokenizer.json"),
+    ],
+)
+def test_a_file_that_changed_by_a_byte_is_named(place: Path, file: str, name: str) -> None:
+    run = run_of(place)
+    keep_inputs(place, run)
+    content = bytearray((place / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    assert len(content) < 2 * PART
+    (place / file).write_bytes(content)
+    with pytest.raises(RunError, match=f"{name} changed"):
+        check_inputs(place, run)
+
+
+def test_a_file_that_went_is_named_and_what_is_kept_is_kept_once(place: Path) -> None:
+    run = run_of(place)
+    keep_inputs(place, run)
+    before = (place / INPUTS).read_bytes()
+    (place / "model" / "tokenizer_config.json").unlink()
+    keep_inputs(place, run)
+    assert (place / INPUTS).read_bytes() == before
+    with pytest.raises(RunError, match=r"model/tokenizer_config\.json"):
+        check_inputs(place, run)
+
+
+def test_a_new_run_has_nothing_to_compare_with(place: Path) -> None:
+    check_inputs(place, run_of(place))
