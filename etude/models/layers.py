@@ -124,6 +124,14 @@ class _Layer:
         return x + linear(gated_silu(self.gate_up(normed(x, self.between, heads.eps))), self.down.weight)
 
 
+def _signs(sin: Tensor) -> Tensor:
+    """[D]: −1 over the first half, 1 over the second, as a rotation has them."""
+    half = sin.shape[-1] // 2
+    return torch.ones(2 * half, dtype=sin.dtype, device=sin.device).index_fill_(
+        0, torch.arange(half, device=sin.device), -1
+    )
+
+
 class Fused:
     """A whole model of these families; see `Body`."""
 
@@ -140,6 +148,7 @@ class Fused:
         """See `Body`."""
         x = embedding(ids, self.embedding.weight)
         cos, sin = (angle[0] for angle in self.rotary(x[None], positions[None]))
+        sin = sin * _signs(sin)
         for layer in self.layers:
             x = again(layer, x, cos, sin, attend, use_reentrant=False) if checkpoint else layer(x, cos, sin, attend)
         return normed(x, self.norm.weight, self.eps)

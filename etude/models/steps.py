@@ -17,20 +17,36 @@ __all__ = ["gated_silu", "normed", "rotated"]
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[…, D] → […, D]: root-mean-square norm, taken in float32 or wider."""
+    if not torch.is_grad_enabled():
+        return _scaled(x, weight, eps)[0]
     out: Tensor = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return out
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[P, H, D], [P, D], [P, D] → [P, H, D]: rotary positions applied; the angles are constants."""
+    """[P, H, D], [P, D], [P, D] → [P, H, D]: rotary positions applied; the angles are constants, and the first half of
+    the sines is negative."""
+    if not torch.is_grad_enabled():
+        return torch.addcmul(x * cos[:, None], x.roll(x.shape[-1] // 2, -1), sin[:, None])
     out: Tensor = _Rotate.apply(x, cos[:, None], sin[:, None])  # type: ignore[no-untyped-call]
     return out
 
 
 def gated_silu(x: Tensor) -> Tensor:
     """[P, 2I] → [P, I]: silu(gate) · up, the gate being the first half."""
+    if not torch.is_grad_enabled():
+        gate, up = x.chunk(2, -1)
+        return silu(gate).mul_(up)
     out: Tensor = _GatedSilu.apply(x)  # type: ignore[no-untyped-call]
     return out
+
+
+def _scaled(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / rms(x) · weight, and 1 / rms(x)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * inverse).to(x.dtype).mul_(weight), inverse
 
 
 class _Norm(torch.autograd.Function):
@@ -38,11 +54,8 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        out, inverse = _scaled(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
-        out: Tensor = (wide * inverse).to(x.dtype).mul_(weight)
         return out
 
     @staticmethod
@@ -66,7 +79,7 @@ class _Rotate(torch.autograd.Function):
         (a, b), (ca, cb), (sa, sb) = (each.chunk(2, -1) for each in (x, cos, sin))
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         low, high = out.chunk(2, -1)
-        torch.mul(a, ca, out=low).addcmul_(b, sa, value=-1)
+        torch.mul(a, ca, out=low).addcmul_(b, sa)
         torch.mul(b, cb, out=high).addcmul_(a, sb)
         return out
 
@@ -77,7 +90,7 @@ class _Rotate(torch.autograd.Function):
         into = torch.empty(grads[0].shape, dtype=grads[0].dtype, device=grads[0].device)
         low, high = into.chunk(2, -1)
         torch.mul(a, ca, out=low).addcmul_(b, sb)
-        torch.mul(b, cb, out=high).addcmul_(a, sa, value=-1)
+        torch.mul(b, cb, out=high).addcmul_(a, sa)
         return into, None, None
 
 

@@ -12,7 +12,8 @@ another path, so does a linear layer of fewer than 16 rows where their number is
 more than 192 keys is cut into parts whose size depends on their number. So with `steady` there are never fewer rows
 (`ROWS`, `QUERIES`, `SHORTEST`), and values are summed over `KEYS` keys at a time. Then a token's numbers do not depend
 on whether it was computed alone, in a batch, as a piece of a prompt, or again after its request was preempted. In
-bfloat16 the kernels keep the promise at any size.
+bfloat16 the kernels keep the promise at any size. All this holds for one or two threads: with more, torch may cut an
+elementwise kernel within a row, and rounds the few elements at a cut differently.
 """
 
 from __future__ import annotations
@@ -70,10 +71,6 @@ class Cache:
         if self.fetched.numel() < elements:
             self.fetched = torch.empty(elements, dtype=self.dtype, device=self.device)
         return self.fetched[:elements]
-
-    def wipe(self) -> None:
-        """Zero everything: what is not finite must not linger behind the end of a later request's keys."""
-        self.memory.zero_()
 
 
 @dataclass

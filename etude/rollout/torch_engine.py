@@ -10,7 +10,7 @@ two tokens and waits for a future. So no state is shared, and `pause`, `swap` an
     unblocked by   whatever is posted; `close` ends the loop after the step under way
 
 With `deterministic`, a request's tokens and log-probs do not depend on what shares its batch, when it came, or how
-often it was preempted: bit for bit with float32 weights and a fixed number of threads (see `kv`).
+often it was preempted: bit for bit with float32 weights on one or two threads (see `kv`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pydantic import Field
 from torch import Tensor
 
 from etude.config import Config
-from etude.errors import ConfigError, EngineError
+from etude.errors import ConfigError, DataError, EngineError
 from etude.models import Model
 from etude.observe import Last, Mean, Metrics, Sum
 from etude.records import Completion, SamplingParams
@@ -40,6 +40,7 @@ from etude.rollout.kv import SHORTEST, Cache, Pass, block_bytes
 from etude.rollout.request import Delta, Request, check
 from etude.rollout.sampling import draw
 from etude.rollout.schedule import Counts, Scheduler
+from etude.rollout.team import dismiss_team
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -96,7 +97,7 @@ class TorchEngine:
     async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
         """Sample one continuation. Cancelling the wait aborts the request."""
         request = self._request(prompt, sampling)
-        self._post(lambda: self._admit(request))
+        self._submit(request)
         try:
             return await asyncio.wrap_future(request.future)
         except asyncio.CancelledError:
@@ -114,7 +115,7 @@ class TorchEngine:
 
         request = self._request(prompt, sampling, listen)
         request.future.add_done_callback(lambda _: listen(None))
-        self._post(lambda: self._admit(request))
+        self._submit(request)
         try:
             while (delta := await deltas.get()) is not None:
                 yield delta
@@ -126,7 +127,7 @@ class TorchEngine:
         """Sample a continuation of each prompt, and wait for all of them. Not for use on an event loop."""
         pairs = zip(prompts, samplings, strict=True)
         requests = [self._request(prompt, sampling) for prompt, sampling in pairs]
-        self._post(lambda: self._admit(*requests))
+        self._submit(*requests)
         try:
             return [request.future.result() for request in requests]
         finally:
@@ -153,7 +154,8 @@ class TorchEngine:
         await self._between(self._wake)
 
     async def swap(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Compute with these weights from the next token on; none at all where the model's own memory was written.
+        """Compute with these weights from the next token on. None are given where the model's own memory was written,
+        which is to be done while the engine is paused.
 
         Requests under way go on with the keys and values they have; new ones use nothing that older weights computed.
         """
@@ -198,6 +200,11 @@ class TorchEngine:
             listener=listener,
         )
 
+    def _submit(self, *requests: Request) -> None:
+        """Queue these. Who asks has stopped computing, as a trainer has that now waits for its engine."""
+        dismiss_team()
+        self._post(lambda: self._admit(*requests))
+
     def _post(self, act: Callable[[], object]) -> None:
         """Have this done by the engine's thread, between two tokens."""
         with self._changed:
@@ -234,20 +241,28 @@ class TorchEngine:
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        with torch.inference_mode():
-            while True:
-                with self._changed:
-                    while not (self._inbox or self._closing or self._ready()):
-                        self._changed.wait()
-                    acts, self._inbox = self._inbox, deque()
-                    closing = self._closing
-                for act in acts:
-                    act()
-                if closing:
-                    break
-                if self._ready():
-                    self._guarded_step()
-        self._give_up(EngineError("The engine was closed while this request was under way."))
+        """Whatever ends it, nobody is left waiting."""
+        try:
+            with torch.inference_mode():
+                while self._turn():
+                    pass
+        finally:
+            self._closing = True
+            self._give_up(EngineError("The engine was closed while this request was under way."))
+
+    def _turn(self) -> bool:
+        """Do what was posted, then a step if there is one to do; False once the engine is to close."""
+        with self._changed:
+            while not (self._inbox or self._closing or self._ready()):
+                dismiss_team()
+                self._changed.wait()
+            acts, self._inbox = self._inbox, deque()
+            closing = self._closing
+        for act in acts:
+            act()
+        if self._ready() and not closing:
+            self._guarded_step()
+        return not closing
 
     def _ready(self) -> bool:
         return not self._paused and bool(self._scheduler.running or self._scheduler.waiting)
@@ -259,8 +274,7 @@ class TorchEngine:
             self._step()
         except Exception as error:
             self._give_up(_told(error, self.config))
-            if self._cache is not None:
-                self._cache.wipe()
+            self._cache = self._allocate()  # what is not finite must not linger behind the end of later keys
         self._busy += time.perf_counter() - began
 
     def _step(self) -> None:
@@ -286,10 +300,14 @@ class TorchEngine:
             [request.generated for request in requests],
             [request.length for request in requests],
         )
-        if not math.isfinite(sum(drawn.raw_logp)):
-            raise EngineError("The model's logits are not finite. Its weights have diverged, or do not fit its dtype.")
+        if math.isnan(sum(drawn.raw_logp)):
+            raise EngineError("The model's logits are not numbers. Its weights have diverged, or do not fit its dtype.")
         scheduler.counts.new_tokens += len(requests)
         for row, request in enumerate(requests):
+            if math.isnan(drawn.logp[row]):
+                scheduler.remove(request)
+                request.fail(DataError("There is no token to draw: logit_bias and the banned end tokens leave none."))
+                continue
             finish = request.gain(
                 drawn.ids[row], drawn.logp[row], drawn.raw_logp[row], scheduler.version, drawn.top.get(row)
             )

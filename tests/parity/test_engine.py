@@ -66,7 +66,7 @@ async def _arriving(
     return await asyncio.gather(*tasks)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gpt2", marks=pytest.mark.soak)])
 def test_what_a_request_gets_does_not_depend_on_what_shares_its_batch(family: str) -> None:
     """Mixed arrivals, lengths and parameters, with many preemptions, bit for bit as one by one."""
     model = model_of(family)

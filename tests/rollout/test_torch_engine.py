@@ -296,10 +296,23 @@ def test_weights_that_have_diverged_are_told_to_everybody_and_leave_nothing_behi
             return list(await asyncio.gather(*asked, return_exceptions=True))
 
         for error in run(main()):
-            assert isinstance(error, EngineError) and "not finite" in str(error)
+            assert isinstance(error, EngineError) and "not numbers" in str(error)
         run(engine.swap(good, 2))
         after = engine.generate_all([prompt_of(50)], [SamplingParams(max_tokens=9, seed=1)])[0]
         assert same(before, after)
+
+
+def test_a_request_that_may_draw_nothing_fails_alone() -> None:
+    with engine_of() as engine:
+
+        async def main() -> list[Any]:
+            none = SamplingParams(max_tokens=9, logit_bias=dict.fromkeys(range(V), -float("inf")))
+            asked = [engine.generate(prompt_of(5), sampling) for sampling in (none, SamplingParams(max_tokens=9))]
+            return list(await asyncio.gather(*asked, return_exceptions=True))
+
+        nothing, fine = run(main())
+        assert isinstance(nothing, DataError) and "no token to draw" in str(nothing)
+        assert len(fine.ids) == 9
 
 
 def test_running_out_of_memory_names_the_knobs_and_the_engine_goes_on() -> None:
