@@ -11,6 +11,7 @@ copied: a record is a fact. Those that hold arrays are equal only to themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -135,11 +136,12 @@ class SamplingParams(_Record):
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         asked = {
-            "temperature": (self.temperature >= 0, "0 or more"),
+            "temperature": (0 <= self.temperature < math.inf, "0 or more, and finite"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "top_k": (self.top_k >= 0, "0 (all tokens) or more"),
             "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 and finite"),
+            "logit_bias": (all(bias < math.inf for bias in self.logit_bias.values()), "finite, or minus infinity"),
             "max_tokens": (self.max_tokens >= 1, "1 or more"),
             "min_tokens": (0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens"),
         }

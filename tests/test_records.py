@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import numpy as np
@@ -84,7 +85,12 @@ def test_a_log_prob_too_large_for_its_type_is_refused() -> None:
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"temperature": -1.0}, "SamplingParams.temperature must be 0 or more; -1.0 was given"),
+        ({"temperature": -1.0}, "SamplingParams.temperature must be 0 or more, and finite; -1.0 was given"),
+        (
+            {"logit_bias": {5: math.nan}},
+            "SamplingParams.logit_bias must be finite, or minus infinity; {5: nan} was given",
+        ),
+        ({"logit_bias": {5: math.inf}}, "SamplingParams.logit_bias must be finite, or minus infinity"),
         ({"top_p": 0.0}, "SamplingParams.top_p must be above 0 and at most 1"),
         ({"max_tokens": 0}, "SamplingParams.max_tokens must be 1 or more"),
         ({"min_tokens": 9, "max_tokens": 3}, "SamplingParams.min_tokens must be from 0 to max_tokens"),

@@ -110,7 +110,8 @@ class Request:
     def finish(self, how: str) -> None:
         """Hand over what has come of it."""
         if self._stream is not None and not self._stops.stopped:
-            self._text += self._stops.push(self._stream.finish()) + self._stops.finish()
+            self._search(self._stream.finish())
+            self._text += self._stops.finish()
         elif self._stream is None and self._tokenizer is not None:
             ended = self.generated > 0 and int(self.tokens[self.length - 1]) in self.ends
             self._text = self._tokenizer.decode(self.tokens[self.prompt_length : self.length - ended])
@@ -119,14 +120,18 @@ class Request:
         self.future.set_result(completion)
 
     def fail(self, error: BaseException) -> None:
-        """Hand over why nothing will come of it."""
-        self.future.set_exception(error)
+        """Hand over why nothing will come of it, unless that or what came of it was handed over."""
+        if not self.future.done():
+            self.future.set_exception(error)
 
     def _read(self, token: int) -> None:
-        """Add the text that this token made certain. Up to `min_tokens` it is not searched for stop strings."""
+        """Add the text that this token made certain."""
         assert self._stream is not None
-        text = self._stream.push([token]) if token not in self.ends else ""
-        self._text += self._stops.push(text) if self.generated > self.sampling.min_tokens else text
+        self._search(self._stream.push([token]) if token not in self.ends else "")
+
+    def _search(self, text: str) -> None:
+        """Add this text, up to a stop string. One that ends within `min_tokens` is none."""
+        self._text += self._stops.push(text, counts=self.generated > self.sampling.min_tokens)
 
     def _tell(self, completion: Completion | None) -> None:
         """Tell the listener what it has not been told."""

@@ -163,7 +163,8 @@ class _Changed:
         greedy = temperature == 0
         if bool(greedy.any()):
             ids = torch.where(greedy, self.logits.argmax(-1), ids)
-        chances = torch.where(greedy, 1.0, probabilities.gather(1, ids[:, None])[:, 0])
+        certain = greedy & (self.logits.amax(-1) > -math.inf)  # false too where the greatest is no number
+        chances = torch.where(certain, 1.0, probabilities.gather(1, ids[:, None])[:, 0])
         return ids, self._column(_logs(chances)), torch.log_softmax(self.raw, -1).gather(1, ids[:, None])[:, 0]
 
     def _column(self, values: list[float]) -> Tensor:

@@ -15,13 +15,17 @@ class StopScan:
         self._held = ""
         self.stopped = False
 
-    def push(self, text: str) -> str:
-        """Take new text, return what may be shown. After a stop string nothing more is."""
+    def push(self, text: str, counts: bool = True) -> str:
+        """Take new text, return what may be shown. After a stop string nothing more is.
+
+        Only a stop string that ends in this text is looked for; none where it does not count.
+        """
         if self.stopped:
             return ""
+        old = len(self._held)
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        found = [at for stop in self._stops if (at := text.find(stop, max(0, old - len(stop) + 1))) >= 0]
+        if found and counts:
             self.stopped = True
             self._held = ""
             return text[: min(found)]

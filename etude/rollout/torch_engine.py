@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,9 +33,10 @@ from torch import Tensor
 from etude.config import Config
 from etude.errors import ConfigError, DataError, EngineError
 from etude.models import Model
-from etude.observe import Last, Mean, Metrics, Sum
+from etude.observe import Last, Mean, Metrics, Sum, get_log
 from etude.records import Completion, SamplingParams
 from etude.rollout.blocks import Blocks
+from etude.rollout.inbox import Inbox
 from etude.rollout.kv import SHORTEST, Cache, Pass, block_bytes
 from etude.rollout.request import Delta, Request, check
 from etude.rollout.sampling import draw
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineConfig", "TorchEngine"]
 
-T = TypeVar("T")
 Ids = NDArray[np.int32]
 
 CLOSING = 60.0
@@ -79,9 +79,8 @@ class TorchEngine:
             )
         self._cache: Cache | None = self._allocate()
         self._scheduler = self._fresh_scheduler(version)
-        self._inbox: deque[Callable[[], object]] = deque()
-        self._changed = threading.Condition()
-        self._paused = self._closing = False
+        self._inbox = Inbox()
+        self._paused = False
         self._broken: EngineError | None = None
         self._busy = self._used = 0.0
         self._thread = threading.Thread(target=self._loop, name="etude-engine", daemon=True)
@@ -135,23 +134,23 @@ class TorchEngine:
 
     async def abort(self) -> None:
         """End all that is under way: every waiting call returns what it has, finished by `abort`."""
-        await self._between(self._abort)
+        await self._inbox.between(self._abort)
 
     async def pause(self) -> None:
         """Stop between two tokens. Requests under way stay, new ones queue, and all go on after `resume`."""
-        await self._between(lambda: self._set_paused(True))
+        await self._inbox.between(lambda: self._set_paused(True))
 
     async def resume(self) -> None:
         """Go on with what is under way."""
-        await self._between(lambda: self._set_paused(False))
+        await self._inbox.between(lambda: self._set_paused(False))
 
     async def sleep(self) -> None:
         """Give the memory of keys and values back. Nothing may be under way."""
-        await self._between(self._sleep)
+        await self._inbox.between(self._sleep)
 
     async def wake(self) -> None:
         """Take the memory again."""
-        await self._between(self._wake)
+        await self._inbox.between(self._wake)
 
     async def swap(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Compute with these weights from the next token on. None are given where the model's own memory was written,
@@ -159,20 +158,24 @@ class TorchEngine:
 
         Requests under way go on with the keys and values they have; new ones use nothing that older weights computed.
         """
-        await self._between(lambda: self._swap(weights, version))
+        await self._inbox.between(lambda: self._swap(weights, version))
 
     def stats(self) -> Metrics:
         """What was done since it was last asked, and what is under way."""
-        return self._ask(self._stats)
+        return self._inbox.ask(self._stats)
 
     def close(self) -> None:
-        """End the thread after the step under way; whoever still waits is told."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        """End the thread after the step under way; whoever still waits is told.
+
+        A step that takes too long is an error, or a warning where another error is what closes the engine.
+        """
+        self._inbox.close()
         self._thread.join(CLOSING)
         if self._thread.is_alive():
-            raise EngineError(f"The engine is still computing a step {CLOSING:g} s after it was asked to close.")
+            told = f"The engine is still computing a step {CLOSING:g} s after it was asked to close."
+            if sys.exception() is None:
+                raise EngineError(told)
+            get_log("rollout").warning(told)
 
     def __enter__(self) -> TorchEngine:
         return self
@@ -203,66 +206,37 @@ class TorchEngine:
     def _submit(self, *requests: Request) -> None:
         """Queue these. Who asks has stopped computing, as a trainer has that now waits for its engine."""
         dismiss_team()
-        self._post(lambda: self._admit(*requests))
-
-    def _post(self, act: Callable[[], object]) -> None:
-        """Have this done by the engine's thread, between two tokens."""
-        with self._changed:
-            if self._closing:
-                raise EngineError("The engine is closed.")
-            self._inbox.append(act)
-            self._changed.notify()
-
-    def _posted(self, act: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()
-
-        def run() -> None:
-            try:
-                future.set_result(act())
-            except Exception as error:
-                future.set_exception(error)
-
-        self._post(run)
-        return future
-
-    async def _between(self, act: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._posted(act))
-
-    def _ask(self, act: Callable[[], T]) -> T:
-        return self._posted(act).result()
+        self._inbox.post(lambda: self._admit(*requests), *(request.future for request in requests))
 
     def _leave(self, *requests: Request) -> None:
         """Nobody waits for these any more."""
         left = [request for request in requests if not request.future.done()]
-        if left and not self._closing:
-            self._post(lambda: [self._scheduler.remove(request) for request in left])
+        if left:
+            with suppress(EngineError):  # one that has ended has let go of them
+                self._inbox.post(lambda: [self._scheduler.remove(request) for request in left])
 
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        """Whatever ends it, nobody is left waiting."""
+        """Whatever ends it, nobody is left waiting, and nobody else is let in."""
+        told = EngineError("The engine was closed while this request was under way.")
         try:
             with torch.inference_mode():
                 while self._turn():
                     pass
-        finally:
-            self._closing = True
-            self._give_up(EngineError("The engine was closed while this request was under way."))
+        except BaseException as error:  # even starting afresh went wrong, as it does on a device that is lost
+            told = EngineError(f"The engine could not go on after an error, and has stopped for good: {error!r}")
+            told.__cause__ = error
+        for request in [*self._scheduler.running, *self._scheduler.waiting]:
+            request.fail(told)
+        self._inbox.end(told)
 
     def _turn(self) -> bool:
         """Do what was posted, then a step if there is one to do; False once the engine is to close."""
-        with self._changed:
-            while not (self._inbox or self._closing or self._ready()):
-                dismiss_team()
-                self._changed.wait()
-            acts, self._inbox = self._inbox, deque()
-            closing = self._closing
-        for act in acts:
-            act()
-        if self._ready() and not closing:
+        goes_on = self._inbox.work(self._ready, dismiss_team)
+        if self._ready() and goes_on:
             self._guarded_step()
-        return not closing
+        return goes_on
 
     def _ready(self) -> bool:
         return not self._paused and bool(self._scheduler.running or self._scheduler.waiting)
@@ -304,16 +278,27 @@ class TorchEngine:
             raise EngineError("The model's logits are not numbers. Its weights have diverged, or do not fit its dtype.")
         scheduler.counts.new_tokens += len(requests)
         for row, request in enumerate(requests):
-            if math.isnan(drawn.logp[row]):
-                scheduler.remove(request)
-                request.fail(DataError("There is no token to draw: logit_bias and the banned end tokens leave none."))
-                continue
-            finish = request.gain(
-                drawn.ids[row], drawn.logp[row], drawn.raw_logp[row], scheduler.version, drawn.top.get(row)
-            )
-            if finish is not None:
-                scheduler.finish(request)
-                request.finish(finish)
+            with self._alone(request):
+                if math.isnan(drawn.logp[row]):
+                    raise DataError(
+                        "There is no token to draw: logit_bias and the banned end tokens leave none, or they or a tiny "
+                        "temperature take the logits beyond float32. Greedy is temperature 0."
+                    )
+                finish = request.gain(
+                    drawn.ids[row], drawn.logp[row], drawn.raw_logp[row], scheduler.version, drawn.top.get(row)
+                )
+                if finish is not None:
+                    scheduler.finish(request)
+                    request.finish(finish)
+
+    @contextmanager
+    def _alone(self, request: Request) -> Iterator[None]:
+        """What goes wrong in here, as a listener or a tokenizer may, ends this request and no other."""
+        try:
+            yield
+        except BaseException as error:
+            request.fail(error)
+            self._scheduler.remove(request)
 
     def _admit(self, *requests: Request) -> None:
         for request in requests:
@@ -326,12 +311,14 @@ class TorchEngine:
 
     def _abort(self) -> None:
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
-            self._scheduler.remove(request)
-            request.finish("abort")
+            with self._alone(request):
+                self._scheduler.remove(request)
+                request.finish("abort")
 
     def _give_up(self, error: EngineError) -> None:
-        for request in self._scheduler.clear():
+        for request in [*self._scheduler.running, *self._scheduler.waiting]:
             request.fail(error)
+        self._scheduler.clear()
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused

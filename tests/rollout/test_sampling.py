@@ -173,3 +173,11 @@ def test_a_row_is_drawn_the_same_whatever_shares_its_batch() -> None:
 def test_without_a_seed_two_requests_draw_differently() -> None:
     logits = torch.zeros(1, V)
     assert many(logits, drawing(), 20).ids != many(logits, drawing(), 20).ids
+
+
+def test_nothing_to_draw_is_no_log_prob() -> None:
+    """Greedy or not: the likeliest of no tokens is none."""
+    nothing = dict.fromkeys(range(V), -math.inf)
+    for asked in ({"logit_bias": nothing, "temperature": 0.0}, {"logit_bias": nothing}, {"temperature": 1e-40}):
+        drawn = draw(skewed().expand(2, -1), [drawing(**asked), drawing()], [0, 0], [5, 5])
+        assert math.isnan(drawn.logp[0]) and math.isfinite(drawn.logp[1])

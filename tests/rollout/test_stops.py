@@ -33,6 +33,15 @@ def test_an_empty_stop_string_stops_nothing() -> None:
     assert shown([""], ["abc"]) == ("abc", False)
 
 
+def test_a_stop_string_counts_by_where_it_ends() -> None:
+    scan = StopScan(["END", "N"])
+    assert scan.push("END E", counts=False) == "END " and not scan.stopped
+    assert scan.push("N", counts=False) == "" and not scan.stopped  # the short one ended, the long one has begun
+    assert scan.push("D.") == "" and scan.stopped
+    scan = StopScan(["ab", "abc"])
+    assert scan.push("ab", counts=False) + scan.push("d") + scan.finish() == "abd" and not scan.stopped
+
+
 @given(st.lists(st.text("ab", max_size=4), max_size=6), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
 def test_the_cut_into_pieces_makes_no_difference(pieces: list[str], stops: list[str]) -> None:
     """The text before the stop string whose end comes first, whatever the pieces."""

@@ -6,6 +6,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 
 from etude.errors import ConfigError, DataError, EngineError
 from etude.records import Completion, SamplingParams
+from etude.rollout import torch_engine
 from etude.rollout.request import Delta
 from etude.rollout.torch_engine import EngineConfig, TorchEngine
 from tests.rollout.engines import V, engine_of, model_of, prompt_of, said_of, same, words
@@ -90,6 +93,25 @@ def test_text_stop_strings_and_the_tokenizers_end(tmp_path: Path) -> None:
         ended = SamplingParams(max_tokens=60, seed=3, logit_bias={tokenizer.eos_ids[0]: 100.0})
         done = engine.generate_all([prompt], [ended])[0]
         assert (done.finish, done.ids.tolist(), done.text) == ("stop", [tokenizer.eos_ids[0]], "")
+
+
+def test_a_stop_string_over_the_end_of_min_tokens_is_found(tmp_path: Path) -> None:
+    tokenizer = words(tmp_path)
+    prompt = tokenizer.encode("What is 2 + 2?")
+    with engine_of(model_of(vocabulary=tokenizer.size), tokenizer) as engine:
+        asks = SamplingParams(max_tokens=20, seed=3, logit_bias=dict.fromkeys(tokenizer.eos_ids, -float("inf")))
+        free = engine.generate_all([prompt], [asks])[0]
+        texts = [tokenizer.decode(free.ids[:count]) for count in range(10)]
+        stop = texts[7][len(texts[5]) :]  # the text of the sixth and the seventh token
+        assert texts[7] == texts[5] + stop and len(stop) == 2 and free.text.index(stop) == len(texts[5])
+
+        def asked(least: int) -> Completion:
+            return engine.generate_all([prompt], [replace(asks, stop=(stop,), min_tokens=least)])[0]
+
+        for least in (0, 5, 6):
+            done = asked(least)
+            assert (done.finish, len(done.ids), done.text) == ("stop", 7, texts[5])
+        assert same(asked(7), free)  # it ended within them
 
 
 # -- streams and aborts -----------------------------------------------------------------------------------------------
@@ -229,6 +251,27 @@ def test_new_weights_take_over_in_the_middle_and_nobody_new_reads_old_keys() -> 
         assert np.allclose(again.raw_logp, said_of(other, follow, again), atol=2e-4)
 
 
+def test_a_block_that_began_under_old_weights_is_never_found_again() -> None:
+    """The first block of the context is full only after the change, and the keys at its beginning are the old ones."""
+    model, other = model_of(seed=0), model_of(seed=7)
+    prompt = prompt_of(5)
+    with engine_of(model, block_size=256, kv_gib=0.05) as engine:
+
+        async def main() -> Completion | None:
+            stream = engine.stream(prompt, SamplingParams(max_tokens=300, seed=1))
+            await anext(stream)
+            await engine.swap(other.named_weights(), 1)
+            return [delta.completion async for delta in stream][-1]
+
+        old = run(main())
+        assert 0 < int((old.version == 0).sum()) < 250
+        follow = np.concatenate([prompt, old.ids])
+        engine.stats()
+        done = engine.generate_all([follow], [SamplingParams(max_tokens=4, seed=2)])[0]
+        assert engine.stats().reduce()["engine/cache_hit_rate"] == 0
+        assert np.allclose(done.raw_logp, said_of(other, follow, done), atol=2e-4)
+
+
 def test_weights_written_where_they_lie_need_no_copy() -> None:
     model, other = model_of(seed=0), model_of(seed=1)
     with engine_of(model) as engine:
@@ -303,16 +346,66 @@ def test_weights_that_have_diverged_are_told_to_everybody_and_leave_nothing_behi
 
 
 def test_a_request_that_may_draw_nothing_fails_alone() -> None:
+    nothing = dict.fromkeys(range(V), -float("inf"))
+    wrong = [{"logit_bias": nothing}, {"logit_bias": nothing, "temperature": 0.0}, {"temperature": 1e-40}]
     with engine_of() as engine:
 
         async def main() -> list[Any]:
-            none = SamplingParams(max_tokens=9, logit_bias=dict.fromkeys(range(V), -float("inf")))
-            asked = [engine.generate(prompt_of(5), sampling) for sampling in (none, SamplingParams(max_tokens=9))]
+            asked = [engine.generate(prompt_of(5), SamplingParams(max_tokens=9, **each)) for each in (*wrong, {})]
             return list(await asyncio.gather(*asked, return_exceptions=True))
 
-        nothing, fine = run(main())
-        assert isinstance(nothing, DataError) and "no token to draw" in str(nothing)
+        *failed, fine = run(main())
+        assert all(isinstance(error, DataError) and "no token to draw" in str(error) for error in failed)
         assert len(fine.ids) == 9
+
+
+def test_handing_over_that_fails_ends_one_request_alone(tmp_path: Path) -> None:
+    tokenizer = words(tmp_path)
+    prompt, decode, calls = tokenizer.encode("What is 2 + 2?"), tokenizer.decode, []
+
+    def stumbles(ids: Any, special: bool = False) -> str:
+        calls.append(ids)
+        if len(calls) == 1:
+            raise UnicodeError("a tokenizer that stumbles once")
+        return decode(ids, special)
+
+    with engine_of(model_of(vocabulary=tokenizer.size), tokenizer, kv_gib=0.05) as engine:
+
+        async def main(aborts: bool) -> list[Any]:
+            calls.clear()
+            ends = SamplingParams(max_tokens=1500 if aborts else 3, seed=1)
+            rest = SamplingParams(max_tokens=1500 if aborts else 9, seed=1)
+            tasks = [asyncio.create_task(engine.generate(prompt, sampling)) for sampling in (ends, rest)]
+            if aborts:
+                await asyncio.sleep(0.02)
+                await engine.abort()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        tokenizer.decode = stumbles  # type: ignore[method-assign]
+        for aborts in (False, True):
+            failed, fine = run(main(aborts))
+            assert isinstance(failed, UnicodeError) and isinstance(fine, Completion)
+        left = engine.stats().reduce()
+        assert (left["engine/running"], left["engine/waiting"]) == (0, 0)
+
+
+def test_an_engine_that_cannot_start_afresh_tells_everybody_and_refuses_the_next() -> None:
+    def lost(*asked: Any) -> Any:
+        raise RuntimeError("the device is lost")
+
+    with engine_of() as engine:
+        engine.model.hidden = engine._allocate = lost  # type: ignore[method-assign]
+
+        async def main() -> list[Any]:
+            asked = [engine.generate(prompt_of(5), SamplingParams(max_tokens=3)) for _ in range(2)]
+            told = await asyncio.gather(*asked, return_exceptions=True)
+            engine._thread.join(10)
+            asked = [engine.generate(prompt_of(5), SamplingParams(max_tokens=3)), engine.pause(), engine.swap((), 1)]
+            return [*told, *await asyncio.gather(*asked, return_exceptions=True)]
+
+        assert all(isinstance(error, EngineError) and "device is lost" in str(error) for error in run(main()))
+        with pytest.raises(EngineError, match=r"has stopped for good: .*device is lost"):
+            engine.stats()
 
 
 def test_running_out_of_memory_names_the_knobs_and_the_engine_goes_on() -> None:
@@ -342,6 +435,37 @@ def test_close_is_bounded_and_tells_those_who_wait() -> None:
         run(main())
         with pytest.raises(EngineError, match="engine is closed"):
             engine.generate_all([prompt_of(5)], [SamplingParams(max_tokens=3)])
+
+
+def test_a_step_that_outlasts_the_closing_is_told_and_hides_no_other_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch_engine, "CLOSING", 0.02)
+    model, begun, go_on = model_of(), threading.Event(), threading.Event()
+
+    def slow(*asked: Any) -> Any:
+        begun.set()
+        go_on.wait(30)
+        raise RuntimeError("enough")
+
+    model.hidden = slow  # type: ignore[method-assign]
+    engine = TorchEngine(model, None, EngineConfig(kv_gib=0.01))
+    asker = threading.Thread(target=lambda: suppressed(engine))
+    asker.start()
+    assert begun.wait(30)
+    with pytest.raises(EngineError, match=r"still computing a step 0.02 s after"):
+        engine.close()
+    with caplog.at_level("WARNING", "etude"), pytest.raises(KeyboardInterrupt), engine:
+        raise KeyboardInterrupt
+    assert "still computing a step" in caplog.text
+    go_on.set()
+    asker.join(30)
+    engine.close()
+
+
+def suppressed(engine: TorchEngine) -> None:
+    with suppress(EngineError):
+        engine.generate_all([prompt_of(5)], [SamplingParams(max_tokens=3)])
 
 
 # -- what is computed once --------------------------------------------------------------------------------------------
