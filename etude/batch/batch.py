@@ -238,22 +238,21 @@ class Batch:
         return self._derived(changes)
 
     def split(self, parts: int, by: str = "rollout") -> list[Batch]:
-        """At most `parts` batches of whole rollouts (or whole groups), in order, with about as many tokens each.
+        """So many batches of whole rollouts (or whole groups), in order, with about as many tokens each.
 
-        Never through a rollout: a quantity over a rollout is then the same in a micro-batch as in the whole.
+        However unequal they are, no part is left out, unless there are fewer rollouts (or groups) than parts: then each
+        is a batch of its own. Never through a rollout: a quantity over a rollout is then the same in a micro-batch as
+        in the whole.
         """
         if parts < 1 or by not in ("rollout", "group"):
             raise BatchError(f"A batch is split into 1 or more parts by `rollout` or `group`; not {parts} by `{by}`.")
-        order = torch.arange(self.rollouts, device=self.device)
-        weight = (self.unit_tokens[1:] - self.unit_tokens[:-1]).to(torch.float64) + 1e-3
-        whole = order
-        if by == "group":
-            order = torch.argsort(self.group, stable=True)
-            whole = self.group[order]
-            weight = torch.zeros(self.groups, dtype=torch.float64, device=self.device).index_add_(0, self.group, weight)
-        middle = weight.cumsum(0) - weight / 2
-        part = (middle * parts / weight.sum()).long().clamp(max=parts - 1)[whole]
-        return [self.select(order[part == p]) for p in range(parts) if bool((part == p).any())]
+        each = torch.arange(self.rollouts, device=self.device)
+        whole = each if by == "rollout" else torch.unique(self.group, return_inverse=True)[1]
+        tokens = (self.unit_tokens[1:] - self.unit_tokens[:-1]).to(torch.float64) + 1e-3
+        weight = torch.bincount(whole, tokens)
+        part = _even(weight, parts)[whole]
+        order = torch.argsort(whole, stable=True)
+        return [self.select(order[part[order] == p]) for p in range(min(parts, len(weight)))]
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
@@ -345,6 +344,24 @@ class Batch:
             role=torch.tensor([rollout.role for rollout in rollouts]),
             rollout_id=torch.tensor([rollout.id for rollout in rollouts]),
         )
+
+
+def _even(weight: Tensor, parts: int) -> Tensor:
+    """[n] → [n]: the part that each unit goes to. Parts are stretches of units, each of at least one.
+
+    A unit that is heavier than a fair share counts as one share, which is what the others have each; then a unit goes
+    where its middle lies on the line of weights.
+    """
+    count = len(weight)
+    part = torch.arange(min(parts, count), device=weight.device)
+    falling = weight.sort(descending=True).values
+    shares = falling.flip(0).cumsum(0).flip(0)[: len(part)] / (len(part) - part)  # if those before have one each
+    weight = weight.clamp(max=shares[falling[: len(part)] <= shares][:1])
+    middle = weight.cumsum(0) - weight / 2
+    first = torch.searchsorted(middle * len(part), weight.sum() * part)
+    # of middles that lie on a border, rounding may put two into one part: no part goes without
+    begin = part + (first - part).cummax(0).values.clamp(0, count - len(part))
+    return torch.searchsorted(begin, torch.arange(count, device=weight.device), right=True) - 1
 
 
 COLUMNS: dict[str, Kind] = {f.name: f.metadata["kind"] for f in fields(Batch) if "kind" in f.metadata}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from etude.batch import Pack
-from etude.models.blocks import Block, Plan
+from etude.models.blocks import Block, Meeting, Plan
 from etude.models.kernels import backward, forward
 
 __all__ = ["PackedAttention"]
@@ -49,7 +49,7 @@ class _Attention(torch.autograd.Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=wide)
         for block in blocks:
-            part, part_lse = forward(block, block.query.take(q), block.key.take(k), block.key.take(v), scale, softcap)
+            part, part_lse = forward(Meeting.of(block, q, k, v, scale, softcap))
             if block.level == 0:
                 block.query.put(part, out)
                 block.query.put(part_lse, lse)
@@ -69,17 +69,8 @@ class _Attention(torch.autograd.Function):
             block_grad = query.take(grad)
             if query.real is not None:
                 block_grad = query.padded(query.kept(block_grad))
-            of_q, of_k, of_v = backward(
-                block,
-                block_grad,
-                query.take(q),
-                key.take(k),
-                key.take(v),
-                query.take(out),
-                query.take(lse),
-                ctx.scale,
-                ctx.softcap,
-            )
+            meeting = Meeting.of(block, q, k, v, ctx.scale, ctx.softcap)
+            of_q, of_k, of_v = backward(meeting, block_grad, query.take(out), query.take(lse))
             write = (query.put, key.put) if block.level == 0 else (query.add, key.add)
             write[0](of_q, into_q)
             write[1](of_k, into_k)

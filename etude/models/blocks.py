@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from etude.batch import Pack
 
-__all__ = ["Block", "Gather", "Plan"]
+__all__ = ["Block", "Gather", "Meeting", "Plan"]
 
 _WASTE = 0.2
 """How much shorter than the longest of its block a row may be: padding is work, and so is another call."""
@@ -100,6 +99,23 @@ class Block:
     """Whether the mask does more than leave out padding."""
 
 
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """A block with its rows, and how a query and a key make a score."""
+
+    block: Block
+    q: Tensor  # [B, Lq, Hq, D]
+    k: Tensor  # [B, Lk, Hk, D]
+    v: Tensor  # [B, Lk, Hk, D]
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, block: Block, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Meeting:
+        """The rows of a block out of those of the pack, [P, H, D]."""
+        return cls(block, block.query.take(q), block.key.take(k), block.key.take(v), scale, softcap)
+
+
 class Plan:
     """The blocks of a pack."""
 
@@ -108,7 +124,13 @@ class Plan:
         starts, self.parents = pack.offsets.tolist(), pack.parent.tolist()
         self._tokens = [torch.arange(a, b, device=pack.ids.device) for a, b in pairwise(starts)]
         self._depths: list[list[tuple[int, int]]] = self._ancestors()
-        self.blocks = cache(self._blocks)
+        self._planned: dict[int | None, tuple[Block, ...]] = {}
+
+    def blocks(self, window: int | None) -> tuple[Block, ...]:
+        """All blocks, level by level. With a window, those in which nobody sees anything are left out."""
+        if window not in self._planned:
+            self._planned[window] = self._blocks(window)
+        return self._planned[window]
 
     def _ancestors(self) -> list[list[tuple[int, int]]]:
         """For each level from 1 on, the pairs (segment, its ancestor of that level); empty segments left out."""
@@ -124,7 +146,6 @@ class Plan:
         return levels
 
     def _blocks(self, window: int | None) -> tuple[Block, ...]:
-        """All blocks, level by level. With a window, those in which nobody sees anything are left out."""
         own = [tokens for tokens in self._tokens if len(tokens)]
         blocks = [self._own(rows, window) for rows in _alike([(tokens, tokens) for tokens in own])]
         for level, pairs in enumerate(self._depths, start=1):

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as again
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from etude.errors import ConfigError
@@ -32,34 +35,39 @@ _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 _attend: ContextVar[Attend] = ContextVar("attend")
 
 
+_checkpointing: ContextVar[bool] = ContextVar("checkpointing", default=False)
+
+
 class Generic:
-    """A transformers model, called once for a flat list of tokens."""
+    """A transformers model, called once for a flat list of tokens, and always in its mode for evaluation.
+
+    transformers checkpoints activations only in training mode, where dropout and a router's noise act too. So its
+    layers are checkpointed here, by a `forward` of their own that stands before that of their class.
+    """
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.module: Any = module
-        self.checkpointing = False
+        for layer in _decoder_layers(module, module.config.get_text_config().num_hidden_layers):
+            layer.forward = MethodType(_forward, layer)
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, *, checkpoint: bool) -> Tensor:
         """See `Body`."""
-        self._checkpoint(checkpoint)
-        with attending(attend):
-            out = self.module.base_model(input_ids=ids[None].long(), position_ids=positions[None], use_cache=False)
+        token = _checkpointing.set(checkpoint)
+        try:
+            with attending(attend):
+                out = self.module.base_model(input_ids=ids[None].long(), position_ids=positions[None], use_cache=False)
+        finally:
+            _checkpointing.reset(token)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def _checkpoint(self, wanted: bool) -> None:
-        """transformers checkpoints in training mode only, where dropout would act too; so dropout is all of it we
-        leave out."""
-        if wanted == self.checkpointing:
-            return
-        self.checkpointing = wanted
-        if wanted:
-            how = {"use_reentrant": False, "context_fn": _again}
-            self.module.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-        else:
-            self.module.activation_checkpointing_disable()
-        for part in self.module.modules():
-            part.training = wanted and not isinstance(part, nn.Dropout)
+
+def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A decoder layer's forward pass, to be made again in the backward pass where that is wanted."""
+    run = partial(type(layer).forward, layer)
+    if not _checkpointing.get():
+        return run(*args, **kwargs)
+    return again(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_again, **kwargs)
 
 
 @contextmanager
@@ -191,7 +199,7 @@ def examine(model: Model) -> None:
                 f"{_called(layers, index)} of this {_kind(module)} model tells tokens of each other outside its "
                 f"attention (a recurrence or a convolution). Choose a model in which only attention does."
             )
-    if not _same(model.logits(hidden), logits):
+    if not _same(logits, model.logits(hidden)):
         raise ConfigError(
             f"This {_kind(module)} model makes its logits in a way that Etude does not know, so that its log-probs "
             f"would be wrong. Choose another model."

@@ -100,7 +100,7 @@ class _Chunks(torch.autograd.Function):
                 outs = ctx.fn(ctx.model.finished_logits(raw), rows.start, rows.stop)
             wanted = [(out, grad[rows]) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
             (logits_grad,) = torch.autograd.grad([o for o, _ in wanted], raw, [g for _, g in wanted])
-            into.add(rows, hidden[rows], logits_grad)
+            into.add(rows, hidden[rows], logits_grad.to(hidden.dtype))
         return None, None, None, *into.all()
 
 
@@ -140,9 +140,10 @@ class _LogpEntropy(torch.autograd.Function):
         into = _Gradients(hidden, tuple(weights), ctx.needs_input_grad[5:])
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            raw = model.raw_logits(hidden[rows])
-            logits = model.finished_logits(raw)
-            grad = _scaled(logits, ctx.temperature).sub_(total[rows, None])
+            logits = model.logits(hidden[rows])
+            # the slope of a cap is read off the logits in the end; without one they may be written over
+            grad = _scaled(logits if model.logit_cap is None else logits.clone(), ctx.temperature)
+            grad.sub_(total[rows, None])
             if spread is not None and of_entropy is not None:
                 # ∂H/∂z = −p (log p + H); a logit of −∞ has p = 0 and no gradient
                 p = grad.exp()
@@ -160,9 +161,8 @@ class _LogpEntropy(torch.autograd.Function):
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """A new tensor, in float32 or wider, that may be written to."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide, copy=True).mul_(1 / temperature) if temperature != 1 else logits.to(wide, copy=True)
+    """Divided by the temperature, in place."""
+    return logits if temperature == 1 else logits.mul_(1 / temperature)
 
 
 def _entropy(scaled: Tensor, total: Tensor) -> Tensor:

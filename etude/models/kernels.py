@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from etude.models.blocks import Block
+from etude.models.blocks import Block, Meeting
 
 __all__ = ["backward", "forward"]
 
@@ -21,78 +21,69 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def forward(
-    block: Block, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """[B, Lq, Hq, D], [B, Lk, Hk, D] twice → the output [B, Lq, Hq, D] and log-sum-exp [B, Lq, Hq] of this block."""
-    if _on_gpu(block, q, softcap):
-        return _gpu_forward(block, q, k, v, scale)
-    if softcap is not None or q.device.type != "cpu":
-        return _forward(block, q, k, v, scale, softcap)
-    mask = _additive(block, q.dtype)
-    out, lse = _flash(*(x.transpose(1, 2) for x in (q, k, v)), 0.0, block.causal, attn_mask=mask, scale=scale)
+def forward(met: Meeting) -> tuple[Tensor, Tensor]:
+    """The output [B, Lq, Hq, D] and log-sum-exp [B, Lq, Hq] of this block."""
+    if _on_gpu(met):
+        return _gpu_forward(met)
+    if met.softcap is not None or met.q.device.type != "cpu":
+        return _forward(met)
+    block, mask = met.block, _additive(met.block, met.q.dtype)
+    turned = (x.transpose(1, 2) for x in (met.q, met.k, met.v))
+    out, lse = _flash(*turned, 0.0, block.causal, attn_mask=mask, scale=met.scale)
     lse = lse.transpose(1, 2)
     if block.mask is not None:  # a row that sees nothing is given a log-sum-exp of 0
         lse = lse.masked_fill(~block.mask.any(2)[..., None], -torch.inf)
     return out.transpose(1, 2), lse
 
 
-def backward(
-    block: Block,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(met: Meeting, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, given the output and log-sum-exp of the whole softmax, not only of this block."""
-    if _on_gpu(block, q, softcap):
-        return _gpu_backward(block, grad, q, k, v, out, lse, scale)
-    if softcap is not None or q.device.type != "cpu":
-        return _backward(block, grad, q, k, v, out, lse, scale, softcap)
-    work = torch.promote_types(q.dtype, torch.float32) if max(q.shape[1], k.shape[1]) <= _SHORT else q.dtype
-    turned = (x.to(work).transpose(1, 2) for x in (grad, q, k, v, out))
+    if _on_gpu(met):
+        return _gpu_backward(met, grad, out, lse)
+    if met.softcap is not None or met.q.device.type != "cpu":
+        return _backward(met, grad, out, lse)
+    block, dtype = met.block, met.q.dtype
+    work = torch.promote_types(dtype, torch.float32) if max(met.q.shape[1], met.k.shape[1]) <= _SHORT else dtype
+    turned = (x.to(work).transpose(1, 2) for x in (grad, met.q, met.k, met.v, out))
     mask = _additive(block, work)
-    found = _flash_backward(*turned, lse.transpose(1, 2), 0.0, block.causal, attn_mask=mask, scale=scale)
-    of_q, of_k, of_v = (x.transpose(1, 2).to(q.dtype) for x in found)
+    found = _flash_backward(*turned, lse.transpose(1, 2), 0.0, block.causal, attn_mask=mask, scale=met.scale)
+    of_q, of_k, of_v = (x.transpose(1, 2).to(dtype) for x in found)
     return of_q, of_k, of_v
 
 
-def _on_gpu(block: Block, q: Tensor, softcap: float | None) -> bool:
+def _on_gpu(met: Meeting) -> bool:
     """Whether the GPU's flash kernel serves."""
+    q = met.q
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
-    return q.device.type == "cuda" and half and softcap is None and not block.windowed
+    return q.device.type == "cuda" and half and met.softcap is None and not met.block.windowed
 
 
-def _gpu_forward(block: Block, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    rows = block.query.kept(q), block.key.kept(k), block.key.kept(v)
+def _gpu_forward(met: Meeting) -> tuple[Tensor, Tensor]:
+    block = met.block
+    rows = block.query.kept(met.q), block.key.kept(met.k), block.key.kept(met.v)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *rows, *_ends(block), q.shape[1], k.shape[1], 0.0, block.causal, False, scale=scale
+        *rows, *_ends(block), met.q.shape[1], met.k.shape[1], 0.0, block.causal, False, scale=met.scale
     )
     return block.query.padded(out), block.query.padded(lse.T)
 
 
-def _gpu_backward(
-    block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = block.query.kept(grad), block.query.kept(q), block.key.kept(k), block.key.kept(v), block.query.kept(out)
-    chance = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that never acts
+def _gpu_backward(met: Meeting, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query, key = met.block.query, met.block.key
+    rows = query.kept(grad), query.kept(met.q), key.kept(met.k), key.kept(met.v), query.kept(out)
+    device = met.q.device
     of_q, of_k, of_v = torch.ops.aten._flash_attention_backward(
         *rows,
-        block.query.kept(lse).T.contiguous(),
-        *_ends(block),
-        q.shape[1],
-        k.shape[1],
+        query.kept(lse).T.contiguous(),
+        *_ends(met.block),
+        met.q.shape[1],
+        met.k.shape[1],
         0.0,
-        block.causal,
-        chance,
-        torch.zeros((), dtype=torch.uint64, device=q.device),
-        scale=scale,
+        met.block.causal,
+        torch.zeros(2, dtype=torch.uint64, device=device),  # the chance of a dropout that never acts
+        torch.zeros((), dtype=torch.uint64, device=device),
+        scale=met.scale,
     )
-    return block.query.padded(of_q), block.key.padded(of_k), block.key.padded(of_v)
+    return query.padded(of_q), key.padded(of_k), key.padded(of_v)
 
 
 def _ends(block: Block) -> tuple[Tensor, Tensor]:
@@ -113,34 +104,23 @@ def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
     ]
 
 
-def _forward(
-    block: Block, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    scores, _ = _scores(block, q, k, scale, softcap)
+def _forward(met: Meeting) -> tuple[Tensor, Tensor]:
+    scores, _ = _scores(met)
     lse = scores.logsumexp(-1, keepdim=True)
     shares = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)).exp()
-    out = _columns(shares.to(v.dtype) @ v.transpose(1, 2), q)
-    return out, _columns(lse, q)[..., 0]
+    out = _columns(shares.to(met.v.dtype) @ met.v.transpose(1, 2), met.q)
+    return out, _columns(lse, met.q)[..., 0]
 
 
-def _backward(
-    block: Block,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(met: Meeting, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = met.q, met.k, met.v
     heads = k.shape[2]
-    scores, slope = _scores(block, q, k, scale, softcap)
+    scores, slope = _scores(met)
     shares = (scores - _rows(lse[..., None], heads)).exp()
     rows_grad = _rows(grad, heads)
     of_v = shares.to(v.dtype).transpose(2, 3) @ rows_grad
     delta = _rows((grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True), heads)
-    of_scores = shares * ((rows_grad @ v.permute(0, 2, 3, 1)).to(lse.dtype) - delta) * scale
+    of_scores = shares * ((rows_grad @ v.permute(0, 2, 3, 1)).to(lse.dtype) - delta) * met.scale
     if slope is not None:
         of_scores = of_scores * slope
     of_scores = of_scores.to(q.dtype)
@@ -149,14 +129,15 @@ def _backward(
     return of_q, of_k.transpose(1, 2), of_v.transpose(1, 2)
 
 
-def _scores(block: Block, q: Tensor, k: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+def _scores(met: Meeting) -> tuple[Tensor, Tensor | None]:
     """[B, Hk, G · Lq, Lk] scores in float32 or wider, −∞ where not seen, and the slope of their cap."""
+    block, q, k = met.block, met.q, met.k
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (_rows(q, k.shape[2]) @ k.permute(0, 2, 3, 1)).to(wide) * scale
+    scores = (_rows(q, k.shape[2]) @ k.permute(0, 2, 3, 1)).to(wide) * met.scale
     slope = None
-    if softcap is not None:
-        bent = torch.tanh(scores / softcap)
-        scores, slope = bent * softcap, 1 - bent.square()
+    if met.softcap is not None:
+        bent = torch.tanh(scores / met.softcap)
+        scores, slope = bent * met.softcap, 1 - bent.square()
     seen = block.mask
     if block.causal:
         seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()[None]

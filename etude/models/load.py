@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
@@ -23,8 +24,14 @@ _auto: Any = AutoModelForCausalLM
 _logging: Any = logging
 
 
-def load(directory: Path | str, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Model:
-    """The model of a Hugging Face directory. Every weight it needs must be there, in the shape its config says."""
+def load(
+    directory: Path | str, *, dtype: torch.dtype, device: torch.device | str = "cpu", exact: bool = False
+) -> Model:
+    """The model of a Hugging Face directory. Every weight it needs must be there, in the shape its config says.
+
+    With `exact` it holds, beside the weights that half precision rounds, what they were in float32, until a learner
+    takes them.
+    """
     where = Path(directory)
     if not where.is_dir():
         raise ConfigError(
@@ -41,7 +48,7 @@ def load(directory: Path | str, *, dtype: torch.dtype, device: torch.device | st
             module, told = _auto.from_pretrained(
                 where,
                 config=config,
-                dtype=dtype,
+                dtype=torch.promote_types(dtype, torch.float32) if exact else dtype,
                 attn_implementation=ATTENTION,
                 local_files_only=True,
                 output_loading_info=True,
@@ -51,8 +58,10 @@ def load(directory: Path | str, *, dtype: torch.dtype, device: torch.device | st
         raise ConfigError(f"The model in {where} cannot be loaded: {error}") from error
     _refuse_gaps(where, sorted(told["missing_keys"]), sorted(told["mismatched_keys"]))
     _refuse_large_tokenizer(where, len(module.get_input_embeddings().weight))
+    module.to(device)
+    finer = _rounded_away(module, dtype) if exact else {}
     cast(module, dtype, torch.device(device))
-    return Model(module)
+    return Model(module, finer)
 
 
 def create(
@@ -76,6 +85,15 @@ def save(model: Model, directory: Path | str) -> None:
     """Write a directory that `load` and transformers' `from_pretrained` read."""
     with _quiet():
         model.module.save_pretrained(directory)
+
+
+def _rounded_away(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights that another dtype cannot hold."""
+    return {
+        name: weight.data
+        for name, weight in module.named_parameters()
+        if not torch.equal(weight.data.to(dtype).to(weight.dtype), weight.data)
+    }
 
 
 @contextmanager

@@ -67,7 +67,8 @@ class Learner:
     """One model on one device, and how it learns.
 
     The model's parameters are what is computed with, here and in an engine that shares them. In half precision they
-    are a copy of float32 weights that the optimizer keeps; see `Masters`.
+    are a copy of float32 weights that the optimizer keeps; see `Masters`. A model that was loaded with `exact` gives
+    up its float32 weights to the first learner it has.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Learner:
         model.activation_checkpointing = config.activation_checkpointing
         self._config, self._steps, self._peak = config, steps, peak
         self._forward = ForwardPass(model, pack, temperature)
-        self._masters = Masters(model.named_weights(), config)
+        self._masters = Masters(model.named_weights(), config, model.take_exact())
         self._version = torch.tensor(0)
         self._cost = Cost.of(model)
 

@@ -1,7 +1,8 @@
 """The optimizer: AdamW over full-precision weights, whatever precision the model computes in.
 
 A model in half precision is a *compute copy*: what forward passes read, and what an engine in the same process samples
-from. Beside it stand the masters, in float32, and the gradient is gathered there too: a step of 1e-6 of a weight is far
+from. Beside it stand the masters, in float32, begun from the weights as their files have them, and the gradient is
+gathered there too: a step of 1e-6 of a weight is far
 below what half precision can hold, and would be lost every time. After a step the copy is refreshed in place.
 
     backward ──► gradient (half) ──added──► gradient (float32) ──AdamW──► master (float32) ──cast──► copy (half)
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -61,15 +62,19 @@ class Taken:
 class Masters:
     """Full-precision weights with their gradient, their AdamW, and the half-precision copy that they keep up to date.
 
-    `leaves` are the tensors that a backward pass gives gradients to, by name.
+    `leaves` are the tensors that a backward pass gives gradients to, by name. `exact` are float32 weights that some of
+    them were rounded from: they become the masters themselves, unless their leaf was given another value since.
     """
 
-    def __init__(self, leaves: Iterable[tuple[str, Tensor]], config: Train) -> None:
+    def __init__(
+        self, leaves: Iterable[tuple[str, Tensor]], config: Train, exact: Mapping[str, Tensor] | None = None
+    ) -> None:
         self._config = config
         self._copies = dict(leaves)
         self.half = config.precision in ("bf16", "fp16")
+        given = exact or {}
         self._weights = {
-            name: leaf.detach().float().clone() if self.half else leaf for name, leaf in self._copies.items()
+            name: _master(leaf.detach(), given.get(name)) if self.half else leaf for name, leaf in self._copies.items()
         }
         if self.half:
             hooks = [
@@ -110,7 +115,7 @@ class Masters:
         factor = 1 / float(self.scale)
         if self._config.clip is not None and norm > self._config.clip:
             factor *= self._config.clip / (norm + 1e-6)
-        if factor != 1.0:
+        if gradients and factor != 1.0:
             torch._foreach_mul_(gradients, factor)
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
@@ -158,6 +163,12 @@ class Masters:
             if int(self._good_steps) == GROW_AFTER:
                 self.scale.mul_(2).clamp_(max=LARGEST_SCALE)
                 self._good_steps.zero_()
+
+
+def _master(leaf: Tensor, exact: Tensor | None) -> Tensor:
+    if exact is not None and torch.equal(exact.to(leaf.dtype), leaf):
+        return exact
+    return leaf.float()
 
 
 def _gather(master: Tensor) -> Callable[[Tensor], None]:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.batch import Batch, Column, Kind, ranges
+from etude.batch.batch import _even
 from etude.errors import BatchError, MissingColumnError, RewardError
 from etude.records import Rollout, Sample
 from tests.batches import batches, random_batch, same, with_extras
@@ -61,7 +62,8 @@ def tokens_of(batch: Batch, u: int) -> torch.Tensor:
 def test_splitting_loses_nothing_and_cuts_no_unit(batch: Batch, parts: int, by: str) -> None:
     batch = with_extras(batch)
     pieces = batch.split(parts, by=by)
-    assert 1 <= len(pieces) <= parts
+    assert len(pieces) == min(parts, batch.rollouts if by == "rollout" else len(batch.group.unique()))
+    assert all(piece.rollouts for piece in pieces)
     told = [int(i) for piece in pieces for i in piece.need("rollout_id")]
     assert sorted(told) == sorted(batch.need("rollout_id").tolist())
     assert sum(piece.tokens for piece in pieces) == batch.tokens
@@ -82,6 +84,23 @@ def test_a_split_is_balanced_by_tokens() -> None:
     batch = random_batch(0, (4,) * 16, longest=30)
     sizes = [piece.tokens for piece in batch.split(4)]
     assert len(sizes) == 4 and max(sizes) < 1.5 * min(sizes)
+
+
+def test_a_split_leaves_no_part_out_however_unequal_the_rollouts() -> None:
+    batch = Batch.from_records(
+        [sample(u, [1] * length, [0] + [1] * (length - 1)) for u, length in enumerate([3] * 7 + [60])],
+        [Rollout(id=u, task=u // 4, group=u // 4, reward=0.0) for u in range(8)],
+    )
+    assert [piece.rollouts for piece in batch.split(4)] == [2, 3, 2, 1]
+    assert [piece.rollouts for piece in batch.split(8)] == [1] * 8
+    assert [piece.rollouts for piece in batch.split(9)] == [1] * 8
+    assert [piece.rollouts for piece in batch.split(4, by="group")] == [4, 4]
+
+
+@given(st.lists(st.sampled_from([0.001, 0.25, 0.5, 1.001, 2.001, 50.0]), max_size=12), st.integers(1, 8))
+def test_parts_are_stretches_of_units_and_none_is_empty(weights: list[float], parts: int) -> None:
+    part = _even(torch.tensor(weights, dtype=torch.float64), parts).tolist()
+    assert part == sorted(part) and sorted(set(part)) == list(range(min(parts, len(weights))))
 
 
 def test_records_become_rows_in_the_order_of_their_rollouts() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -140,6 +143,25 @@ def test_what_is_outside_every_window_is_left_out() -> None:
     pack = pack_of([(-1, 40), (0, 20), (1, 5)])
     assert [b.level for b in Plan(pack).blocks(None)] == [0, 0, 0, 1, 1, 2]
     assert [b.level for b in Plan(pack).blocks(8)] == [0, 0, 0, 1, 1]
+
+
+def test_a_plan_is_gone_with_its_attention() -> None:
+    """A cycle would keep the masks of many micro-batches until the collector comes by."""
+    pack, inputs = pack_of(FOREST), qkv(len(pack_of(FOREST).ids))
+    gc.disable()
+    try:
+        attention = PackedAttention(pack)
+        attention(0, *inputs, scale=SCALE, window=6, softcap=None)
+        plan = weakref.ref(attention.plan)
+        del attention
+        assert plan() is None
+    finally:
+        gc.enable()
+
+
+def test_a_window_is_planned_once() -> None:
+    plan = Plan(pack_of(FOREST))
+    assert plan.blocks(6) is plan.blocks(6) and plan.blocks(6) is not plan.blocks(None)
 
 
 @pytest.mark.gpu

@@ -46,6 +46,22 @@ def test_a_loaded_model_computes_in_the_dtype_asked_for_and_keeps_its_rotary_fre
     assert {b.dtype for name, b in model.module.named_buffers() if "inv_freq" in name} == {torch.float32}
 
 
+def test_a_model_to_be_trained_hands_over_what_rounding_took(directory: Path) -> None:
+    whole = dict(load(directory, dtype=torch.float32).named_weights())
+    model = load(directory, dtype=torch.bfloat16, exact=True)
+    taken = model.take_exact()
+    for name, weight in model.named_weights():
+        assert torch.equal(weight, whole[name].bfloat16())
+        rounded = not torch.equal(weight.float(), whole[name])
+        assert rounded == (name in taken) and (not rounded or torch.equal(taken[name], whole[name]))
+    assert 0 < len(taken) < len(whole)  # norms begin as ones
+    assert not model.take_exact()
+    for dtype, exact in ((torch.bfloat16, False), (torch.float32, True), (torch.float64, True)):
+        assert not load(directory, dtype=dtype, exact=exact).take_exact()
+    save(model, directory)
+    assert not load(directory, dtype=torch.bfloat16, exact=True).take_exact()
+
+
 def test_a_missing_directory_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no model directory .*nowhere"):
         load(tmp_path / "nowhere", dtype=torch.float32)

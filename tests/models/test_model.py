@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import grad
+from torch.nn.functional import linear
+from transformers import AutoConfig
 
 from etude.models import Model, PackedAttention, create, load, save, tiny
 from etude.models.layers import Fused, FusedLinear
@@ -100,12 +103,89 @@ def test_a_copy_has_weights_of_its_own() -> None:
     assert half.dtype == torch.bfloat16 and model.dtype == torch.float32
 
 
+SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+CHANCE = {
+    "qwen3": lambda: tiny(50, family="qwen3", attention_dropout=0.5),
+    "gpt2": lambda: tiny(50, family="gpt2", attn_pdrop=0.5, resid_pdrop=0.5),
+    "opt": lambda: AutoConfig.for_model("opt", **SIZES, **NO_ENDS, ffn_dim=64, word_embed_proj_dim=32, dropout=0.5),
+    "starcoder2": lambda: AutoConfig.for_model(
+        "starcoder2", **SIZES, **NO_ENDS, num_key_value_heads=2, intermediate_size=64, residual_dropout=0.5
+    ),
+    "mixtral": lambda: AutoConfig.for_model(
+        "mixtral",
+        **SIZES,
+        **NO_ENDS,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        num_local_experts=4,
+        router_jitter_noise=0.5,
+    ),
+}
+"""Models with something left to chance in training: dropout as modules or as plain functions, noise in a router."""
+
+
+@pytest.mark.parametrize("kind", CHANCE)
+def test_nothing_is_left_to_chance_and_checkpoints_change_nothing(kind: str) -> None:
+    model = create(CHANCE[kind](), seed=0)
+    found = []
+    for model.activation_checkpointing in (False, True, True):
+        logits = run(model)
+        gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()), materialize_grads=True)
+        found.append((logits.detach(), *gradients))
+    for again in found[1:]:
+        torch.testing.assert_close(again, found[0], rtol=1e-5, atol=1e-5)
+    assert not any(part.training for part in model.module.modules())
+
+
+def kept_for_backward(model: Model) -> int:
+    """Bytes that autograd holds on to after a forward pass."""
+    total = 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal total
+        total += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.hidden(PACK.ids, PACK.positions, PackedAttention(PACK))
+    return total
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "mixtral"])
+def test_checkpoints_keep_little(kind: str) -> None:
+    model = create(CHANCE[kind](), seed=0)
+    whole = kept_for_backward(model)
+    model.activation_checkpointing = True
+    assert kept_for_backward(model) < 0.4 * whole
+    assert kept_for_backward(model.copy()) < 0.4 * whole
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_logits_are_float32_or_wider_and_rounded_to_half_at_most_once(dtype: torch.dtype) -> None:
+    model = create(tiny(50, family="gemma2", final_logit_softcapping=3.0), seed=0, dtype=dtype)
+    hidden = torch.randn(9, model.head_weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype) * 4
+    hidden.requires_grad_()
+    raw, logits = model.raw_logits(hidden), model.logits(hidden)
+    product = linear(hidden, model.head_weight).to(torch.promote_types(dtype, torch.float32))
+    assert raw.dtype == logits.dtype == product.dtype
+    assert torch.equal(raw, product) and torch.equal(logits, torch.tanh(product / 3) * 3)
+    weights = [hidden, model.head_weight]
+    assert all(map(torch.equal, grad(raw.sin().sum(), weights), grad(product.sin().sum(), weights)))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-def test_dropout_never_acts(family: str) -> None:
-    more = {"attention_dropout": 0.5} if family == "qwen3" else {"attn_pdrop": 0.5, "resid_pdrop": 0.5}
-    model = create(tiny(50, family=family, **more), seed=0)
-    for model.activation_checkpointing in (False, True):
-        assert torch.equal(run(model), run(model))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_forms_logits_in_float32(dtype: torch.dtype, family: str) -> None:
+    model = create(tiny(50, family=family), seed=0, dtype=dtype, device="cuda")
+    hidden = 20 * torch.randn(9, model.head_weight.shape[1], dtype=dtype, device="cuda").requires_grad_()
+    raw, exact = model.raw_logits(hidden), linear(hidden.double(), model.head_weight.double())
+    assert raw.dtype == torch.float32
+    torch.testing.assert_close(raw.double(), exact, rtol=1e-5, atol=1e-4)
+    weights = [hidden, model.head_weight]
+    for found, wanted in zip(grad(raw.sin().sum(), weights), grad(exact.sin().sum(), weights), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max()))
 
 
 def test_moving_the_module_from_under_its_storage_is_noticed() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from etude.algorithms import Algorithm
@@ -21,7 +22,7 @@ from etude.batch import Batch, Pack
 from etude.checkpoint import Checkpoints
 from etude.data.pack import tree
 from etude.errors import BatchError, ConfigError, TrainingError
-from etude.models import PackedAttention
+from etude.models import PackedAttention, load, save
 from etude.train import Learner, Train, load_weights
 from tests.train.tasks import VOCABULARY, Imitate, Improve, gradient, learner, model, ready, rollouts, weights
 
@@ -158,6 +159,26 @@ def test_half_precision_weights_are_always_the_masters_rounded() -> None:
     for name, weight in by.weights():
         assert weight.dtype == torch.bfloat16 and masters[name].dtype == torch.float32
         assert torch.equal(weight, masters[name].bfloat16())
+
+
+def test_masters_begin_as_the_file_has_them_and_are_held_once(tmp_path: Path) -> None:
+    save(model("fp32"), tmp_path)
+    file = load_file(tmp_path / "model.safetensors")
+    policy = load(tmp_path, dtype=torch.bfloat16, exact=True)
+    by = Learner(policy, Train(precision="bf16"))
+    masters = by.state()["weights"]
+    assert all(torch.equal(masters[name], file[name]) for name, _ in by.weights())
+    assert not policy.take_exact()
+    assert any(not torch.equal(masters[name], weight.float()) for name, weight in by.weights())
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_an_update_without_action_tokens_changes_nothing(precision: str) -> None:
+    batch, by = rollouts(), learner(precision)
+    before = weights(by)
+    told = by.update(batch.replace(action=torch.zeros_like(batch.action)), Imitate(SFT())).reduce()
+    assert told["grad_norm"] == 0 and told["action_tokens"] == 0 and by.version == 1
+    assert all(torch.equal(weight, before[name]) for name, weight in by.weights())
 
 
 def test_updates_too_small_for_half_precision_are_kept() -> None:

@@ -85,6 +85,30 @@ def test_half_precision_steps_as_full_precision_on_the_same_gradients() -> None:
             assert torch.equal(half[name], weight.bfloat16())
 
 
+def test_masters_begin_as_the_weights_that_the_copy_was_rounded_from() -> None:
+    exact, half = {name: leaf.detach() for name, leaf in leaves(torch.float32).items()}, leaves(torch.bfloat16)
+    with torch.no_grad():
+        half["bias"].add_(1)  # no longer what it was rounded to
+    del exact["embedding"]
+    kept = Masters(half.items(), Train(precision="bf16"), exact).state()["weights"]
+    assert kept["matrix"].data_ptr() == exact["matrix"].data_ptr()
+    assert not torch.equal(kept["matrix"], half["matrix"].float())
+    for name in ("bias", "embedding"):
+        assert kept[name].dtype == torch.float32 and torch.equal(kept[name], half[name].float())
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)]
+)
+def test_a_step_without_a_gradient_changes_nothing(precision: str, dtype: torch.dtype) -> None:
+    parameters = leaves(dtype)
+    before = {name: leaf.detach().clone() for name, leaf in parameters.items()}
+    masters = Masters(parameters.items(), Train(precision=precision, weight_decay=0.1))
+    masters.begin()
+    assert masters.step(0.1).norm == 0
+    assert all(torch.equal(leaf, before[name]) for name, leaf in parameters.items())
+
+
 def test_the_scale_of_fp16_grows_after_many_good_steps() -> None:
     parameters = leaves(torch.float16)
     masters = Masters(parameters.items(), Train(precision="fp16", learning_rate=1e-6))
