@@ -20,7 +20,7 @@ from typing import Any
 from etude import __version__
 from etude.errors import ConfigError, EtudeError
 
-__all__ = ["main", "parser"]
+__all__ = ["main", "parser", "spelled_out"]
 
 FAILED, REFUSED, INTERRUPTED, NOBODY_READS = 1, 2, 130, 141
 LANGUAGE = "language"
@@ -185,7 +185,7 @@ def _add_runs(commands: Any, debug: _Parser) -> None:
     algorithms.set_defaults(command=_demo_algorithms)
 
 
-def _spelled_out(argv: Sequence[str]) -> list[str]:
+def spelled_out(argv: Sequence[str]) -> list[str]:
     """`etude demo` alone is `etude demo language`."""
     words = list(argv)
     if words[:1] == ["demo"] and words[1:2] not in (["algorithms"], [LANGUAGE], ["-h"], ["--help"]):
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = False
     try:
         try:
-            arguments = parser().parse_args(_spelled_out(sys.argv[1:] if argv is None else argv))
+            arguments = parser().parse_args(spelled_out(sys.argv[1:] if argv is None else argv))
         except SystemExit:  # the help was asked for, or the words are wrong
             _flush()
             raise

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.records import Completion, Message, Rollout, Sample, SamplingParams, Task, Turn
+from etude.records import Completion, Message, SamplingParams, Task, Turn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,6 @@ __all__ = [
     "Reward",
     "RolloutEngine",
     "Scorer",
-    "Source",
     "Split",
     "Spread",
     "Store",
@@ -235,14 +234,6 @@ class Store(Protocol[E]):
 
     def close(self) -> None:
         """Let go of it. Nothing may be asked afterwards."""
-        ...
-
-
-class Source(Protocol):
-    """Where groups of scored rollouts come from: an engine and a dataset, or agents."""
-
-    def next(self, step: int) -> tuple[Sequence[Sample], Sequence[Rollout]]:
-        """The groups that this step trains on, whole, within the staleness bound. The wait is bounded."""
         ...
 
 

@@ -74,11 +74,14 @@ def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured
     with pytest.raises(SystemExit):
         main([*command, "--help"])
     shown = capsys.readouterr().out.partition("start here:" if not command else "examples:")[2]
-    lines = [line.strip() for line in shown.splitlines() if line.startswith("  etude ") and "…" not in line]
-    assert len(lines) >= 3
+    lines = [line.strip() for line in shown.splitlines() if line.startswith("  etude ")]
+    lines = [line for line in lines if "…" not in line and "--help" not in line]
+    assert len(lines) >= 2
     for line in lines:
         words = shlex.split(line.partition(" > ")[0].partition("   ")[0])[1:]
-        asked = parser().parse_args([*words, "language"] if words == ["demo"] else words)
+        if words[0] == "demo" and "algorithms" not in words:
+            words.insert(1, "language")  # which `etude demo` alone is
+        asked = parser().parse_args(words)
         if "overrides" in asked and asked.config is None and not SWEPT & set(words) and words[0] != "eval":
             preset, overrides = split(asked.overrides)
             compose(DemoRun if "algorithms" in words or "--demo" in words else Run, overrides, preset=preset)
@@ -345,13 +348,13 @@ def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_what_is_closed_is_not_written_to(closed: str) -> None:
-    for command, code in (("--help", 0), ("config show --demo", 0), ("config show --demo steps=many", 2)):
+    for command, code in (("--help", 0), ("version", 0), ("plot nowhere", 2)):
         done = in_shell(f"{command} {closed}")
         assert done.returncode == code and b"Traceback" not in done.stderr, (command, done.stderr)
         assert b"etude: " not in done.stdout
 
 
-@pytest.mark.parametrize("command", ["version", "config show --demo --yaml"])
+@pytest.mark.parametrize("command", ["version", "version --json"])
 def test_a_full_disk_is_told_in_a_sentence(command: str) -> None:
     done = in_shell(f"{command} >/dev/full")
     assert done.returncode == 1

@@ -119,16 +119,18 @@ class Checkpoints:
         """Read into these tensors, in place. The checkpoint may hold more than is asked for, never less."""
         fill(checkpoint, tensors)
 
-    def mark_best(self, step: int, score: float) -> bool:
+    def mark_best(self, step: int, score: float, measured: str = "") -> bool:
         """Keep the checkpoint of this step as the best, if it has a higher score than the best so far.
 
+        `measured` says by what. A score by something else compares with nothing, and the new one takes its place.
         Only a step that was saved can be the best: returns whether this one now is.
         """
         of_step = [found for found in self.kept() if found.step == step]
-        best = self.best_score()
+        best = self.best_score(measured)
         if not of_step or (best is not None and best >= score):
             return False
-        self._first(lambda: self._write_best({"name": of_step[-1].path.name, "step": step, "score": score}))
+        made = {"name": of_step[-1].path.name, "step": step, "score": score, "measured": measured}
+        self._first(lambda: self._write_best(made))
         return True
 
     def best(self) -> Checkpoint | None:
@@ -136,10 +138,10 @@ class Checkpoints:
         best = self._best()
         return None if best is None else examine(self.directory / best["name"])
 
-    def best_score(self) -> float | None:
-        """The score that the best checkpoint was marked with."""
+    def best_score(self, measured: str = "") -> float | None:
+        """The score that the best checkpoint was marked with, if it was measured so."""
         best = self._best()
-        return None if best is None else float(best["score"])
+        return None if best is None or best["measured"] != measured else float(best["score"])
 
     # -- what the first rank does alone ---------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,9 +66,20 @@ class Job(Generic[R, T]):
     """What the task returned."""
 
 
-def compose(root: type[R], overrides: Sequence[str] = (), *, file: Path | None = None, preset: Path | None = None) -> R:
-    """The run that defaults, `preset`, `file` and `overrides` ask for, each over the one before."""
-    composer = _Composer(root, overrides, (preset, file))
+def compose(
+    root: type[R],
+    overrides: Sequence[str] = (),
+    *,
+    file: Path | None = None,
+    preset: Path | None = None,
+    masked: Callable[[str], object] | None = None,
+) -> R:
+    """The run that defaults, `preset`, `file` and `overrides` ask for, each over the one before.
+
+    `masked`: what is to stand at a path where the file holds a secret that was masked when it was written. Where
+    neither this nor an override gives it, such a file is refused.
+    """
+    composer = _Composer(root, overrides, (preset, file), masked)
     for each in composer.asked:
         if each.is_hydra:
             raise ConfigError(
@@ -147,7 +159,13 @@ class _Turn:
 class _Composer(Generic[R]):
     """One request, read and ready to compose once or as a sweep."""
 
-    def __init__(self, root: type[R], overrides: Sequence[str], files: Sequence[Path | None]) -> None:
+    def __init__(
+        self,
+        root: type[R],
+        overrides: Sequence[str],
+        files: Sequence[Path | None],
+        masked: Callable[[str], object] | None = None,
+    ) -> None:
         self._root = root
         self.asked = [read(text, example=next(iter(root.model_fields), "key")) for text in overrides]
         self._hydra = [text for text, each in zip(overrides, self.asked, strict=True) if each.is_hydra]
@@ -155,7 +173,7 @@ class _Composer(Generic[R]):
         given: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
         for file in filter(None, files):
-            tree = _read_file(file)
+            tree = _unmasked(_read_file(file), file, {each.path for each in own}, masked)
             given = _over(given, tree)
             self._origins |= {path: str(file) for path, _ in _items(tree)}
         self._plan = Plan(root, own, given, " over ".join(str(file) for file in reversed(files) if file is not None))
@@ -249,14 +267,29 @@ def _read_file(file: Path) -> dict[str, Any]:
         told = _without_quotes(str(error).splitlines()[0], text)
         raise ConfigError(f"{file} is not YAML that can be used: {told}. Correct the file.") from None
     assert isinstance(tree, dict)
-    named = {str(key): value for key, value in tree.items()}
-    for key, value in _items(named):
-        if value == MASK:
+    return {str(key): value for key, value in tree.items()}
+
+
+def _unmasked(
+    tree: Mapping[str, Any], file: Path, given: AbstractSet[str], masked: Callable[[str], object] | None, path: str = ""
+) -> dict[str, Any]:
+    """A file's tree without its masks: what overrides give is left to them, the rest is filled in or refused."""
+    filled: dict[str, Any] = {}
+    for name, value in tree.items():
+        here = join(path, str(name))
+        if isinstance(value, Mapping):
+            filled[name] = _unmasked(value, file, given, masked, here)
+        elif value != MASK:
+            filled[name] = value
+        elif masked is not None:
+            filled[name] = masked(here)
+        elif not any(here == each or here.startswith(f"{each}.") for each in given):
             raise ConfigError(
-                f"{key} is {MASK} in {file}: it was masked when the file was written. Give it again there, or by "
-                f"{key}='${{oc.env:NAME}}' in the file, where NAME is a variable of the environment."
+                f"{here} is {MASK} in {file}: it was masked when the file was written. Give it again as {here}=… on "
+                f"the command line or in the file, or once and for all as {here}='${{oc.env:NAME}}' in the file, where "
+                f"NAME is a variable of the environment."
             )
-    return named
+    return filled
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["is_secret_key", "mask", "mask_text", "telling_name"]
+__all__ = ["MASK", "is_secret_key", "mask", "mask_text", "telling_name"]
 
 MASK = "***"
 

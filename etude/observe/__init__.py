@@ -15,7 +15,7 @@ from rich.console import Console
 from etude.errors import MissingPackageError
 from etude.observe.config import ConsoleStyle, MlflowConfig, Observe, WandbConfig
 from etude.observe.console import Bar, ConsoleSink, format_number, format_seconds, make_console, progress
-from etude.observe.jsonl import JsonlSink
+from etude.observe.jsonl import JsonlSink, last_step
 from etude.observe.log import LogLevel, configure, get_log
 from etude.observe.logger import RunLog, Step
 from etude.observe.metrics import Last, Max, Mean, Metric, Metrics, Min, Sum, WireMetrics
@@ -51,15 +51,18 @@ __all__ = [
     "format_number",
     "format_seconds",
     "get_log",
+    "last_step",
     "make_console",
     "open_run_log",
     "progress",
 ]
 
 
-def open_run_log(config: Observe, run: RunInfo, headline: Sequence[str] = (), console: Console | None = None) -> RunLog:
-    """The log of a run, with the sinks that the configuration asks for, open."""
-    return RunLog(choose_sinks(config, headline, console), run, config.every)
+def open_run_log(
+    config: Observe, run: RunInfo, headline: Sequence[str] = (), console: Console | None = None, written: int = -1
+) -> RunLog:
+    """The log of a run, with the sinks that the configuration asks for, open; up to `written` its steps are there."""
+    return RunLog(choose_sinks(config, headline, console), run, config.every, written=written)
 
 
 def choose_sinks(config: Observe, headline: Sequence[str] = (), console: Console | None = None) -> list[Sink]:

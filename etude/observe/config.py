@@ -56,7 +56,7 @@ class Observe(BaseModel):
     every: int = Field(
         default=1,
         ge=1,
-        description="write the metrics of each n steps together: means over all of them, sums over all of them",
+        description="write the metrics of each n steps together, means and sums over all; a save ends a line too",
     )
     tensorboard: bool = Field(
         default=False, description="write TensorBoard events to `tensorboard` in the run directory"

@@ -4,7 +4,7 @@
 
 Each line is handed to the operating system when its step ends, so a killed process leaves whole lines and at most one
 torn one behind them; opening the file again removes that. JSON has no NaN and no infinity: such a value becomes
-null and its name is listed. A resumed run appends, so where a step occurs twice the later line counts.
+null and its name is listed. A resumed run appends, after the last step that has its line.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pathlib import Path
 
 from etude.observe.sinks import RunInfo
 
-__all__ = ["JsonlSink"]
+__all__ = ["NUMBERS", "JsonlSink", "last_step"]
 
+NUMBERS = "metrics.jsonl"
 _BLOCK = 1 << 16
 
 
@@ -35,7 +36,7 @@ class JsonlSink:
     def open(self, run: RunInfo) -> None:
         """Open for appending, after cutting off a line that was torn."""
         run.directory.mkdir(parents=True, exist_ok=True)
-        path = run.directory / "metrics.jsonl"
+        path = run.directory / NUMBERS
         _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
@@ -52,6 +53,18 @@ class JsonlSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def last_step(directory: Path) -> int:
+    """The last step that has its line in this run directory; -1 where none has."""
+    path = directory / NUMBERS
+    _cut_torn_line(path)
+    last = -1
+    if path.exists():
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                last = max(last, json.loads(line)["step"])
+    return last
 
 
 def _cut_torn_line(path: Path) -> None:

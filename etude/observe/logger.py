@@ -43,7 +43,9 @@ class RunLog:
     """Opens the sinks, feeds them step by step, and closes them; none of them can stop the run.
 
     With `every` above 1 the metrics of consecutive steps are merged and written together at each step that `every`
-    divides, at the last step of the run, and for what is left when the log is closed: fewer lines, nothing lost.
+    divides, at the last step of the run, and for what is left at a `flush` and when the log is closed: fewer lines,
+    nothing lost. A step up to `written` has its line from an earlier life of the run, and none is written again: what
+    is done again from a record measures less than it did.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class RunLog:
         run: RunInfo,
         every: int = 1,
         clock: Callable[[], float] = time.perf_counter,
+        written: int = -1,
     ) -> None:
+        self._written = written
         self._sinks = [Guarded(sink) for sink in sinks]
         self._run = run
         self._every = every
@@ -68,16 +72,22 @@ class RunLog:
         """Measure one step; its time is measured for it."""
         step = Step(number, Timer(self._clock))
         yield step
+        if number <= self._written:
+            return
         step.add(step.timer.metrics())
         self._pending.merge(step.metrics)
         self._finished = number
         if number % self._every == 0 or number == self._run.steps:
             self._write()
 
-    def close(self) -> None:
-        """Write what is pending and close every sink; a second call does nothing."""
+    def flush(self) -> None:
+        """Write what is pending now."""
         if len(self._pending) > 0:
             self._write()
+
+    def close(self) -> None:
+        """Write what is pending and close every sink; a second call does nothing."""
+        self.flush()
         for sink in self._sinks:
             sink.close()
         self._sinks = []

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,9 +20,10 @@ from rich.text import Text
 from etude.chat import Chat
 from etude.checkpoint import Checkpoints, export
 from etude.config.compose import compose
+from etude.config.secrets import MASK, mask_text
 from etude.errors import ConfigError, RunError
 from etude.models import Model
-from etude.observe import make_console, progress
+from etude.observe import configure, make_console, progress
 from etude.recipes import folder
 from etude.recipes.build import evaluator_of, policy
 from etude.recipes.evaluate import scores, write_answers
@@ -34,18 +36,23 @@ from etude.train import load_weights
 
 __all__ = ["evaluate", "export_run", "generate"]
 
+TRACKED = ("observe.every=", "observe.tensorboard", "observe.wandb", "observe.mlflow")
 OPTION = re.compile(r"[A-Za-z_][\w.]*=")
 """How an option of the run begins; a prompt such as `2 + 2 =` does not."""
 
 
 def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool) -> dict[str, Any]:
     """Score a model on `data.val` and show how; returns the scores."""
-    run, _ = _asked(overrides, file)
+    run, _ = _asked(overrides, file, "eval")
     if not run.data.val:
         raise ConfigError("There is nothing to score on: give tasks with `data.val=[tasks.parquet]`.")
     console = make_console(run.observe.console)
-    with _engine(run, best=best) as (_, chat, engine), Judge(run.reward, run.judging) as judge:
-        evaluator = evaluator_of(run, chat, engine, judge)
+    with (
+        _engine(run, best=best) as (_, chat, engine),
+        Judge(run.reward, run.judging) as judge,
+        asyncio.Runner() as runner,
+    ):
+        evaluator = evaluator_of(run, chat, engine, judge, runner)
         assert evaluator is not None
         with progress(f"answering {evaluator.tasks} tasks", None, console):
             answers = evaluator.answers()
@@ -67,7 +74,7 @@ def generate(overrides: Sequence[str], file: Path | None, *, answers: int, best:
     words = [word for word in overrides if not OPTION.match(word)]
     if not words:
         raise ConfigError('Name a model directory or a run\'s directory first: `etude generate runs/mine "2 + 2 ="`.')
-    run, source = _asked([words[0], *options], file)
+    run, source = _asked([words[0], *options], file, "generate", masked=_left_out)
     prompt = " ".join(words[1:]) or (typed.read().strip() if typed is not None else "")
     if not prompt:
         raise ConfigError(f'There is no prompt. Write it after {source}: `etude generate {source} "What is 2 + 2?"`.')
@@ -90,7 +97,7 @@ async def _answer(run: Run, chat: Chat, engine: TorchEngine, console: Console, p
 
 def export_run(directory: Path, to: Path, *, best: bool) -> None:
     """Write the model of a run's checkpoint as a directory that `from_pretrained` loads."""
-    run = folder.read_run(directory)
+    run = folder.read_run(directory, masked=_left_out)
     assert run.model.path is not None
     model, _ = policy(run)
     step = _load_checkpoint(run, model, best=best)
@@ -108,17 +115,30 @@ def export_run(directory: Path, to: Path, *, best: bool) -> None:
 # -- what they share --------------------------------------------------------------------------------------------------
 
 
-def _asked(words: Sequence[str], file: Path | None) -> tuple[Run, str]:
+def _left_out(path: str) -> str:  # noqa: ARG001
+    """What stands for a secret that is not needed."""
+    return MASK
+
+
+def _asked(
+    words: Sequence[str], file: Path | None, command: str, masked: Callable[[str], object] | None = None
+) -> tuple[Run, str]:
     """The run that is asked about: a run's directory, or a model's, may stand first.
 
     How a run showed itself as it was trained is no matter of those who ask it.
     """
+    for word in words:
+        if word.startswith(TRACKED):
+            raise ConfigError(
+                f"`{word.partition('=')[0]}` speaks of a run that is being trained: `etude {command}` measures no "
+                f"steps and writes to no tracker. Leave it out."
+            )
     if not words or OPTION.match(words[0]):
         return compose(Run, words, file=file), "model.path"
     where, options = Path(words[0]), list(words[1:])
     if (where / folder.OPTIONS).exists():
         shown = [] if any(option.startswith("observe.console=") for option in options) else ["observe.console=auto"]
-        return folder.read_run(where, [*options, *shown]), words[0]
+        return folder.read_run(where, [*options, *shown], masked=masked), words[0]
     if not where.is_dir():
         raise RunError(f"There is no directory {where}. Give the directory of a run or of a model.")
     run = compose(Run, options, file=file)
@@ -127,6 +147,9 @@ def _asked(words: Sequence[str], file: Path | None) -> tuple[Run, str]:
 
 @contextmanager
 def _engine(run: Run, *, best: bool) -> Iterator[tuple[Model, Chat, TorchEngine]]:
+    configure(run.observe.level, mask=mask_text)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(run.threads or threads)
     model, chat = policy(run)
     if run.directory is not None:
         _load_checkpoint(run, model, best=best)
@@ -135,6 +158,7 @@ def _engine(run: Run, *, best: bool) -> Iterator[tuple[Model, Chat, TorchEngine]
         yield model, chat, engine
     finally:
         engine.close()
+        torch.set_num_threads(threads)
 
 
 def _load_checkpoint(run: Run, model: Model, *, best: bool) -> int:

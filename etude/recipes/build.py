@@ -5,6 +5,7 @@ What is heavy is imported when a run is built, so that whoever can start one nee
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -17,7 +18,7 @@ from etude.config.tree import to_tree
 from etude.data import Dataset
 from etude.dispatch import LocalCrew
 from etude.errors import ConfigError
-from etude.observe import RunInfo, configure, get_log, open_run_log
+from etude.observe import RunInfo, configure, get_log, last_step, open_run_log
 from etude.protocols import Generate, Ids
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.interrupt import Interrupt
@@ -30,76 +31,100 @@ if TYPE_CHECKING:
     from etude.models import Model
     from etude.recipes.parts import Parts
     from etude.recipes.run import Run
-    from etude.recipes.saving import Saver
     from etude.recipes.workers import PolicyWorker
 
 __all__ = ["build", "evaluator_of", "policy", "prompts", "tasks"]
 
 
 @contextmanager
-def build(run: Run) -> Iterator[Parts]:
+def build(run: Run, interrupt: Interrupt | None = None) -> Iterator[Parts]:
     """Every part of the run, checked against each other, open; and closed again in the end.
 
     Nothing is written of a run that cannot begin. One that somebody asked to stop ends in a `KeyboardInterrupt`.
+    `interrupt`: who listens for that already, where several runs follow each other.
     """
     import torch
 
-    from etude.checkpoint import Checkpoints
-    from etude.recipes import checks, folder
-    from etude.recipes.meter import Meter
-    from etude.recipes.parts import Learners, Parts, Scoring
-    from etude.recipes.saving import Saver
-    from etude.rollout import TorchEngine
-    from etude.sync import LocalCarrier
+    from etude.recipes import checks, folder, inputs
 
     configure(run.observe.level, mask=mask_text)
-    checks.before(run)
-    if run.threads is not None:
-        torch.set_num_threads(run.threads)
-    directory = run.directory or folder.new_directory(Path("runs"), "train")
     with ExitStack() as stack:
-        stack.enter_context(folder.occupy(directory))
-        folder.compare(directory, run)
-        model, chat = policy(run)
-        checks.context(run, model)
-        train, overlong = tasks(run, chat, "data.train", run.data.train)
-        judge = stack.enter_context(Judge(run.reward, run.judging))
-        engine = stack.enter_context(closing(TorchEngine(model, chat.tokenizer, run.rollout)))
-        evaluator = evaluator_of(run, chat, engine, judge)
-        crew = stack.enter_context(closing(LocalCrew(_worker(run, model))))
-        store = stack.enter_context(closing(open_store(directory / "journal.sqlite")))
-        source = EngineSource(
-            run.collect,
-            run.sampling,
-            seed=run.seed,
-            dataset=train,
-            order=run.data.sampler.start(len(train), run.seed, train.sources),
-            prompt_ids=prompts(run, chat),
-            engine=engine,
-            judge=judge,
-            store=store,
-        )
-        stack.enter_context(closing(source))
-        scoring = Scoring(evaluator, directory, run.steps, store)
-        interrupt = stack.enter_context(Interrupt(get_log("recipes").warning))
-        kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
-        saver = Saver(run.checkpoint, kept, crew, source, store, run.steps, interrupt, scoring.best)
-        saver.resume()
-        folder.settle(directory, run)
-        info = RunInfo(directory.name, directory, run.steps, mask(to_tree(run)))
-        log = stack.enter_context(open_run_log(run.observe, info, _headline(run)))
-        _introduce(model, len(train), saver)
-        learners = Learners(crew, checks.from_the_model(run))
-        carrier, meter = LocalCarrier(engine), Meter(model.device)
-        yield Parts(directory, log, source, learners, scoring, saver, engine, carrier, store, meter, overlong)
-        if interrupt.asked and saver.step < run.steps:
-            again = f"etude train --resume {shlex.quote(str(directory))}"
-            get_log("recipes").warning("Stopped after step %d of %d. Go on with: %s", saver.step, run.steps, again)
+        asked = interrupt or stack.enter_context(Interrupt(get_log("recipes").warning))
+        checks.before(run)
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        if run.threads is not None:
+            torch.set_num_threads(run.threads)
+        directory = run.directory or folder.new_directory(Path("runs"), "train")
+        run = folder.rooted(run.model_copy(update={"directory": directory}))
+        assert run.directory is not None
+        stack.enter_context(folder.occupy(run.directory))
+        folder.compare(run.directory, run)
+        inputs.check_inputs(run.directory, run)
+        parts = _assembled(run, run.directory, asked, stack)
+        if not asked.asked:
+            yield parts
+        done = parts.checkpoint.step
+        if asked.asked and done < run.steps:
+            again = f"etude train --resume {shlex.quote(str(run.directory))}"
+            get_log("recipes").warning("Stopped after step %d of %d. Go on with: %s", done, run.steps, again)
             raise KeyboardInterrupt
 
 
-def policy(run: Run) -> tuple[Model, Chat]:
-    """The model of a run, and how it is spoken to."""
+def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack) -> Parts:
+    """The parts, each open until the stack closes; and the run written down, once all of them are there."""
+    from etude.checkpoint import Checkpoints
+    from etude.recipes import checks, folder, inputs
+    from etude.recipes.meter import Meter
+    from etude.recipes.parts import Learners, Parts, Scoring
+    from etude.recipes.saving import Saver, taken_up
+    from etude.rollout import TorchEngine
+    from etude.sync import LocalCarrier
+
+    model, chat = policy(run, trained=True)
+    checks.room(run, model)
+    train, overlong = tasks(run, chat, "data.train", run.data.train)
+    judge = stack.enter_context(Judge(run.reward, run.judging))
+    engine = stack.enter_context(closing(TorchEngine(model, chat.tokenizer, run.rollout)))
+    runner = stack.enter_context(asyncio.Runner())
+    evaluator = evaluator_of(run, chat, engine, judge, runner)
+    crew = stack.enter_context(closing(LocalCrew(_worker(run, model))))
+    store = stack.enter_context(closing(open_store(directory / "journal.sqlite")))
+    source = EngineSource(
+        run.collect,
+        run.sampling,
+        seed=run.seed,
+        dataset=train,
+        order=run.data.sampler.start(len(train), run.seed, train.sources),
+        prompt_ids=prompts(run, chat),
+        engine=engine,
+        judge=judge,
+        store=store,
+        runner=runner,
+        at_once=run.rollout.max_running,
+    )
+    kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
+    step = taken_up(run.checkpoint, kept, crew, source)
+    inputs.keep_inputs(directory, run)
+    folder.settle(directory, run)
+    written = last_step(directory)
+    info = RunInfo(directory.name, directory, run.steps, mask(to_tree(run)))
+    log = stack.enter_context(open_run_log(run.observe, info, _headline(run), written=written))
+    _introduce(run, model, len(train), step, written)
+    measured = inputs.yardstick(run)
+    scoring = Scoring(evaluator, directory, run.steps, store, engine, measured)
+    saver = Saver(
+        *(run.checkpoint, kept, crew, source, store, run.steps, interrupt, log, scoring.best),
+        measured=measured,
+        step=step,
+        saved=step,
+    )
+    learners = Learners(crew, checks.from_the_model(run))
+    carrier, meter = LocalCarrier(engine), Meter(model.device)
+    return Parts(directory, log, source, learners, scoring, saver, engine, carrier, store, meter, runner, overlong)
+
+
+def policy(run: Run, *, trained: bool = False) -> tuple[Model, Chat]:
+    """The model of a run, and how it is spoken to. To be trained, it brings its weights as exactly as its files do."""
     from etude.models import load
     from etude.train.optim import PRECISIONS
 
@@ -111,7 +136,7 @@ def policy(run: Run) -> tuple[Model, Chat]:
             f"config.json, weights and tokenizer; nothing is downloaded."
         )
     tokenizer = Tokenizer.load(run.model.tokenizer or run.model.path)
-    model = load(run.model.path, dtype=PRECISIONS[run.train.precision])
+    model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained)
     if tokenizer.size > model.vocabulary:
         raise ConfigError(
             f"The tokenizer in {tokenizer.directory} has {tokenizer.size} tokens, and the model in {run.model.path} "
@@ -143,19 +168,22 @@ def tasks(run: Run, chat: Chat, name: str, files: Sequence[str]) -> tuple[Datase
     return fitting, over
 
 
-def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge) -> Evaluator | None:
+def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge, runner: asyncio.Runner) -> Evaluator | None:
     """Whoever scores the policy on `data.val`, if there are such tasks."""
     if not run.data.val:
         return None
     dataset, _ = tasks(run, chat, "data.val", run.data.val)
     return Evaluator(
         run.evaluate,
+        sampling=run.evaluate.sampling.beside(run.sampling),
         seed=run.seed,
         dataset=dataset,
         prompt_ids=prompts(run, chat),
         engine=engine,
         judge=judge,
         timeout=run.collect.timeout,
+        runner=runner,
+        at_once=run.rollout.max_running,
     )
 
 
@@ -177,10 +205,12 @@ def _headline(run: Run) -> list[str]:
     return ["reward", scored, "loss", "answer_length", "policy_kl", "sampled_tokens_per_second"]
 
 
-def _introduce(model: Model, count: int, saver: Saver) -> None:
+def _introduce(run: Run, model: Model, count: int, step: int, written: int) -> None:
     log = get_log("recipes")
     log.info("A model of %s parameters, %d tasks.", f"{sum(p.numel() for p in model.parameters()):,}", count)
-    if saver.step >= saver.steps:
-        log.info("All %d steps are done. To go on, ask for more of them: `steps=%d`.", saver.step, 2 * saver.step)
-    elif saver.step:
-        log.info("Going on after step %d.", saver.step)
+    if step >= run.steps:
+        log.info("All %d steps are done. To go on, ask for more of them: `steps=%d`.", step, 2 * step)
+    elif step:
+        log.info("Going on after step %d.", step)
+    if step < written:
+        log.info("What follows up to step %d was measured before; it is done again, and not written again.", written)

@@ -11,8 +11,9 @@ from etude.models import Model
 from etude.observe import get_log
 from etude.recipes.run import Run
 from etude.records import Rollout, Sample
+from etude.rollout.kv import block_bytes
 
-__all__ = ["before", "context", "from_the_model"]
+__all__ = ["before", "fits", "from_the_model", "room"]
 
 COLLECTED = frozenset(
     ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
@@ -49,6 +50,12 @@ def before(run: Run) -> None:
         )
     if "full_kl" in run.outputs():
         raise ConfigError("`kl=full` compares with a reference policy, and a run has none yet. Choose `kl=none`.")
+    if run.sampling.top_p < 1 or run.sampling.top_k > 0:
+        raise ConfigError(
+            "`sampling.top_p` and `sampling.top_k` cut tokens off that training does not know to be cut off: the "
+            "policy would be compared with another distribution than it was drawn from. Leave them at 1 and 0; "
+            "`evaluate.sampling` may have others."
+        )
     warnings = run.warnings()
     if run.collect.group_size == 1:
         alone = _alone(run.advantage)
@@ -66,13 +73,26 @@ def before(run: Run) -> None:
         get_log("recipes").warning("%s", warning)
 
 
-def context(run: Run, model: Model) -> None:
-    """Refuse prompts and answers that the model has no room for."""
-    longest = run.data.max_prompt + run.sampling.max_tokens
+def room(run: Run, model: Model) -> None:
+    """Refuse prompts and answers that the model or its engine has no room for."""
+    fits(run, model, "sampling.max_tokens", run.sampling.max_tokens)
+    if run.data.val:
+        fits(run, model, "evaluate.sampling.max_tokens", run.evaluate.sampling.beside(run.sampling).max_tokens)
+
+
+def fits(run: Run, model: Model, name: str, answer: int) -> None:
+    """Refuse answers of this length, named by the option that sets it."""
+    longest, size = run.data.max_prompt + answer, run.rollout.block_size
     if longest > model.context:
         raise ConfigError(
-            f"`data.max_prompt` + `sampling.max_tokens` = {longest} tokens do not fit into this model's context of "
+            f"`data.max_prompt` + `{name}` = {longest} tokens do not fit into this model's context of "
             f"{model.context}. Lower one of them."
+        )
+    held = int(run.rollout.kv_gib * 2**30) // block_bytes(model, size) * size
+    if longest > held:
+        raise ConfigError(
+            f"`data.max_prompt` + `{name}` = {longest} tokens do not fit into the engine's memory, which holds {held} "
+            f"tokens with `rollout.kv_gib={run.rollout.kv_gib:g}`. Raise that, or lower one of them."
         )
 
 

@@ -2,7 +2,8 @@
 
 Each task is answered `samples` times. For each data source, and over all: the mean reward (`mean@n`), the best of k
 (`best@k`: for rewards of 0 and 1 that is pass@k, estimated without bias from all n), and the reward of the answer that
-was given most often (`maj@n`). The answers lie in `evaluations/step_….jsonl` beside the run, to be looked at.
+was given most often (`maj@n`, where the reward reads an answer in the text). The answers lie in
+`evaluations/step-….jsonl` beside the run, to be looked at.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from etude.config import Config
 from etude.data import Dataset
 from etude.observe import Mean, Metrics, Sum
 from etude.protocols import Generate
-from etude.recipes.sampling import Sampling, derived_seed
+from etude.recipes.sampling import Sampling, ScoringSampling, derived_seed
 from etude.recipes.sources import PromptIds
 from etude.records import Outcome, Task
 from etude.rewards import Judge
@@ -38,7 +39,7 @@ class Evaluation(Config):
     first: bool = Field(True, description="score before the first step too")
     samples: int = Field(1, ge=1, description="answers to each task")
     limit: int | None = Field(None, ge=1, description="score on the first n tasks only")
-    sampling: Sampling = Field(Sampling(), description="how answers are drawn for scoring")
+    sampling: ScoringSampling = Field(ScoringSampling(), description="how answers are drawn for scoring")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +55,48 @@ class Answer:
     length: int
     finish: str
     error: str = ""
+    failed: bool = False
+    """Whether it was not drawn or not judged, so that its reward is the nothing that counts for it, and no score."""
+    extracted: str | None = None
+    """What the reward reads as the answer: the same for answers that say the same."""
 
 
 class Evaluator:
-    """Asks, judges and reports. Waits for each answer at most `timeout` seconds; one that fails earns nothing, and is
-    counted."""
+    """Asks, judges and reports.
+
+    Waits for the engine, at most `timeout` seconds for each answer from the moment that it is asked for, and for the
+    judge, which bounds itself. At most `at_once` answers are asked for at a time. One that fails earns nothing, and is
+    counted.
+    """
 
     def __init__(
         self,
         config: Evaluation,
         *,
+        sampling: Sampling,
         seed: int,
         dataset: Dataset,
         prompt_ids: PromptIds,
         engine: Generate,
         judge: Judge,
         timeout: float,
+        runner: asyncio.Runner,
+        at_once: int,
     ) -> None:
-        self._config, self._seed, self._timeout = config, seed, timeout
+        """runner: the event loop of the run, in which its judge lives too."""
+        self._config, self._sampling, self._seed, self._timeout = config, sampling, seed, timeout
         self._dataset, self._prompt_ids, self._engine, self._judge = dataset, prompt_ids, engine, judge
+        self._runner, self._at_once = runner, at_once
 
     @property
     def tasks(self) -> int:
         """How many tasks it asks."""
         return min(len(self._dataset), self._config.limit or len(self._dataset))
+
+    @property
+    def samples(self) -> int:
+        """How often it asks each."""
+        return self._config.samples
 
     def due(self, step: int, last: int) -> bool:
         """Whether to score after this step."""
@@ -89,34 +108,47 @@ class Evaluator:
     def with_sampling(self, **changes: Any) -> Evaluator:
         """The same questions, with some of the sampling changed."""
         other = copy(self)
-        sampling = self._config.sampling.model_copy(update=changes)
-        other._config = self._config.model_copy(update={"sampling": sampling})
+        other._sampling = self._sampling.model_copy(update=changes)
         return other
 
     def answers(self) -> list[Answer]:
         """Every answer to every task, in order. The same weights draw the same answers at any step."""
-        return asyncio.run(self._all())
+        return self._runner.run(self._all())
 
     async def _all(self) -> list[Answer]:
         tasks = [self._dataset.task(row, row) for row in range(self.tasks)]
-        asked = [self._one(task, n) for task in tasks for n in range(self._config.samples)]
-        return list(await asyncio.gather(*asked))
-
-    async def _one(self, task: Task, n: int) -> Answer:
-        prompt = self._prompt_ids(task)
-        params = self._config.sampling.params(derived_seed(self._seed, "evaluate", task.ordinal, n))
-        text, length, finish = "", 0, "abort"
+        line = asyncio.Semaphore(self._at_once)
+        asked = [asyncio.ensure_future(self._one(task, n, line)) for task in tasks for n in range(self._config.samples)]
         try:
-            async with asyncio.timeout(self._timeout):
+            return list(await asyncio.gather(*asked))
+        finally:
+            for each in asked:
+                each.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _one(self, task: Task, n: int, line: asyncio.Semaphore) -> Answer:
+        prompt, asked = self._prompt_ids(task), task.fields["prompt"]
+        params = self._sampling.params(derived_seed(self._seed, "evaluate", task.ordinal, n))
+        try:
+            async with line, asyncio.timeout(self._timeout):
                 completion = await self._engine.generate(prompt, params)
-                text, length, finish = completion.text, len(completion.ids), completion.finish
-                verdict = await self._judge.judge(task, text)
         except TimeoutError:
-            error = f"No answer within {self._timeout:g} seconds."
-            return Answer(task.ordinal, task.source, task.fields["prompt"], text, 0.0, {}, length, finish, error)
-        earned = verdict.reward if verdict.outcome is Outcome.SUCCEEDED else 0.0
+            error = f"No answer within `collect.timeout` = {self._timeout:g} seconds."
+            return Answer(task.ordinal, task.source, asked, "", 0.0, {}, 0, "abort", error, failed=True)
+        verdict = await self._judge.judge(task, completion.text)
+        failed = verdict.outcome is not Outcome.SUCCEEDED
         return Answer(
-            task.ordinal, task.source, task.fields["prompt"], text, earned, verdict.parts, length, finish, verdict.error
+            task.ordinal,
+            task.source,
+            asked,
+            completion.text,
+            0.0 if failed else verdict.reward,
+            verdict.parts,
+            len(completion.ids),
+            completion.finish,
+            verdict.error,
+            failed,
+            verdict.extracted,
         )
 
 
@@ -133,16 +165,17 @@ def scores(answers: Sequence[Answer]) -> Metrics:
         for answer in chosen:
             groups[answer.task].append(answer)
         n = max((len(group) for group in groups.values()), default=0)
+        votes = any(answer.extracted is not None for answer in chosen)
         for group in groups.values():
             earned = [answer.reward for answer in group]
             metrics.add(f"{prefix}/mean@{n}", Mean.over(sum(earned), len(earned)))
             for k in _powers(n):
                 metrics.add(f"{prefix}/best@{k}", Mean.of(best_of(earned, k)))
-            if n > 1:
+            if n > 1 and votes:
                 metrics.add(f"{prefix}/maj@{n}", Mean.of(_majority(group)))
         metrics.add(f"{prefix}/length", Mean.over(sum(a.length for a in chosen), len(chosen)))
         metrics.add(f"{prefix}/truncated", Mean.over(sum(a.finish == "length" for a in chosen), len(chosen)))
-        metrics.add(f"{prefix}/failed", Sum.of(sum(bool(a.error) for a in chosen)))
+        metrics.add(f"{prefix}/failed", Sum.of(sum(a.failed for a in chosen)))
     return metrics
 
 
@@ -159,10 +192,13 @@ def _powers(n: int) -> list[int]:
 
 
 def _majority(group: Sequence[Answer]) -> float:
-    """The mean reward of the answer given most often; where several are, of the one given first."""
-    counts = Counter(answer.text.strip() for answer in group)
-    most = max(counts, key=lambda text: counts[text])
-    same = [answer.reward for answer in group if answer.text.strip() == most]
+    """The mean reward of what was said most often; where several were, of what was said first. Who says nothing that
+    the reward reads as an answer has no vote, and a group without votes earns nothing."""
+    counts = Counter(answer.extracted for answer in group if answer.extracted is not None)
+    if not counts:
+        return 0.0
+    most = max(counts, key=lambda said: counts[said])
+    same = [answer.reward for answer in group if answer.extracted == most]
     return sum(same) / len(same)
 
 

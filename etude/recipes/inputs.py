@@ -14,7 +14,7 @@ from pathlib import Path
 from etude.errors import RunError
 from etude.recipes.run import Run
 
-__all__ = ["INPUTS", "check_inputs", "keep_inputs"]
+__all__ = ["INPUTS", "check_inputs", "is_module", "keep_inputs", "yardstick"]
 
 INPUTS = "inputs.json"
 PART = 1 << 20
@@ -40,21 +40,48 @@ def check_inputs(directory: Path, run: Run) -> None:
         listed = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
         raise RunError(
             f"{directory} holds a run that was started on other files: {listed} changed, came or went since. What it "
-            f"would go on to train is another run. Bring the files back, or start a new run in another `directory`."
+            f"would go on to train is another run. Bring the files back, say where they lie now (`model.path`, "
+            f"`data.train`, …), or start a new run in another `directory`."
         )
 
 
+def yardstick(run: Run) -> str:
+    """What the scores of a run's evaluations are measured with, in a word: scores with another do not compare."""
+    files = [each for name in run.data.val for each in _of_data("data.val", name)]
+    asked = run.evaluate
+    told = {
+        "tasks": [[name, _print_of(path) if isinstance(path, Path) else path] for name, path in files],
+        "samples": asked.samples,
+        "limit": asked.limit,
+        "sampling": asked.sampling.beside(run.sampling).model_dump(mode="json"),
+    }
+    return f"val-{hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()}"
+
+
+def is_module(name: str) -> bool:
+    """Whether data is made by Python, as `module:Name` says, and lies in no file."""
+    return ":" in name and not Path(name).expanduser().exists()
+
+
 def _prints(run: Run) -> dict[str, str]:
-    return {name: _print_of(path) for name, path in _files(run)}
+    return {name: _print_of(path) if isinstance(path, Path) else path for name, path in _files(run)}
 
 
-def _files(run: Run) -> Iterator[tuple[str, Path]]:
-    """Every file that decides what is trained, under a name that does not depend on where it lies."""
+def _files(run: Run) -> Iterator[tuple[str, Path | str]]:
+    """Every file that decides what is trained, under a name that does not depend on where it lies; of data that Python
+    makes, its name."""
     for role, path in (("model", run.model.path), ("tokenizer", run.model.tokenizer), ("template", run.chat.template)):
         if path is not None:
             yield from _within(role, path)
     for place, name in enumerate(run.data.train):
-        yield from _within(f"data.train[{place}]", Path(name).expanduser())
+        yield from _of_data(f"data.train[{place}]", name)
+
+
+def _of_data(role: str, name: str) -> Iterator[tuple[str, Path | str]]:
+    if is_module(name):
+        yield role, name
+    else:
+        yield from _within(role, Path(name).expanduser())
 
 
 def _within(role: str, path: Path) -> Iterator[tuple[str, Path]]:

@@ -11,23 +11,26 @@ from typing import TYPE_CHECKING
 from etude.recipes.build import build
 
 if TYPE_CHECKING:
+    from etude.recipes.interrupt import Interrupt
     from etude.recipes.parts import Parts
     from etude.recipes.run import Run
 
 __all__ = ["practise", "train"]
 
 
-def train(run: Run) -> Path:
-    """Train until the steps are done; returns the run's directory. Ctrl-C ends the step, saves, and passes on."""
-    with build(run) as parts:
+def train(run: Run, interrupt: Interrupt | None = None) -> Path:
+    """Train until the steps are done; returns the run's directory. Ctrl-C ends the step, saves, and passes on.
+
+    `interrupt`: who listens for that already, where several runs follow each other.
+    """
+    with build(run, interrupt) as parts:
         practise(parts)
         return parts.directory
 
 
 def practise(parts: Parts) -> None:
     """The loop itself, over parts that are ready."""
-    parts.publish(parts.checkpoint.step)
-    parts.evaluate.maybe_run(parts.checkpoint.step)
+    parts.begin()
     for step in parts.checkpoint.remaining():
         with parts.log.step(step) as at:
             with at.timer("collect"):
@@ -43,5 +46,5 @@ def practise(parts: Parts) -> None:
             at.add(parts.measure(groups, batch))
             with at.timer("evaluate"):
                 at.add(parts.evaluate.maybe_run(step))
-            with at.timer("save"):
-                parts.checkpoint.maybe_save(step)
+        parts.checkpoint.maybe_save(step)  # what the step measured is written by now
+        parts.evaluate.raise_failed()

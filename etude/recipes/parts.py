@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.batch import Batch
 from etude.data.collate import collate
-from etude.observe import Last, Max, Mean, Metrics, RunLog, get_log
+from etude.observe import Last, Max, Mean, Metrics, RunLog, Sum, get_log
 from etude.protocols import Crew
 from etude.recipes.evaluate import Answer, Evaluator, scores, write_answers
 from etude.recipes.meter import Meter
@@ -45,33 +46,78 @@ class Learners:
 
 @dataclass
 class Scoring:
-    """Evaluation as the loop speaks to it: due or not, shown, written, and remembered for the best checkpoint."""
+    """Evaluation as the loop speaks to it: due or not, shown, written, and remembered for the best checkpoint.
+
+    A step that the journal has a score of is not scored again.
+    """
 
     evaluator: Evaluator | None
     directory: Path
     steps: int
     store: Journal
+    engine: TorchEngine
+    measured: str
+    """What the scores are measured with, as the journal names it."""
     found: dict[int, float] = field(default_factory=dict)
+    """The score of each step, where nothing failed."""
+    failure: Exception | None = None
+    """What ended the last evaluation, until it is raised."""
 
     def maybe_run(self, step: int) -> Metrics:
-        """Score the policy if this step asks for it."""
+        """Score the policy if this step asks for it. Should that fail, the step itself is still to be saved: what
+        happened is kept until `raise_failed`."""
         if self.evaluator is None or not self.evaluator.due(step, self.steps):
             return Metrics()
-        answers = self.evaluator.answers()
-        metrics = scores(answers)
-        self.found[step] = sum(a.reward for a in answers) / len(answers)
-        self._keep(step, answers, metrics)
-        if step == 0:
-            get_log("recipes").info("Before training, the score is %.4g on %d answers.", self.found[0], len(answers))
+        scored = self._known(step)
+        metrics = Metrics()
+        if scored is None:
+            try:
+                answers = self.evaluator.answers()
+            except Exception as error:
+                self.failure = error
+                return Metrics()
+            scored = scores(answers)
+            self._keep(step, answers, scored)
+            metrics.merge({f"eval/{name}": metric for name, metric in self.engine.stats().items()})
+        metrics.merge(scored)
+        self._remember(step, scored.reduce(), self.evaluator)
         return metrics
+
+    def raise_failed(self) -> None:
+        """Raise what ended the last evaluation, if anything did."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
 
     def best(self, step: int) -> float | None:
         """The score at a step, where there was one."""
         return self.found.get(step)
 
-    def _keep(self, step: int, answers: list[Answer], metrics: Metrics) -> None:
+    def _known(self, step: int) -> Metrics | None:
+        """What the journal has of a step, measured as now."""
+        for _, event in self.store.read(kinds=(events.Evaluated,)):
+            if isinstance(event, events.Evaluated) and (event.step, event.name) == (step, self.measured):
+                counts = {name for name in event.scores if name.endswith("/failed")}
+                return Metrics({n: Sum.of(v) if n in counts else Mean.of(v) for n, v in event.scores.items()})
+        return None
+
+    def _remember(self, step: int, scored: Mapping[str, float], evaluator: Evaluator) -> None:
+        failed, log = int(scored["eval/failed"]), get_log("recipes")
+        score = scored[f"eval/mean@{evaluator.samples}"]
+        if failed:
+            log.warning(
+                "%d of %d answers that were to be scored after step %d failed and count as 0: the score is too low, "
+                "and marks no best checkpoint. Each says why in `evaluations`.",
+                *(failed, evaluator.tasks * evaluator.samples, step),
+            )
+        else:
+            self.found[step] = score
+        if step == 0:
+            log.info("Before training, the score is %.4g on %d tasks.", score, evaluator.tasks)
+
+    def _keep(self, step: int, answers: list[Answer], scored: Metrics) -> None:
         write_answers(answers, self.directory / "evaluations" / f"step-{step:08d}.jsonl")
-        self.store.append([events.Evaluated(step, "val", dict(metrics.reduce()))])
+        self.store.append([events.Evaluated(step, self.measured, dict(scored.reduce()))])
 
 
 @dataclass
@@ -88,8 +134,22 @@ class Parts:
     carrier: LocalCarrier
     store: Journal
     meter: Meter
+    runner: asyncio.Runner
+    """The run's one event loop."""
     overlong: int
     """How many prompts of `data.train` were too long."""
+
+    def begin(self) -> None:
+        """Publish the weights that the run begins with, and score them if that is asked for: a line of its own. What
+        the engine did before is no part of the run."""
+        step = self.checkpoint.step
+        self.publish(step)
+        self.engine.stats()
+        found = self.evaluate.maybe_run(step)
+        self.evaluate.raise_failed()
+        if found:
+            with self.log.step(step) as at:
+                at.add(found)
 
     def collate(self, groups: Groups) -> Batch:
         """One batch of a step's groups."""
@@ -99,7 +159,7 @@ class Parts:
     def publish(self, version: int) -> Metrics:
         """Hand the weights to every engine, under a new version."""
         weights = self.learners.crew.call(PolicyWorker.weights)
-        return asyncio.run(self.carrier.publish(weights, version))
+        return self.runner.run(self.carrier.publish(weights, version))
 
     def measure(self, groups: Groups, batch: Batch) -> Metrics:
         """What is seen of a step's rollouts, of the engine that drew them, and of the device."""
@@ -125,4 +185,5 @@ class Parts:
         metrics.merge(groups.metrics)
         metrics.merge(self.engine.stats())
         metrics.merge(self.meter.read())
+        metrics.merge(self.checkpoint.spent())
         return metrics

@@ -29,12 +29,13 @@ from etude.train import Train
 __all__ = ["FREE", "ModelSource", "Run"]
 
 FREE = (
-    *("steps", "directory", "observe", "evaluate", "checkpoint", "collect.timeout", "judging.timeout"),
+    *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
     *("judging.workers", "train.micro_tokens", "train.activation_checkpointing"),
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens"),
 )
-"""Options that a resumed run may change: what is kept, shown and waited for, and how much memory is used. None of them
-changes what is trained on; the last may change the last bits."""
+"""Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, and how much
+memory is used. `steps` is among them only while the schedule is constant, which does not depend on it. None changes
+what is trained on, but that a timeout decides which answers fail; those of memory may change the last bits."""
 
 
 class ModelSource(Config):

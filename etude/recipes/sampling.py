@@ -9,17 +9,22 @@ from pydantic import Field
 from etude.config import Config
 from etude.records import SamplingParams
 
-__all__ = ["Sampling", "derived_seed"]
+__all__ = ["Drawing", "Sampling", "ScoringSampling", "derived_seed"]
 
 
-class Sampling(Config):
-    """How answers are drawn. The defaults draw from the model's own distribution, which is what training needs."""
+class Drawing(Config):
+    """From which distribution tokens are drawn, and what ends an answer."""
 
-    max_tokens: int = Field(1024, ge=1, description="the longest answer, in tokens")
     temperature: float = Field(1.0, ge=0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens that hold this much probability")
     top_k: int = Field(0, ge=0, description="keep this many of the likeliest tokens; 0 keeps all")
     stop: tuple[str, ...] = Field((), description="texts that end an answer, besides the model's own end")
+
+
+class Sampling(Drawing):
+    """How answers are drawn. The defaults draw from the model's own distribution, which is what training needs."""
+
+    max_tokens: int = Field(1024, ge=1, description="the longest answer, in tokens")
 
     def params(self, seed: int) -> SamplingParams:
         """The parameters of one request; the engine adds the model's own end."""
@@ -31,6 +36,16 @@ class Sampling(Config):
             stop=self.stop,
             seed=seed,
         )
+
+
+class ScoringSampling(Drawing):
+    """How answers are drawn for scoring, where training's own length is the usual one."""
+
+    max_tokens: int | None = Field(None, ge=1, description="the longest answer; null is as long as in training")
+
+    def beside(self, training: Sampling) -> Sampling:
+        """The same, with what follows training's filled in."""
+        return Sampling(**{**dict(self), "max_tokens": self.max_tokens or training.max_tokens})
 
 
 def derived_seed(run: int, purpose: str, *place: int) -> int:

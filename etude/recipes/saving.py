@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from etude.checkpoint import CheckpointConfig, Checkpoints
-from etude.observe import get_log
+from etude.observe import Metrics, RunLog, Sum, get_log
 from etude.protocols import Crew
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.sources import EngineSource
 from etude.recipes.workers import PolicyWorker
 from etude.store import Journal
 
-__all__ = ["Saver"]
+__all__ = ["Saver", "taken_up"]
+
+
+def taken_up(config: CheckpointConfig, checkpoints: Checkpoints, crew: Crew, source: EngineSource) -> int:
+    """Go on from the newest checkpoint, if there is one, and from what the journal has beyond it; returns its step.
+
+    A kill between a save and its mark as the best is made good.
+    """
+    found = checkpoints.newest(fall_back=config.fall_back)
+    if found is None:
+        source.take_up(None, 0)
+        return 0
+    tensors = crew.call(PolicyWorker.tensors)
+    checkpoints.load(found, tensors)
+    crew.call(PolicyWorker.restore, tensors, found.facts["learner"])
+    source.take_up(found.facts["source"], found.facts["position"])
+    if found.facts["score"] is not None:
+        checkpoints.mark_best(found.step, found.facts["score"], found.facts["measured"])
+    return found.step
 
 
 @dataclass
@@ -21,7 +40,8 @@ class Saver:
     """Keeps the count of steps, and the checkpoints that let it go on.
 
     A checkpoint holds what cannot be read from the journal: weights, optimizer, what the algorithm carries on, how far
-    the order of tasks had come, and the journal's position that all this belongs to.
+    the order of tasks had come, and the journal's position that all this belongs to; and the score of its step. What
+    the steps up to it measured is written before it is.
     """
 
     config: CheckpointConfig
@@ -31,23 +51,17 @@ class Saver:
     store: Journal
     steps: int
     interrupt: Interrupt
+    log: RunLog
     best: Callable[[int], float | None]
     """The score of the evaluation at a step, where there was one."""
-    step: int = 0
+    measured: str
+    """What scores are measured with: others do not compare."""
+    step: int
     """The last step that is done."""
-    saved: int = 0
-
-    def resume(self) -> None:
-        """Go on from the newest checkpoint, if there is one, and from what the journal has beyond it."""
-        found = self.checkpoints.newest(fall_back=self.config.fall_back)
-        if found is None:
-            self.source.take_up(None, 0)
-            return
-        tensors = self.crew.call(PolicyWorker.tensors)
-        self.checkpoints.load(found, tensors)
-        self.crew.call(PolicyWorker.restore, tensors, found.facts["learner"])
-        self.source.take_up(found.facts["source"], found.facts["position"])
-        self.step = self.saved = found.step
+    saved: int
+    """The last one that has its checkpoint."""
+    seconds: float = 0.0
+    """What saving took since that was last asked."""
 
     def remaining(self) -> Iterator[int]:
         """The steps to do, until there are none or somebody asked to stop."""
@@ -60,21 +74,31 @@ class Saver:
     def maybe_save(self, step: int) -> None:
         """Save where it is due: every so often, after the last step, when the run is to stop, and for a new best."""
         score = self.best(step)
-        kept = self.checkpoints.best_score()
+        kept = self.checkpoints.best_score(self.measured)
         better = score is not None and step > 0 and (kept is None or score > kept)
         if step % self.config.every == 0 or step == self.steps or self.interrupt.asked or better:
             self.save(step)
             if score is not None:
-                self.checkpoints.mark_best(step, score)
+                self.checkpoints.mark_best(step, score, self.measured)
 
     def save(self, step: int) -> None:
         """Write a checkpoint of this step."""
+        began = time.perf_counter()
+        self.log.flush()
         self.store.flush()
         facts = {
+            "score": self.best(step),
+            "measured": self.measured,
             "position": self.store.position,
             "learner": self.crew.call(PolicyWorker.facts),
             "source": self.source.state(),
         }
         made = self.checkpoints.save(step, self.crew.call(PolicyWorker.tensors), facts)
         self.saved = step
+        self.seconds += time.perf_counter() - began
         get_log("recipes").debug("Saved step %d in %s.", step, made.path)
+
+    def spent(self) -> Metrics:
+        """`save_seconds`: what saving took since this was last asked, where anything was saved."""
+        seconds, self.seconds = self.seconds, 0.0
+        return Metrics({"save_seconds": Sum.of(seconds)}) if seconds else Metrics()

@@ -137,10 +137,10 @@ class Scheduler:
 
         scored: for each such task, the metric of each sample that was scored. unfinished: the rollouts that were not,
         with how many attempts at each have failed; they are issued again. dropped: how many tasks the step that was
-        open had dropped already.
+        open had dropped already; one that dropped all it may has failed, and begins anew.
         """
         assert not self._groups, "only a new scheduler takes up an old run"
-        self._issued = dropped
+        self._issued = dropped % self._bound
         for task, metrics in scored.items():
             self._groups[task] = _Group(metrics=dict(metrics))
         again = sorted(unfinished)

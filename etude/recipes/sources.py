@@ -50,7 +50,11 @@ class Collection(Config):
         "keeps them",
     )
     retries: int = Field(1, ge=0, description="further attempts at a rollout that failed")
-    timeout: float = Field(1800.0, gt=0, description="seconds that an attempt may take")
+    timeout: float = Field(
+        1800.0,
+        gt=0,
+        description="seconds to draw an answer in; neither its wait in line nor judging counts",
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +109,10 @@ class _Scored:
 class EngineSource:
     """Prompt to completion, one turn a rollout.
 
-    Consumes tasks in the run's order. Waits for the engine and the judge, each attempt at most `timeout` seconds.
-    Unblocked by whatever ends first; what ended together is told to the scheduler in the order of ordinals.
+    Consumes tasks in the run's order. Waits for the engine, for each answer at most `timeout` seconds from the moment
+    that it is asked for, and for the judge, which bounds itself. At most `at_once` answers are asked for at a time, and
+    in the order of issue, so that a group is drawn together and a clock does not count its wait in line. Unblocked by
+    whatever ends first; what ended together is told to the scheduler in the order of ordinals.
     """
 
     def __init__(
@@ -121,8 +127,10 @@ class EngineSource:
         engine: Generate,
         judge: Judge,
         store: Journal,
+        runner: asyncio.Runner,
+        at_once: int,
     ) -> None:
-        """prompt_ids: the ids of a task's prompt, as it is asked."""
+        """prompt_ids: the ids of a task's prompt, as it is asked. runner: the run's one event loop."""
         self._config, self._sampling, self._seed = collection, sampling, seed
         self._dataset, self._order, self._prompt_ids = dataset, order, prompt_ids
         self._engine, self._judge, self._store = engine, judge, store
@@ -134,7 +142,7 @@ class EngineSource:
         self._left: list[TaskState] = []
         self._again: list[Issue] = []
         self._tally = _Tally()
-        self._loop = asyncio.Runner()
+        self._runner, self._line = runner, asyncio.Semaphore(at_once)
         self._scheduler = self._fresh_scheduler(0)
 
     # -- what the loop asks -------------------------------------------------------------------------------------------
@@ -146,7 +154,7 @@ class EngineSource:
         self._tally = _Tally()
         self._ask_again(self._left)
         self._left = []
-        admit = self._loop.run(self._collect(step))
+        admit = self._runner.run(self._collect(step))
         ids = [self._id(task, sample) for task, samples in admit.tasks.items() for sample in samples]
         if not ids:
             raise CollectionError(
@@ -215,10 +223,6 @@ class EngineSource:
             self._store.append(interrupted)
         return scored, again
 
-    def close(self) -> None:
-        """Let the event loop go."""
-        self._loop.close()
-
     # -- collecting ---------------------------------------------------------------------------------------------------
 
     async def _collect(self, step: int) -> Admit:
@@ -260,16 +264,14 @@ class EngineSource:
         draw = sum(status not in (Status.RUNNING, Status.INFRA_ERROR) for status in history)
         prompt = self._prompt_ids(asked)
         seed = derived_seed(self._seed, "train", task, sample, draw)
-        turn: Turn | None = None
         try:
-            async with asyncio.timeout(self._config.timeout):
+            async with self._line, asyncio.timeout(self._config.timeout):
                 completion = await self._engine.generate(prompt, self._sampling.params(seed))
-                turn = Turn(prompt, completion, 0)
-                verdict = await self._judge.judge(asked, completion.text)
         except TimeoutError:
             error = f"It took longer than `collect.timeout` = {self._config.timeout:g} seconds."
-            verdict = Verdict.failure(Outcome.TIMED_OUT, error)
-        return _Ended(task, sample, turn, verdict)
+            return _Ended(task, sample, None, Verdict.failure(Outcome.TIMED_OUT, error))
+        turn = Turn(prompt, completion, 0)
+        return _Ended(task, sample, turn, await self._judge.judge(asked, completion.text))
 
     def _settled(self, ended: Sequence[_Ended]) -> tuple[list[Decision], list[events.Event]]:
         """What follows from attempts that ended, and what is to be written of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,13 +10,17 @@ from tempfile import TemporaryDirectory
 
 from etude.config.compose import Job, multirun
 from etude.config.secrets import mask_text
-from etude.errors import EtudeError, RunError
+from etude.errors import ConfigError, EtudeError, RunError
 from etude.observe import get_log
 from etude.recipes.folder import new_directory
+from etude.recipes.interrupt import Interrupt
 from etude.recipes.loop import train
 from etude.recipes.run import Run
 
 __all__ = ["sweep"]
+
+LONGEST = 160
+"""Bytes of a run's name: file systems take 255, with what is added to them."""
 
 
 def sweep(overrides: Sequence[str], file: Path | None, preset: Path | None = None) -> Path:
@@ -26,14 +31,24 @@ def sweep(overrides: Sequence[str], file: Path | None, preset: Path | None = Non
     """
     with TemporaryDirectory() as scratch:
         jobs = multirun(Run, overrides, lambda run: run, file=file, preset=preset, directory=Path(scratch))
+    places = {job.run.directory for job in jobs}
+    if len(places) > 1:
+        raise ConfigError(
+            "A sweep has one directory, with one of its own for each run below it; several were given with "
+            "`directory=…`. Give one, and each run is named in it by what sets it apart."
+        )
     parent = jobs[0].run.directory or new_directory(Path("runs"), "sweep")
     failed: list[str] = []
-    for job, name in zip(jobs, _names(jobs), strict=True):
-        try:
-            train(job.run.model_copy(update={"directory": parent / name}))
-        except EtudeError as error:
-            failed.append(f"{name}: {error}")
-            get_log("recipes").error("%s", failed[-1])
+    with Interrupt(get_log("recipes").warning) as interrupt:
+        for job, name in zip(jobs, _names(jobs), strict=True):
+            try:
+                train(job.run.model_copy(update={"directory": parent / name}), interrupt)
+            except Exception as error:  # whatever ended one run is told, and is none of the others' business
+                ours = isinstance(error, EtudeError)
+                failed.append(f"{name}: {error}" if ours else f"{name}: {type(error).__name__}: {error}")
+                get_log("recipes").error("%s", failed[-1], exc_info=not ours)
+            if interrupt.asked:
+                raise KeyboardInterrupt
     if failed:
         raise RunError(f"{len(failed)} of {len(jobs)} runs in {parent} failed. {' '.join(failed)}")
     return parent
@@ -43,5 +58,13 @@ def _names(jobs: Sequence[Job[Run, Run]]) -> list[str]:
     """A name for each, of what sets it apart, that a directory can have."""
     shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     own = (" ".join(text for text in job.overrides if text not in shared) for job in jobs)
-    names = (re.sub(r"[^\w.]+", "-", mask_text(text)).strip("-") for text in own)
+    names = (_short(re.sub(r"[^\w.]+", "-", mask_text(text)).strip("-")) for text in own)
     return [f"{job.number}-{name}" if name else str(job.number) for job, name in zip(jobs, names, strict=True)]
+
+
+def _short(name: str) -> str:
+    """A name that a file system takes: the end of a long one becomes a hash of the whole."""
+    if len(name.encode()) <= LONGEST:
+        return name
+    end = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+    return f"{name.encode()[: LONGEST - len(end) - 1].decode(errors='ignore')}-{end}"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from etude.algorithms import Algorithm, Denominators, LossValue, Outputs, State
 from etude.batch import Batch
-from etude.observe import Metrics
+from etude.observe import Last, Metrics
 from etude.protocols import Gather, Split, spread
 from etude.train import Learner
 
@@ -72,9 +72,11 @@ class PolicyWorker:
     def update(self, batch: Batch) -> Metrics:
         """Every optimizer step of this step, and what was seen since the batch came."""
         metrics, self._estimated = self._estimated, Metrics()
+        before = self._learner.version
         for _ in range(self._epochs):
             for part in batch.split(self._updates, by=self._algorithm.loss.split_unit):
                 metrics.merge(self._learner.update(part, self._objective))
+        metrics.add("optimizer_steps", Last.of(self._learner.version - before))
         return metrics
 
     @spread()

@@ -48,6 +48,11 @@ class RewardFunction(Config, ABC):
     def __call__(self, task: Task, answer: str) -> Score | Awaitable[Score]:
         """What this answer to this task earns."""
 
+    def extract(self, answer: str) -> str | None:  # noqa: ARG002
+        """What it reads in a text as the answer, the same for texts that say the same: majorities are counted by it.
+        None where it reads nothing, or is no reward that looks for an answer."""
+        return None
+
 
 def score_of(result: Any) -> tuple[float, dict[str, float]]:
     """The reward and its named parts, from what a reward function returned.

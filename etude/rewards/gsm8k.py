@@ -50,6 +50,11 @@ class Gsm8k(RewardFunction):
         said = final_number(answer, strict=self.method == "strict")
         return float(said is not None and said in [self._truth(task, truth) for truth in truths(task)])
 
+    def extract(self, answer: str) -> str | None:
+        """The number that it ends in, however it is written."""
+        said = final_number(answer, strict=self.method == "strict")
+        return None if said is None else str(said)
+
     def _truth(self, task: Task, truth: str) -> Fraction:
         value = number(truth.rpartition("####")[2])
         if value is None:

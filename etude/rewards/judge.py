@@ -27,7 +27,7 @@ from etude.records import Outcome, Task
 from etude.rewards.base import RewardFunction, named
 from etude.rewards.function import Adapted
 from etude.rewards.seats import Pool, ProcessSeat, Seat, ThreadSeat
-from etude.rewards.verdict import Verdict, failed, too_long, verdict_of
+from etude.rewards.verdict import Verdict, extracted_by, failed, too_long, verdict_of
 
 __all__ = ["Judge", "Judging"]
 
@@ -113,13 +113,14 @@ class Judge:
                 result = self._reward(task, answer)
                 if self._reward.waits:
                     result = await cast(Awaitable[Any], result)
+                extracted = extracted_by(self._reward, answer)
         except (Exception, SystemExit) as error:
             seconds = time.perf_counter() - began
             if bound.expired():
                 told = f"The reward {title} {too_long(limit)} on {named(task)}."
                 return Verdict.failure(Outcome.TIMED_OUT, told, seconds)
             return failed(error, title, task, seconds)
-        return verdict_of(result, title, task, time.perf_counter() - began)
+        return verdict_of(result, title, task, time.perf_counter() - began, extracted)
 
     def _settled(self, verdict: Verdict) -> Verdict:
         """What becomes of a verdict by the policy on failures."""

@@ -41,6 +41,12 @@ class Math(RewardFunction):
                 raise DataError(f"The `ground_truth` of {named(task)} is '{truth}', which math cannot read.")
         return float(any(equal(truth, answer) for truth in truths(task)))
 
+    def extract(self, answer: str) -> str | None:
+        """The final expression as it is written, its spaces aside."""
+        inside = boxed(answer)
+        said = _last_said(answer) if inside is None else inside
+        return "".join(said.strip().strip("$").split()) or None
+
 
 def equal(truth: str, answer: str) -> bool:
     """Whether the final expression of an answer equals a ground truth."""
@@ -52,12 +58,20 @@ def final_expression(answer: str) -> list[Any]:
     inside = boxed(answer)
     if inside is not None:
         return _expression(inside)
-    last = answer.rstrip().rpartition("\n")[2]
     if not _DELIMITED.search(answer):
-        spoken = _WORD.split(last)[-1].strip(" .:*`")
+        spoken = _last_said(answer)
         if re.search(r"\w", spoken):
             return _expression(spoken)
-    return _parsed(answer) or _expression(last)
+    return _parsed(answer) or _expression(_last_line(answer))
+
+
+def _last_line(answer: str) -> str:
+    return answer.rstrip().rpartition("\n")[2]
+
+
+def _last_said(answer: str) -> str:
+    """What the last line says after its last word."""
+    return _WORD.split(_last_line(answer))[-1].strip(" .:*`")
 
 
 def boxed(text: str) -> str | None:

@@ -36,6 +36,10 @@ class Exact(RewardFunction):
             return float(any(words(answer) == words(truth) for truth in truths(task)))
         return float(answer.strip() in [truth.strip() for truth in truths(task)])
 
+    def extract(self, answer: str) -> str:
+        """All of it, as it is compared."""
+        return " ".join(words(answer)) if self.loose else answer.strip()
+
 
 class Regex(RewardFunction):
     """By a pattern, sought anywhere in the answer; of several matches the last one counts.
@@ -68,6 +72,11 @@ class Regex(RewardFunction):
             return float(bool(matches))
         extracted = matches[-1][1] or ""
         return float(extracted.strip() in [truth.strip() for truth in truths(task)])
+
+    def extract(self, answer: str) -> str | None:
+        """What the group of the last match holds; a pattern without a group reads nothing."""
+        matches = list(re.finditer(self.pattern, answer))
+        return (matches[-1][1] or "").strip() if matches and matches[-1].re.groups else None
 
 
 class F1(RewardFunction):

@@ -14,9 +14,9 @@ from typing import Any, Self
 
 from etude.errors import EtudeError, RewardError
 from etude.records import Outcome, Task
-from etude.rewards.base import named, score_of
+from etude.rewards.base import RewardFunction, named, score_of
 
-__all__ = ["Verdict", "failed", "too_long", "tried", "verdict_of"]
+__all__ = ["Verdict", "extracted_by", "failed", "too_long", "tried", "verdict_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class Verdict:
     """What went wrong, in words that name the reward and the task; also where a fixed score took its place."""
     seconds: float = 0.0
     """How long judging took, its wait for a free worker not counted."""
+    extracted: str | None = None
+    """What the reward reads as the answer, where it does."""
 
     @classmethod
     def failure(cls, outcome: Outcome, error: str, seconds: float = 0.0) -> Self:
@@ -46,19 +48,25 @@ def tried(reward: Callable[[Task, str], Any], title: str, task: Task, answer: st
         result = reward(task, answer)
         if inspect.isawaitable(result):
             result = runner.run(_awaited(result))
+        extracted = extracted_by(reward, answer)
     except BaseException as error:  # sys.exit() in a user's function is a failure of that function too
         return failed(error, title, task, time.perf_counter() - began)
-    return verdict_of(result, title, task, time.perf_counter() - began)
+    return verdict_of(result, title, task, time.perf_counter() - began, extracted)
 
 
-def verdict_of(result: Any, title: str, task: Task, seconds: float) -> Verdict:
+def extracted_by(reward: Callable[[Task, str], Any], answer: str) -> str | None:
+    """What a reward reads as the answer; a bare function reads none."""
+    return reward.extract(answer) if isinstance(reward, RewardFunction) else None
+
+
+def verdict_of(result: Any, title: str, task: Task, seconds: float, extracted: str | None = None) -> Verdict:
     """The verdict on what a reward function returned."""
     try:
         reward, parts = score_of(result)
     except RewardError as error:
         sentence = f"The reward {title} cannot be used on {named(task)}: {error}."
         return Verdict.failure(Outcome.FAILED, sentence, seconds)
-    return Verdict(reward, parts, seconds=seconds)
+    return Verdict(reward, parts, seconds=seconds, extracted=extracted)
 
 
 def failed(error: BaseException, title: str, task: Task, seconds: float) -> Verdict:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli import _spelled_out, parser
+from etude.cli import parser, spelled_out
 from etude.config.compose import compose
 from etude.demo.algorithms import DemoRun
 from etude.errors import EtudeError
@@ -46,7 +46,7 @@ def test_a_command_that_is_shown_exists(page: str, words: tuple[str, ...]) -> No
 def understood(words: list[str]) -> bool:
     """Whether the command line takes these, `--help` and its like too, and knows the options they set."""
     try:
-        asked = parser().parse_args(_spelled_out(words))
+        asked = parser().parse_args(spelled_out(words))
     except SystemExit as end:
         return not end.code
     names = [word for word in vars(asked).get("overrides", ()) if "=" not in word]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.observe.jsonl import JsonlSink
+from etude.observe.jsonl import JsonlSink, last_step
 from etude.observe.sinks import RunInfo
 
 
@@ -90,3 +90,9 @@ def test_a_killed_writer_leaves_lines_that_the_next_one_continues(tmp_path: Path
     assert len(steps) >= 50
     assert steps == list(range(1, len(steps) + 1))
     sink.close()
+
+
+def test_the_last_step_that_has_its_line(tmp_path: Path) -> None:
+    assert last_step(tmp_path) == -1
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 7}\n{"step": 8, "lo')
+    assert last_step(tmp_path) == 7

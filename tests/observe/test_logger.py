@@ -127,3 +127,23 @@ def test_a_number_that_is_none_is_logged_and_warned_about_once(capsys: pytest.Ca
     assert warned.count("WARNING") == 2
     assert "The metric 'loss' is nan at step 1" in warned
     assert "The metric 'kl' is -inf at step 1" in warned
+
+
+def test_what_is_pending_can_be_written_before_its_time() -> None:
+    table = Table()
+    with RunLog([table], run(), every=5, clock=Clock()) as log:
+        for step in (1, 2):
+            with log.step(step) as at:
+                at.add({"tokens": Sum.of(step)})
+        log.flush()
+        log.flush()
+        assert [(step, row["tokens"]) for step, row in table.rows.items()] == [(2, 3.0)]
+
+
+def test_a_step_that_has_its_line_is_not_written_again() -> None:
+    table = Table()
+    with RunLog([table], run(), clock=Clock(), written=2) as log:
+        for step in (0, 1, 2, 3):
+            with log.step(step) as at:
+                at.add({"tokens": Sum.of(step)})
+    assert [(step, row["tokens"]) for step, row in table.rows.items()] == [(3, 3.0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
@@ -67,3 +68,20 @@ def text(task: Task, answer: str) -> str:
 def level(task: Task, answer: str) -> float:
     """The same for everybody."""
     return 0.5
+
+
+def choosy(task: Task, answer: str) -> float:
+    """No judge of tasks that are only scored: of those the first five rows are known by their ordinals."""
+    if task.ordinal == task.fields["row"]:
+        raise ValueError("not one of mine")
+    return digits(task, answer)
+
+
+gate = asyncio.Semaphore(2)
+
+
+async def gated(task: Task, answer: str) -> float:
+    """A judge with something of its own that lives in one event loop."""
+    async with gate:
+        await asyncio.sleep(0.001)
+        return digits(task, answer)

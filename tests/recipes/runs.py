@@ -69,8 +69,9 @@ def refused_run(capsys: Captured, world: Path, directory: Path, *words: str, **c
 
 
 def measured(directory: Path) -> list[dict[str, Any]]:
-    """What each step measured."""
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    """What each step of training measured."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["step"] > 0]
 
 
 def loaded(directory: Path) -> Model:

@@ -63,7 +63,7 @@ def test_a_model_is_scored_without_a_run(world: Path, trained: Path, quiet: list
 
 def test_scores_follow_what_is_asked_for(trained: Path, world: Path, capsys: Captured) -> None:
     found = scored(capsys, str(trained), "evaluate.samples=4", "evaluate.limit=2", "evaluate.sampling.temperature=0")
-    assert {"eval/mean@4", "eval/best@2", "eval/maj@4"} <= found.keys()
+    assert {"eval/mean@4", "eval/best@2"} <= found.keys() and "eval/maj@4" not in found
     assert found["eval/best@4"] == found["eval/mean@4"], "greedy answers are all the same"
 
 
@@ -153,7 +153,8 @@ def test_an_export_is_loaded_by_transformers_and_says_the_same(
             source=places - 1,
         )
         hidden = ours.hidden(alone.ids, alone.positions, PackedAttention(alone))
-        assert torch.allclose(theirs(ids).logits[0], ours.logits(hidden), atol=1e-5 if precision == "fp32" else 0.05)
+        said = theirs(ids).logits[0].float()
+        assert torch.allclose(said, ours.logits(hidden), atol=1e-5 if precision == "fp32" else 0.05)
     asked = ["1+1=", "sampling.max_tokens=12", f"train.precision={precision}"]
     assert answers(capsys, str(run), *asked[:2]) == answers(capsys, str(tmp_path / "out"), *asked)
 

@@ -13,10 +13,12 @@ import torch
 
 from etude.algorithms import Denominators, LossValue, View
 from etude.algorithms.losses.clip import PPO
+from etude.checkpoint import Checkpoints
 from etude.cli import main
-from etude.models import create, save, tiny
+from etude.models import create, load, save, tiny
 from etude.recipes.folder import occupy
 from etude.store import open_store
+from etude.train import load_weights
 from tests.recipes import rewards
 from tests.recipes.runs import Captured, measured, options, refused, refused_run, run_of, same, train, weights
 from tests.worlds import END, make_model, make_tokenizer
@@ -283,11 +285,11 @@ def test_a_directory_that_holds_no_run_is_told(tmp_path: Path, capsys: Captured)
 
 def test_a_checkpoint_of_another_model_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
     run = train(world, tmp_path / "run")
-    make_model(tmp_path / "wide", hidden=64)
-    options_file = run / "run.yaml"
-    options_file.write_text(options_file.read_text().replace(str(world / "model"), str(tmp_path / "wide")))
+    wide = train(world, tmp_path / "other", **{"model.path": make_model(tmp_path / "wide", hidden=64)})
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(wide / "checkpoints", run / "checkpoints")
     told = refused(capsys, "train", "--resume", str(run), "steps=3")
-    assert "[43, 32] in the checkpoint" in told and "[43, 64] in this run" in told
+    assert "[43, 64] in the checkpoint" in told and "[43, 32] in this run" in told
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -327,3 +329,15 @@ def test_what_a_run_cannot_do_is_told(
 def test_resuming_takes_no_file_and_no_sweep(trained: Path, capsys: Captured) -> None:
     for words in (["--multirun"], ["--config", "mine.yaml"]):
         assert "--resume goes on with one run" in refused(capsys, "train", "--resume", str(trained), *words)
+
+
+def test_a_run_in_half_precision_begins_from_the_weights_of_the_file(world: Path, tmp_path: Path) -> None:
+    train(world, tmp_path / "run", steps=1, train__precision="bf16", train__learning_rate=1e-12)
+    file, trained = (load(world / "model", dtype=torch.float32) for _ in range(2))
+    kept = Checkpoints(tmp_path / "run" / "checkpoints")
+    newest = kept.newest()
+    assert newest is not None
+    load_weights(trained, kept, newest)
+    far = [float((a - b).detach().abs().max()) for a, b in zip(trained.parameters(), file.parameters(), strict=True)]
+    assert max(far) < 1e-9
+    assert any(float((weight - weight.bfloat16()).detach().abs().max()) > 1e-5 for weight in file.parameters())

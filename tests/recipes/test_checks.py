@@ -9,7 +9,8 @@ import pytest
 from etude.algorithms import ADVANTAGES, LOSSES
 from etude.errors import ConfigError
 from etude.recipes.build import policy
-from etude.recipes.checks import BY_THE_MODEL, COLLECTED, MISSING, before, context, from_the_model
+from etude.recipes.checks import BY_THE_MODEL, COLLECTED, MISSING, before, from_the_model, room
+from etude.rollout.kv import block_bytes
 from tests.recipes.runs import run_of
 
 
@@ -37,9 +38,9 @@ def test_the_sampler_is_compared_with_the_policy_at_every_step(world: Path) -> N
 
 def test_room_is_made_for_the_longest_prompt_and_answer(world: Path) -> None:
     model, _ = policy(run_of(world))
-    context(run_of(world, **{"data.max_prompt": 122}), model)
+    room(run_of(world, **{"data.max_prompt": 122}), model)
     with pytest.raises(ConfigError, match="129 tokens do not fit"):
-        context(run_of(world, **{"data.max_prompt": 123}), model)
+        room(run_of(world, **{"data.max_prompt": 123}), model)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])
@@ -53,3 +54,22 @@ def test_an_advantage_of_groups_is_warned_of_a_group_of_one(
     assert "its bare reward is its advantage" in capsys.readouterr().err
     before(run_of(world, advantage=advantage, collect__group_size=2))
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("change", [{"sampling.top_p": 0.9}, {"sampling.top_k": 5}])
+def test_training_on_what_was_cut_off_is_refused(world: Path, change: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"`sampling\.top_p` and `sampling\.top_k` cut tokens off"):
+        before(run_of(world, **change))
+    before(run_of(world, **{f"evaluate.{name}": value for name, value in change.items()}))
+
+
+def test_answers_to_be_scored_must_fit_as_well(world: Path) -> None:
+    given = {"data.val": f"[{world / 'held_out.jsonl'}]"}
+    model, _ = policy(run_of(world))
+    room(run_of(world, **given, **{"evaluate.sampling.max_tokens": 112}), model)
+    with pytest.raises(ConfigError, match=r"`evaluate\.sampling\.max_tokens` = 129 tokens.*context of 128"):
+        room(run_of(world, **given, **{"evaluate.sampling.max_tokens": 113}), model)
+    small = {"rollout.kv_gib": 32 * block_bytes(model, 1) / 2**30}
+    room(run_of(world, **given, **small, **{"evaluate.sampling.max_tokens": 16}), model)
+    with pytest.raises(ConfigError, match=r"`evaluate\.sampling\.max_tokens` = 33 tokens.*holds 32 tokens"):
+        room(run_of(world, **given, **small, **{"evaluate.sampling.max_tokens": 17}), model)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.recipes.evaluate import Answer, best_of, scores, write_answers
-from etude.recipes.sampling import Sampling, derived_seed
+from etude.data import Dataset
+from etude.protocols import Ids
+from etude.recipes.evaluate import Answer, Evaluation, Evaluator, best_of, scores, write_answers
+from etude.recipes.sampling import Sampling, ScoringSampling, derived_seed
+from etude.records import Completion, SamplingParams, Task
+from etude.rewards import Judge
 
 
 def answer(task: int, text: str, reward: float, source: str = "a", **more: object) -> Answer:
-    """An answer of three tokens."""
-    return Answer(task, source, "?", text, reward, {}, 3, "stop", **more)  # type: ignore[arg-type]
+    """An answer of three tokens, all of it extracted."""
+    told = {"extracted": text.strip(), **more}
+    return Answer(task, source, "?", text, reward, {}, 3, "stop", **told)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=6), st.data())
@@ -49,7 +57,72 @@ def test_one_source_is_not_told_twice() -> None:
 
 
 def test_an_answer_that_failed_is_counted() -> None:
-    assert scores([answer(0, "", 0.0, error="No answer.")]).reduce()["eval/failed"] == 1
+    assert scores([answer(0, "", 0.0, error="No answer.", failed=True)]).reduce()["eval/failed"] == 1
+
+
+def test_a_majority_is_of_what_was_read_as_the_answer() -> None:
+    said = [
+        ("I say 4", "4", 1.0),
+        ("4!", "4", 1.0),
+        ("5", "5", 0.0),
+        ("?", None, 0.0),
+        ("?", None, 0.0),
+        ("?", None, 0.0),
+    ]
+    voted = [answer(0, text, reward, extracted=read) for text, read, reward in said]
+    assert scores(voted).reduce()["eval/maj@6"] == 1.0, "who says nothing has no vote"
+    silent = [answer(0, "one thing", 1.0, extracted=None), answer(0, "another", 0.0, extracted=None)]
+    assert "eval/maj@2" not in scores(silent).reduce()
+    found = scores([*silent, answer(1, "4", 1.0), answer(1, "4", 1.0)]).reduce()
+    assert found["eval/maj@2"] == 0.5, "a task without a vote is not won"
+
+
+class Slow:
+    """An engine that takes its time, and counts how many it is asked at once."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.under_way, self.most = seconds, 0, 0
+
+    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+        """One token."""
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            await asyncio.sleep(self.seconds)
+        finally:
+            self.under_way -= 1
+        return Completion(np.ones(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop", "4")
+
+
+def slowly(task: Task, answer: str) -> float:
+    """A judge that thinks longer than an answer may take, all in line."""
+    time.sleep(0.03)
+    return 1.0
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.02, 1.0), (5.0, 0.0)])
+def test_a_clock_counts_the_drawing_and_no_wait_in_line(seconds: float, expected: float) -> None:
+    engine = Slow(seconds)
+    with Judge(slowly) as judge, asyncio.Runner() as runner:
+        found = Evaluator(
+            Evaluation(),
+            sampling=Sampling(),
+            seed=0,
+            dataset=Dataset.load([{"prompt": "2+2="}] * 12),
+            prompt_ids=lambda _: np.ones(3, np.int32),
+            engine=engine,
+            judge=judge,
+            timeout=0.1,
+            runner=runner,
+            at_once=3,
+        ).answers()
+    assert engine.most == 3 and engine.under_way == 0
+    assert {a.reward for a in found} == {expected} and {a.failed for a in found} == {not expected}
+
+
+def test_answers_for_scoring_are_as_long_as_in_training_unless_told_otherwise() -> None:
+    assert ScoringSampling(temperature=0.5).beside(Sampling(max_tokens=7)) == Sampling(max_tokens=7, temperature=0.5)
+    assert ScoringSampling(max_tokens=3).beside(Sampling(max_tokens=7)).max_tokens == 3
 
 
 def test_answers_are_kept_to_be_looked_at(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
+from etude.config.compose import compose
 from etude.errors import ConfigError, RunError
 from etude.recipes.folder import (
     LOCK,
@@ -18,10 +20,13 @@ from etude.recipes.folder import (
     occupy,
     read_metrics,
     read_run,
+    rooted,
     settle,
 )
 from etude.recipes.run import FREE, Run
-from tests.recipes.runs import run_of
+from etude.records import Task
+from etude.rewards import RewardFunction
+from tests.recipes.runs import options, run_of
 
 HOLD = """
 import fcntl, sys, time
@@ -93,7 +98,7 @@ def test_another_run_is_told_by_what_differs(world: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("path", FREE)
 def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: Path) -> None:
     sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
-    values = {"directory": "elsewhere", "train.activation_checkpointing": "true"}
+    values = {"directory": "elsewhere", "train.activation_checkpointing": "true", "data.val": "[others.jsonl]"}
     name, _, value = sections.get(path, f"{path}={values.get(path, '3')}").partition("=")
     other = run_of(world, **{name: value})
     assert other != run_of(world) and not differences(run_of(world), other)
@@ -106,3 +111,52 @@ def test_what_a_step_measured_last_counts(tmp_path: Path) -> None:
 
 def test_every_run_knows_its_defaults() -> None:
     assert not differences(Run(), Run()) and differences(Run(), Run(seed=1)) == [("seed", 0, 1)]
+
+
+def test_more_steps_are_the_same_run_only_under_a_constant_schedule(world: Path) -> None:
+    for schedule, same in (("constant", True), ("linear", False)):
+        before, after = (run_of(world, steps=n, **{"train.schedule": schedule}) for n in (2, 3))
+        assert (not differences(before, after)) is same
+
+
+def test_paths_are_seen_from_anywhere_and_moving_makes_no_other_run(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(world)
+    run = run_of(Path(), **{"reward.path": "mine.py:score", "data.val": "[held_out.jsonl,tests.x:rows]"})
+    found = rooted(run)
+    assert found.model.path == world / "model" and found.data.train == (str(world / "tasks.jsonl"),)
+    assert found.data.val == (str(world / "held_out.jsonl"), "tests.x:rows")
+    assert found.reward.model_dump()["path"] == f"{world / 'mine.py'}:score" and rooted(found) == found
+    monkeypatch.chdir(tmp_path)
+    moved = run.model_copy(update={"model": run.model.model_copy(update={"path": tmp_path / "model"})})
+    assert not differences(found, rooted(moved.model_copy(update={"reward": found.reward})))
+
+
+def test_a_run_stays_where_it_is(world: Path, tmp_path: Path) -> None:
+    settle(tmp_path, run_of(world))
+    with pytest.raises(ConfigError, match=r"directory=other.*stays where it is"):
+        read_run(tmp_path, ["directory=other"])
+
+
+class Keyed(RewardFunction):
+    """A judge that somebody pays for."""
+
+    api_key: str = Field(description="who pays")
+
+    def __call__(self, task: Task, answer: str) -> float:
+        return 0.0
+
+
+def test_a_secret_is_not_written_and_can_be_given_again(world: Path, tmp_path: Path) -> None:
+    key = "reward.api_key=sk-verysecret123456"
+    run = compose(Run, [*options(world, **{"reward": f"{__name__}:Keyed", "reward.path": None}), key])
+    settle(tmp_path, run)
+    assert "verysecret" not in (tmp_path / OPTIONS).read_text()
+    compare(tmp_path, run)
+    with pytest.raises(ConfigError, match=r"reward\.api_key is \*\*\*.*Give it again as reward\.api_key=…"):
+        read_run(tmp_path)
+    again = read_run(tmp_path, [key, "steps=3"])
+    assert again.reward == run.reward and again.steps == 3
+    compare(tmp_path, again)
+    assert read_run(tmp_path, masked=lambda path: path).reward.model_dump()["api_key"] == "reward.api_key"

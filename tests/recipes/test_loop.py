@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
+from etude.recipes.folder import read_metrics
 from etude.store import Admitted, Evaluated, open_store
 from tests.recipes.runs import Captured, measured, options, same, train, weights
 
@@ -26,7 +27,7 @@ EVERY_STEP = {
 def test_a_run_leaves_all_that_it_can_be_known_by(trained: Path) -> None:
     there = {path.name for path in trained.iterdir()}
     assert {"run.yaml", "metrics.jsonl", "journal.sqlite", "checkpoints", "evaluations"} <= there
-    assert [path.name for path in sorted((trained / "evaluations").iterdir())] == [
+    assert [path.name for path in sorted((trained / "evaluations").glob("step-*"))] == [
         f"step-{step:08d}.jsonl" for step in (0, 2, 4)
     ]
     first = json.loads((trained / "evaluations" / "step-00000004.jsonl").read_text().splitlines()[0])
@@ -119,3 +120,29 @@ def test_what_was_admitted_is_what_was_trained_on(trained: Path) -> None:
 
 def test_options_tells_the_same_words_as_a_person(world: Path) -> None:
     assert "collect.tasks=3" in options(world) and "reward=function" in options(world)
+
+
+def test_a_judge_lives_in_one_event_loop_of_training_and_evaluation(world: Path, tmp_path: Path) -> None:
+    run = train(
+        world,
+        tmp_path / "run",
+        reward__path="tests.recipes.rewards:gated",
+        data__val=f"[{world / 'held_out.jsonl'}]",
+        evaluate__every=1,
+    )
+    assert [step["failed_attempts"] for step in measured(run)] == [0, 0]
+    assert [step["eval/failed"] for step in measured(run)] == [0, 0]
+
+
+def test_what_is_scored_before_training_has_a_line_of_its_own(trained: Path) -> None:
+    first = json.loads((trained / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] == 0 and "eval/mean@2" in first and "reward" not in first
+    assert all(step["step"] > 0 for step in read_metrics(trained))
+
+
+def test_what_the_engine_does_for_scoring_is_told_apart(trained: Path) -> None:
+    for step in measured(trained):
+        assert step["engine/finished"] == step["rollouts"] and step["optimizer_steps"] == 1
+        assert step.get("eval/engine/finished", 10) == 10 and ("eval/engine/finished" in step) == (
+            "eval/length" in step
+        )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from etude.checkpoint import Checkpoints
+import pytest
+
+from etude.checkpoint import Checkpoint, Checkpoints
 from etude.cli import main
+from etude.errors import EngineError
 from etude.recipes.build import build
 from etude.recipes.loop import practise
 from etude.recipes.parts import Parts
 from etude.recipes.saving import Saver
+from etude.store import Evaluated
 from tests.recipes.runs import Captured, measured, run_of, same, train, weights
 
 
@@ -85,23 +89,121 @@ def test_what_the_algorithm_carries_on_survives(world: Path, tmp_path: Path) -> 
     assert same(weights(part), weights(whole))
 
 
+class Killed(BaseException):
+    """What ends a run where nothing is caught."""
+
+
+def die(*_: object) -> NoReturn:
+    """End the run here."""
+    raise Killed
+
+
 def test_steps_beyond_the_checkpoint_are_replayed(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
-    class Killed(BaseException):
-        """What ends a run where nothing is caught."""
-
-    def die(step: int) -> None:
-        raise Killed
-
     run = tmp_path / "run"
-    try:
-        with saver(world, run, steps=4, **{"checkpoint.every": 2}) as (saving, parts):
-            save = saving.maybe_save
-            saving.maybe_save = lambda step: die(step) if step == 3 else save(step)  # type: ignore[method-assign]
-            practise(parts)
-    except Killed:
-        pass
-    assert steps_kept(run) == [2] and [step["step"] for step in measured(run)] == [1, 2]
+    with (
+        suppress(Killed),
+        saver(world, run, steps=4, **{"checkpoint.every": 2, "checkpoint.keep": 9}) as (saving, parts),
+    ):
+        save = saving.maybe_save
+        saving.maybe_save = lambda step: die() if step == 3 else save(step)  # type: ignore[method-assign]
+        practise(parts)
+    assert steps_kept(run) == [2]
+    assert [step["step"] for step in measured(run)] == [1, 2, 3], "a step's line is written before it is saved"
+    before = measured(run)
     assert main(["train", "--resume", str(run)]) == 0
-    assert "Going on after step 2" in capsys.readouterr().err
-    assert [step["replayed"] for step in measured(run)] == [0, 0, 1, 0]
+    told = capsys.readouterr().err
+    assert "Going on after step 2" in told and "up to step 3 was measured before" in told
+    assert measured(run)[:3] == before, "what is replayed measures less, and is not written over what was"
+    assert [step["step"] for step in measured(run)] == [1, 2, 3, 4]
     assert same(weights(run), weights(whole))
+
+
+def test_a_step_whose_line_was_lost_is_replayed_and_written(world: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with suppress(Killed), saver(world, run, steps=2) as (_, parts):
+        parts.measure = die  # type: ignore[method-assign]
+        practise(parts)
+    assert measured(run) == []
+    assert main(["train", "--resume", str(run)]) == 0
+    assert [(step["step"], step["replayed"]) for step in measured(run)] == [(1, 1), (2, 0)]
+
+
+def test_what_is_pending_is_written_when_a_step_is_saved(world: Path, tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+    given: dict[str, Any] = {"observe.every": 10, "checkpoint.every": 3}
+    with saver(world, tmp_path, steps=4, **given) as (saving, parts):
+        save = saving.checkpoints.save
+
+        def watched(*arguments: Any) -> Checkpoint:
+            seen.append([line["step"] for line in measured(tmp_path)])
+            return save(*arguments)
+
+        saving.checkpoints.save = watched  # type: ignore[method-assign]
+        practise(parts)
+    assert seen == [[3], [3, 4]]
+
+
+def scored(world: Path, directory: Path, **changes: Any) -> AbstractContextManager[tuple[Saver, Parts]]:
+    """A run that is scored at each second step."""
+    given = {"data.val": f"[{world / 'held_out.jsonl'}]", "evaluate.every": 2, "checkpoint.every": 1} | changes
+    return saver(world, directory, steps=4, **given)
+
+
+def test_a_kill_between_a_save_and_its_mark_loses_no_best(world: Path, tmp_path: Path) -> None:
+    with suppress(Killed), scored(world, tmp_path) as (saving, parts):
+        saving.checkpoints.mark_best = die  # type: ignore[method-assign]
+        practise(parts)
+    assert steps_kept(tmp_path)[-1] == 2 and not (tmp_path / "checkpoints" / "best.json").exists()
+    with scored(world, tmp_path) as (saving, parts):
+        best = saving.checkpoints.best()
+        assert best is not None and best.step == 2
+        assert saving.checkpoints.best_score(saving.measured) == best.facts["score"]
+
+
+def test_what_the_journal_has_a_score_of_is_not_scored_again(world: Path, tmp_path: Path) -> None:
+    def scores(parts: Parts) -> list[tuple[int, Any]]:
+        found = [event for _, event in parts.store.read(kinds=(Evaluated,)) if isinstance(event, Evaluated)]
+        return [(event.step, event.scores) for event in found]
+
+    with suppress(Killed), scored(world, tmp_path, **{"checkpoint.every": 4}) as (saving, parts):
+        saving.maybe_save = lambda step: die() if step == 3 else None  # type: ignore[method-assign]
+        practise(parts)
+    with scored(world, tmp_path, **{"checkpoint.every": 4}) as (saving, parts):
+        assert [step for step, _ in scores(parts)] == [0, 2]
+        practise(parts)
+        assert [step for step, _ in scores(parts)] == [0, 2, 4]
+        assert saving.best(2) == scores(parts)[1][1]["eval/mean@1"]
+
+
+def test_scores_that_are_measured_otherwise_do_not_compare(world: Path, tmp_path: Path) -> None:
+    with scored(world, tmp_path) as (saving, _):
+        saving.save(1)
+        saving.checkpoints.mark_best(1, 100.0, saving.measured)
+    with scored(world, tmp_path, **{"evaluate.limit": 2}) as (saving, parts):
+        assert saving.checkpoints.best_score(saving.measured) is None
+        practise(parts)
+        best = saving.checkpoints.best()
+        assert best is not None and best.step > 1
+
+
+def test_a_step_whose_evaluation_fails_is_saved_all_the_same(world: Path, tmp_path: Path) -> None:
+    def fails() -> NoReturn:
+        raise EngineError("out of memory")
+
+    with scored(world, tmp_path, **{"evaluate.first": "false"}) as (_, parts):
+        assert parts.evaluate.evaluator is not None
+        parts.evaluate.evaluator.answers = fails  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="out of memory"):
+            practise(parts)
+    assert steps_kept(tmp_path)[-1] == 2 and [step["step"] for step in measured(tmp_path)] == [1, 2]
+
+
+def test_a_score_in_which_answers_failed_is_told_and_marks_no_best(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    given = {"reward.path": "tests.recipes.rewards:choosy", "evaluate.first": "false", "collect.timeout": 60}
+    with scored(world, tmp_path, **given) as (saving, parts):
+        practise(parts)
+        assert saving.checkpoints.best() is None
+    told = capsys.readouterr().err
+    assert "5 of 5 answers that were to be scored after step 2 failed" in told and "marks no best" in told

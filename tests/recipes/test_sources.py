@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -33,13 +34,14 @@ class Scripted:
         """`script`: for the n-th request how many seconds it hangs, what it raises, or None."""
         self._script, self._tokens = script, tokens
         self.asked: list[int | None] = []
-        self.answering = 0
+        self.answering = self.most = 0
 
     async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
         """Three tokens, drawn by the seed of the request."""
         self.asked.append(sampling.seed)
         act = self._script(len(self.asked))
         self.answering += 1
+        self.most = max(self.most, self.answering)
         try:
             if isinstance(act, Exception):
                 raise act
@@ -65,11 +67,12 @@ def sourced(
     judging: Judging | None = None,
     state: Any = None,
     position: int = 0,
+    at_once: int = 64,
     **collection: Any,
 ) -> Iterator[EngineSource]:
     """A source over twelve tasks, two groups of three a step."""
     dataset = Dataset.load(TASKS)
-    with Judge(reward, judging or Judging()) as judge:
+    with Judge(reward, judging or Judging()) as judge, asyncio.Runner() as runner:
         source = EngineSource(
             Collection(**({"tasks": 2, "group_size": 3} | collection)),
             Sampling(max_tokens=4),
@@ -80,10 +83,11 @@ def sourced(
             engine=engine,
             judge=judge,
             store=store,
+            runner=runner,
+            at_once=at_once,
         )
-        with closing(source):
-            source.take_up(state, position)
-            yield source
+        source.take_up(state, position)
+        yield source
 
 
 def told(groups: Groups) -> list[Any]:
@@ -234,3 +238,26 @@ def test_an_answer_without_tokens_is_a_rollout_like_any_other() -> None:
     assert batch.rollouts == 6 and not bool(batch.action.any())
     turns = [event for _, event in store.read(kinds=(TurnRecorded,))]
     assert len(turns) == 6 and {r.outcome for r in groups.rollouts} == {Outcome.SUCCEEDED}
+
+
+def test_a_clock_counts_no_wait_in_line_and_none_for_the_judge() -> None:
+    def slowly(task: Task, answer: str) -> float:
+        time.sleep(0.06)
+        return even(task, answer)
+
+    engine, store = Scripted(lambda _: 0.06), open_store()
+    with sourced(engine, store, slowly, timeout=0.1, retries=0, at_once=2) as source:
+        groups = source.next(1)
+    assert len(groups.rollouts) == 6 and groups.metrics.reduce()["failed_attempts"] == 0
+    assert engine.most == 2, "no more are asked for at once than the engine computes"
+
+
+def test_a_step_that_failed_whole_begins_anew() -> None:
+    def never(task: Task, answer: str) -> float:
+        raise ValueError("no judge today")
+
+    store = open_store()
+    with sourced(Scripted(), store, never, retries=0) as source, pytest.raises(CollectionError):
+        source.next(1)
+    with sourced(Scripted(), store) as source:
+        assert len(source.next(1).rollouts) == 6

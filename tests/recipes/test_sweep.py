@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 
+from etude.algorithms import Denominators, LossValue, View
+from etude.algorithms.losses.clip import PPO
 from etude.cli import main
+from tests.recipes.rewards import planned
 from tests.recipes.runs import Captured, measured, options, refused, same, train, weights
 
 
@@ -48,3 +54,44 @@ def test_every_run_is_composed_before_the_first_begins(world: Path, tmp_path: Pa
         capsys, "train", "--multirun", *options(world, directory=tmp_path / "s", **{"collect.group_size": "4,0"})
     )
     assert not (tmp_path / "s").exists()
+
+
+def test_a_signal_in_the_last_step_of_a_run_ends_the_sweep_too(world: Path, tmp_path: Path) -> None:
+    with planned({20: signal.SIGINT}):
+        assert main(["train", "--multirun", *options(world, directory=tmp_path, seed="0,1")]) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["0-seed-0"] and len(measured(tmp_path / "0-seed-0")) == 2
+
+
+def test_what_sets_a_run_apart_may_be_long(world: Path, tmp_path: Path) -> None:
+    shutil.copy(world / "tasks.jsonl", tmp_path / f"{'long' * 50}.jsonl")
+    files = f"data.train=[{world / 'tasks.jsonl'}],[{tmp_path / ('long' * 50)}.jsonl]"
+    words = options(world, directory=tmp_path / "sweep", steps=1, **{"data.train": None})
+    assert main(["train", "--multirun", *words, files]) == 0
+    assert all(len(path.name.encode()) < 200 for path in (tmp_path / "sweep").iterdir())
+
+
+def test_whatever_ends_one_run_is_told_and_the_others_go_on(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    words = options(world, directory=tmp_path, steps=1, loss="tests.recipes.test_sweep:Mistaken,ppo")
+    assert main(["train", "--multirun", *words]) == 2
+    told = capsys.readouterr().err.partition("etude: ")[2]
+    assert "1 of 2 runs" in told and "ZeroDivisionError: a mistake" in told
+    assert len(measured(tmp_path / "1-loss-ppo")) == 1
+
+
+def test_a_sweep_has_one_directory(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    swept = f"directory={tmp_path / 'a'},{tmp_path / 'b'}"
+    assert "A sweep has one directory" in refused(capsys, "train", "--multirun", *options(world), swept)
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_threads_are_put_back(world: Path, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    train(world, tmp_path / "run", steps=1, threads=before + 1)
+    assert torch.get_num_threads() == before
+
+
+class Mistaken(PPO):
+    """A loss with a mistake in it."""
+
+    def __call__(self, view: View, whole: Denominators) -> LossValue:
+        raise ZeroDivisionError("a mistake")

@@ -119,3 +119,8 @@ def test_values_are_exact() -> None:
     assert number("0.1") == Fraction(1, 10) and number("-1,000.50") == Fraction(-2001, 2)
     assert final_number("so 1/3", strict=False) == Fraction(1, 3)
     assert final_number("so 1/3", strict=True) is None
+
+
+def test_the_number_is_extracted_however_it_is_written() -> None:
+    assert Gsm8k().extract("so #### 1,000.0") == Gsm8k().extract("#### $1000") == "1000"
+    assert Gsm8k().extract("1000") is None and Gsm8k(method="flexible").extract("it is 1000") == "1000"

@@ -17,7 +17,7 @@ import pytest
 
 from etude.errors import ConfigError, PlugInError, RewardError
 from etude.records import Outcome
-from etude.rewards import Exact, Function, Judge, Judging, Math, Regex, RewardFunction, Verdict
+from etude.rewards import Exact, Function, Gsm8k, Judge, Judging, Math, Regex, RewardFunction, Verdict
 from etude.rewards.judge import HOPELESS
 from tests.rewards import functions
 from tests.rewards.tasks import task
@@ -351,3 +351,10 @@ Judge(mine, Judging(workers=1))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert "The reward mine is defined in the script that was started" in done.stderr
+
+
+@pytest.mark.parametrize("reward", [Gsm8k(), Regex(pattern="#### (.*)")], ids=["in place", "in a process"])
+def test_a_verdict_tells_what_was_read_as_the_answer(reward: RewardFunction) -> None:
+    with Judge(reward) as judge:
+        verdict = asyncio.run(judge.judge(task("4"), "#### 4"))
+    assert verdict.reward == 1.0 and verdict.extracted == "4"

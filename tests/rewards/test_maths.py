@@ -117,3 +117,9 @@ def test_braces_are_balanced() -> None:
     assert boxed("a \\boxed{\\frac{1}{2}} b") == "\\frac{1}{2}"
     assert boxed("\\boxed{\\{1\\}}") == "\\{1\\}"
     assert boxed("\\boxed{1") is None and boxed("1") is None
+
+
+def test_the_final_expression_is_extracted_as_it_is_written() -> None:
+    extract = Math().extract
+    assert extract("so \\boxed{ 2x + 1 }") == extract("I think\nThe answer is $2x+1$.") == "2x+1"
+    assert extract("I do not know") is None

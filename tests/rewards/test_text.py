@@ -116,3 +116,10 @@ def test_the_sections_are_yours_to_name() -> None:
 def test_the_table_names_each_once() -> None:
     assert len(set(REWARDS.values())) == len(REWARDS)
     assert REWARDS["f1"]().title == "f1"
+
+
+def test_what_is_read_as_the_answer_is_extracted() -> None:
+    assert Exact().extract(" Paris. ") == "Paris." and Exact(loose=True).extract("The Paris!") == "paris"
+    found = Regex(pattern=r"<a>(.*?)</a>")
+    assert found.extract("<a>1</a> <a> 2 </a>") == "2" and found.extract("2") is None
+    assert Regex(pattern="yes").extract("yes") is None and F1().extract("yes") is None
