@@ -57,17 +57,17 @@ def test_a_secret_is_shown_nowhere(tmp_path: Path) -> None:
     require("mlflow")
     secret = [
         "observe.mlflow.enabled=true",
-        "observe.mlflow.uri='postgresql://me:hunter2pass@h/x','postgresql://me:hunter2pass@h/y'",
+        "observe.mlflow.uri='nosuch://me:hunter2pass@h/x','nosuch://me:hunter2pass@h/y'",
     ]
     etude = [sys.executable, "-m", "etude"]
     demo = [*etude, "demo", "algorithms", *SHORT, f"directory={tmp_path}", *secret, "--multirun", "--json"]
     done = subprocess.run(demo, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "The mlflow sink failed" in done.stderr and "postgresql://me:***@h/x" in done.stderr
+    assert "The mlflow sink failed" in done.stderr and "nosuch://me:***@h/x" in done.stderr
     single = [secret[0], secret[1].partition(",")[0]]
     for form in ([], ["--yaml"]):
         shown = subprocess.run([*etude, "config", "show", *single, *form], capture_output=True, text=True)
-        assert "postgresql://me:***@h/x" in shown.stdout and "hunter2pass" not in shown.stdout + shown.stderr
+        assert "nosuch://me:***@h/x" in shown.stdout and "hunter2pass" not in shown.stdout + shown.stderr
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"run.yaml", "metrics.jsonl"} <= {path.name for path in files}
     assert "hunter2pass" not in done.stdout + done.stderr
