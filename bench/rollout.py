@@ -290,6 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS), help="compare with these alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     asked = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the engines are ended as well
     console = make_console()
     pythons = {"etude": Path(sys.executable)}
     for peer in asked.peers:
