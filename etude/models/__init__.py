@@ -5,12 +5,14 @@ from __future__ import annotations
 from etude.models.attention import PackedAttention
 from etude.models.body import Attend
 from etude.models.head import logp_and_entropy, over_chunks, token_logp
+from etude.models.layout import Layout
 from etude.models.load import create, load, save
 from etude.models.model import Model
 from etude.models.tiny import tiny
 
 __all__ = [
     "Attend",
+    "Layout",
     "Model",
     "PackedAttention",
     "create",

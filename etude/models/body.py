@@ -37,3 +37,7 @@ class Body(Protocol):
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, *, checkpoint: bool) -> Tensor:
         """[P], [P] → [P, H]. With `checkpoint`, a layer's activations are computed again for its backward pass."""
         ...
+
+    def products(self) -> list[Tensor]:
+        """The weights whose products go through `layout.product`."""
+        ...

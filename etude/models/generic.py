@@ -61,6 +61,10 @@ class Generic:
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
+    def products(self) -> list[Tensor]:
+        """See `Body`: none, its modules multiply by themselves."""
+        return []
+
 
 def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A decoder layer's forward pass, to be made again in the backward pass where that is wanted."""

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as again
 from transformers import PreTrainedModel
 
 from etude.models.body import Attend
+from etude.models.layout import product
 from etude.models.steps import gated_silu, normed, rotated
 
 __all__ = ["Fused", "FusedLinear", "fits"]
@@ -45,7 +46,7 @@ class FusedLinear:
         first = self.parameters[0]
         assert first.data_ptr() == self.weight.data_ptr(), "a fused parameter was given other memory: see `Model`"
         if not torch.is_grad_enabled():
-            return linear(x, self.weight, self.bias)
+            return product(x, self.weight, self.bias)
         out: Tensor = _FusedLinear.apply(x, self.weight, self.bias, *self.parameters)  # type: ignore[no-untyped-call]
         return out
 
@@ -115,13 +116,29 @@ class _Layer:
         """[P, H] → [P, H]."""
         heads = self.heads
         heads_apart = self.qkv(normed(x, self.before, heads.eps)).view(len(x), -1, heads.width)
-        q, k, v = torch.split(heads_apart, [heads.query, heads.key, heads.key], 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = normed(q, self.q_norm, heads.eps), normed(k, self.k_norm, heads.eps)
-        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        if torch.is_grad_enabled():
+            q, k, v = torch.split(heads_apart, [heads.query, heads.key, heads.key], 1)
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = normed(q, self.q_norm, heads.eps), normed(k, self.k_norm, heads.eps)
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        else:
+            asking, v = torch.split(heads_apart, [heads.query + heads.key, heads.key], 1)
+            q, k = torch.split(self._turned(asking, cos, sin), [heads.query, heads.key], 1)
         seen = attend(self.index, q, k, v, scale=heads.scale, window=self.window, softcap=None)
-        x = x + linear(seen.reshape(len(x), -1), self.out.weight, self.out.bias)
-        return x + linear(gated_silu(self.gate_up(normed(x, self.between, heads.eps))), self.down.weight)
+        x = x + product(seen.reshape(len(x), -1), self.out.weight, self.out.bias)
+        return x + product(gated_silu(self.gate_up(normed(x, self.between, heads.eps))), self.down.weight)
+
+    def _turned(self, asking: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[P, Hq + Hk, D]: queries and keys normed and rotated, in half as many steps as one after the other."""
+        if self.q_norm is not None and self.k_norm is not None:
+            heads = self.heads
+            weight = torch.cat([self.q_norm.expand(heads.query, -1), self.k_norm.expand(heads.key, -1)])
+            asking = normed(asking, weight, heads.eps)
+        return rotated(asking, cos, sin)
+
+    def products(self) -> list[Tensor]:
+        """The weights that it multiplies with."""
+        return [self.qkv.weight, self.out.weight, self.gate_up.weight, self.down.weight]
 
 
 def _signs(sin: Tensor) -> Tensor:
@@ -152,3 +169,7 @@ class Fused:
         for layer in self.layers:
             x = again(layer, x, cos, sin, attend, use_reentrant=False) if checkpoint else layer(x, cos, sin, attend)
         return normed(x, self.norm.weight, self.eps)
+
+    def products(self) -> list[Tensor]:
+        """See `Body`."""
+        return [weight for layer in self.layers for weight in layer.products()]

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from etude.models.body import Attend, Body
 from etude.models.generic import Generic, examine
 from etude.models.layers import Fused, fits
+from etude.models.layout import product
 
 __all__ = ["Model"]
 
@@ -104,6 +104,10 @@ class Model:
             grad = grad.mul_(1 - (logits / self.logit_cap).square())
         return grad if self.logit_scale == 1 else grad.mul_(self.logit_scale)
 
+    def products(self) -> list[Tensor]:
+        """The weights that a `Layout` may hold once more."""
+        return [*self._body.products(), self.head_weight]
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter once."""
         yield from self.module.parameters()
@@ -142,7 +146,7 @@ class _Product(torch.autograd.Function):
         if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16):
             out = torch.mm(x, weight.T, out_dtype=torch.float32)
             return out if bias is None else out.add_(bias)
-        return linear(x, weight, bias).to(torch.promote_types(x.dtype, torch.float32))
+        return product(x, weight, bias).to(torch.promote_types(x.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

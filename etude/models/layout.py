@@ -1,0 +1,84 @@
+"""Weights once more, laid out as the processor multiplies them.
+
+A CPU's kernels for half precision want a weight in tiles, and a product of few rows spends a third of its time on
+putting it there. An engine draws with the same weights thousands of times before they change, so it keeps them in that
+order: the very same numbers come out, sooner, for the memory of the weights again. A trainer's change with every step,
+and stay as they are.
+
+    layout = Layout(model)
+    with layout.used():           # on the engine's thread: products now go through it
+        model.hidden(…)
+    layout.refresh()              # after the weights changed, before they are used again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+__all__ = ["Layout", "product"]
+
+
+class Multiplies(Protocol):
+    """A model, as far as its products go."""
+
+    def products(self) -> list[Tensor]:
+        """The weights that `product` is called with."""
+        ...
+
+
+class Layout:
+    """The weights of a model in the order of the kernels, where these have one of their own; else nothing."""
+
+    def __init__(self, model: Multiplies) -> None:
+        self._model = model
+        self._laid: dict[int, Tensor] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the weights anew."""
+        self.clear()
+        for weight in self._model.products():
+            if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _gains():
+                self._laid[weight.data_ptr()] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+
+    def clear(self) -> None:
+        """Give the memory back. Products then take the weights as they lie."""
+        self._laid.clear()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Products of this thread go through it."""
+        token = _USED.set(self._laid)
+        try:
+            yield
+        finally:
+            _USED.reset(token)
+
+
+_USED: ContextVar[dict[int, Tensor] | None] = ContextVar("layout", default=None)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[P, I] · [O, I]ᵀ + [O]: a linear map, by the laid-out weight where one is used. It has no gradient then."""
+    used = _USED.get()
+    laid = used.get(weight.data_ptr()) if used else None
+    if laid is None:
+        return linear(x, weight, bias)
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, laid, bias, "none", [], "")
+    return out
+
+
+@cache
+def _gains() -> bool:
+    """Whether this processor multiplies half precision itself, and torch was built to have it do so."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
