@@ -31,6 +31,8 @@ class Case:
     yardstick: Callable[[], object]
     limit: float
     """How many yardsticks it should cost at most."""
+    is_peer: bool = False
+    """Whether the work is a peer's and the yardstick ours: then it should cost at least so many."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def measure(cases: Sequence[Case], rounds: int, progress: Callable[[], None] = l
         taken = times[case.name]
         ratio = median(work / yard for work, yard in taken)
         seconds, yard = median(work for work, _ in taken), median(yard for _, yard in taken)
-        found.append(Measured(case.name, case.kind, seconds, yard, ratio, case.limit, ratio <= case.limit))
+        met = ratio >= case.limit if case.is_peer else ratio <= case.limit
+        found.append(Measured(case.name, case.kind, seconds, yard, ratio, case.limit, met))
     return found
 
 
