@@ -48,6 +48,7 @@ from sqlalchemy.exc import DBAPIError, ResourceClosedError
 from etude.errors import StoreError
 from etude.store.events import Record
 from etude.store.journal import Journal, Written, written
+from etude.store.shield import undisturbed
 
 __all__ = ["SqlJournal"]
 
@@ -234,7 +235,7 @@ class SqlJournal(Journal):
         """What is written inside is written together, or not at all where an exception leaves it."""
         if self._read_only:
             raise StoreError(f"The journal {self._path} was opened to be read, and cannot be written through that.")
-        with self._speaking("written"):
+        with undisturbed(), self._speaking("written"):
             self._connection.exec_driver_sql("BEGIN IMMEDIATE")
             try:
                 yield
