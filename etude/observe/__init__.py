@@ -17,7 +17,7 @@ from etude.observe.config import ConsoleStyle, MlflowConfig, Observe, WandbConfi
 from etude.observe.console import Bar, ConsoleSink, format_number, format_seconds, make_console, progress
 from etude.observe.jsonl import JsonlSink, last_step
 from etude.observe.log import LogLevel, configure, get_log
-from etude.observe.logger import RunLog, Step
+from etude.observe.logger import Display, RunLog, Step, unwatched
 from etude.observe.metrics import Last, Max, Mean, Metric, Metrics, Min, Sum, WireMetrics
 from etude.observe.sinks import Background, Guarded, RunInfo, Sink
 from etude.observe.timer import Timer
@@ -27,6 +27,7 @@ __all__ = [
     "Bar",
     "ConsoleSink",
     "ConsoleStyle",
+    "Display",
     "Guarded",
     "JsonlSink",
     "Last",
@@ -55,6 +56,7 @@ __all__ = [
     "make_console",
     "open_run_log",
     "progress",
+    "unwatched",
 ]
 
 
@@ -62,7 +64,9 @@ def open_run_log(
     config: Observe, run: RunInfo, headline: Sequence[str] = (), console: Console | None = None, written: int = -1
 ) -> RunLog:
     """The log of a run, with the sinks that the configuration asks for, open; up to `written` its steps are there."""
-    return RunLog(choose_sinks(config, headline, console), run, config.every, written=written)
+    sinks = choose_sinks(config, headline, console)
+    display = next((sink for sink in sinks if isinstance(sink, ConsoleSink)), None)
+    return RunLog(sinks, run, config.every, written=written, display=display)
 
 
 def choose_sinks(config: Observe, headline: Sequence[str] = (), console: Console | None = None) -> list[Sink]:

@@ -49,8 +49,8 @@ class Observe(BaseModel):
 
     console: ConsoleStyle = Field(
         default="auto",
-        description="rich: a line per step and a live progress bar; plain: lines only; off: nothing; "
-        "auto: rich on a terminal, plain elsewhere",
+        description="rich: a line per step and a live progress bar; plain: lines only; off: neither, only what is said "
+        "in words, which has its own `level`; auto: rich on a terminal, plain elsewhere",
     )
     level: LogLevel = Field(default="info", description="the least serious log message that is shown")
     every: int = Field(

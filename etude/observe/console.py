@@ -1,6 +1,7 @@
 """What a person sees while something runs.
 
-On a terminal: one line per step above a live progress bar. Elsewhere (a file, a pipe, a build's log): plain lines.
+On a terminal: one line per step above a live progress bar, which also says what the step is at. Elsewhere (a file, a
+pipe, a build's log): plain lines.
 Either way the display is a guest: a reader that goes away, a standard output that is closed or knows only ASCII,
 never disturbs the run. rich decides what the terminal can do, and heeds NO_COLOR, COLUMNS and TERM.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from etude.observe.config import ConsoleStyle
@@ -24,6 +25,8 @@ from etude.observe.sinks import RunInfo
 __all__ = ["Bar", "ConsoleSink", "format_number", "format_seconds", "make_console", "progress"]
 
 _DAY = 24 * 3600.0
+OFTEN, SELDOM = 5.0, 30.0
+"""Seconds between two lines that say how far something is, alone and inside a step, which ends with a line anyway."""
 
 
 def make_console(style: ConsoleStyle = "auto", file: TextIO | None = None) -> Console:
@@ -87,6 +90,20 @@ class ConsoleSink:
         _say(self._console, _step_line(step, self._steps, values, self._headline, width))
         if self._bar is not None:
             self._bar.reach(step)
+
+    def phase(self, step: int, name: str) -> None:
+        """What a step is at now, beside the bar."""
+        if self._bar is not None:
+            self._bar.describe(f"step {step}: {name}")
+
+    @contextmanager
+    def progress(self, description: str, total: float | None) -> Iterator[Bar]:
+        """How far something inside a step has come: a bar below the run's, or now and then a line."""
+        if self._bar is not None:
+            with self._bar.part(description, total) as part:
+                yield part
+        else:
+            yield _LineBar(self._console, description, total, time.monotonic, SELDOM)
 
     def close(self) -> None:
         """Take the bar away; the lines stay."""
@@ -158,25 +175,57 @@ class _LiveBar:
             self._progress.reset(self._task, completed=int(completed))
             self._begun = True
 
+    def describe(self, description: str) -> None:
+        """Call the bar something else."""
+        self._progress.update(self._task, description=_encodable(self._progress.console, description))
+
+    @contextmanager
+    def part(self, description: str, total: float | None) -> Iterator[Bar]:
+        """A bar of its own below this one, while it lasts."""
+        shown = self._progress
+        task = shown.add_task(_encodable(shown.console, description), total=total)
+        try:
+            yield _Part(shown, task)
+        finally:
+            shown.remove_task(task)
+
     def stop(self) -> None:
         self._progress.stop()
 
 
-class _LineBar:
-    """Says how far things are, in a line of its own, at most every five seconds."""
+class _Part:
+    """A bar below another."""
 
-    def __init__(self, console: Console, description: str, total: float | None, clock: Callable[[], float]) -> None:
+    def __init__(self, shown: Progress, task: TaskID) -> None:
+        self._shown, self._task = shown, task
+
+    def advance(self, amount: float = 1.0) -> None:
+        self._shown.advance(self._task, amount)
+
+
+class _LineBar:
+    """Says how far things are, in a line of its own, now and then."""
+
+    def __init__(
+        self,
+        console: Console,
+        description: str,
+        total: float | None,
+        clock: Callable[[], float],
+        every: float = OFTEN,
+    ) -> None:
         self._console = console
         self._description = description
         self._total = total
         self._clock = clock
+        self._every = every
         self._began = self._spoke = clock()
         self._done = 0.0
 
     def advance(self, amount: float = 1.0) -> None:
         self._done += amount
         now = self._clock()
-        if now - self._spoke >= 5.0:
+        if now - self._spoke >= self._every:
             self._spoke = now
             far = f"{self._done:,.0f}" if self._total is None else f"{self._done / self._total:.0%}"
             _say(self._console, Text(f"{self._description}: {far} after {format_seconds(now - self._began)}"))

@@ -14,16 +14,41 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
+from etude.observe.console import Bar
 from etude.observe.log import get_log
 from etude.observe.metrics import Metric, Metrics
 from etude.observe.sinks import Guarded, RunInfo, Sink
 from etude.observe.timer import Timer
 
-__all__ = ["RunLog", "Step"]
+__all__ = ["Display", "RunLog", "Step", "unwatched"]
+
+
+class Display(Protocol):
+    """Where a run is shown while it goes on."""
+
+    def phase(self, step: int, name: str) -> None:
+        """What a step is at now."""
+        ...
+
+    def progress(self, description: str, total: float | None) -> AbstractContextManager[Bar]:
+        """How far something inside a step has come."""
+        ...
+
+
+class _Unseen:
+    """A bar that nobody watches."""
+
+    def advance(self, amount: float = 1.0) -> None:
+        pass
+
+
+def unwatched(description: str, total: float | None) -> AbstractContextManager[Bar]:  # noqa: ARG001
+    """Progress that is shown nowhere."""
+    return nullcontext(_Unseen())
 
 
 class Step:
@@ -55,8 +80,10 @@ class RunLog:
         every: int = 1,
         clock: Callable[[], float] = time.perf_counter,
         written: int = -1,
+        display: Display | None = None,
     ) -> None:
-        self._written = written
+        """display: shows what a step is at, and how far that has come."""
+        self._written, self._display = written, display
         self._sinks = [Guarded(sink) for sink in sinks]
         self._run = run
         self._every = every
@@ -70,7 +97,7 @@ class RunLog:
     @contextmanager
     def step(self, number: int) -> Iterator[Step]:
         """Measure one step; its time is measured for it."""
-        step = Step(number, Timer(self._clock))
+        step = Step(number, Timer(self._clock, lambda phase: self._enter(number, phase)))
         yield step
         if number <= self._written:
             return
@@ -79,6 +106,10 @@ class RunLog:
         self._finished = number
         if number % self._every == 0 or number == self._run.steps:
             self._write()
+
+    def progress(self, description: str, total: float | None) -> AbstractContextManager[Bar]:
+        """A bar for something that takes its time within a step, shown where the run is."""
+        return (self._display.progress if self._display is not None else unwatched)(description, total)
 
     def flush(self) -> None:
         """Write what is pending now."""
@@ -99,6 +130,10 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _enter(self, step: int, phase: str) -> None:
+        if self._display is not None:
+            self._display.phase(step, phase)
 
     def _write(self) -> None:
         values = self._pending.reduce()

@@ -19,8 +19,11 @@ __all__ = ["Timer"]
 class Timer:
     """A stopwatch for nested phases, for one thread and one step."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, entered: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """entered: is told the name of each phase as it begins."""
+        self._clock, self._entered = clock, entered
         self._started = clock()
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
@@ -31,6 +34,7 @@ class Timer:
         self._open.append(phase)
         name = "/".join(self._open)
         self._seconds.setdefault(name, 0.0)
+        self._entered(name)
         began = self._clock()
         try:
             yield

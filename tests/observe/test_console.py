@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -224,3 +225,34 @@ def test_a_real_terminal_sees_lines_warnings_and_a_bar(tmp_path: Path) -> None:
     assert re.search(r"main\[0\] WARNING The metric 'reward' is nan at step 3", text)
     assert re.search(r"demo ━", text)
     assert "survived" in text
+
+
+def test_a_terminal_shows_what_a_step_is_at_and_how_far_it_has_come() -> None:
+    console, out = terminal()
+    sink = ConsoleSink(console)
+    sink.open(run(steps=10))
+    sink.phase(3, "collect")
+    with sink.progress("step 3: answers", 8) as bar:
+        bar.advance(6)
+        time.sleep(0.6)  # it is drawn anew four times a second
+    sink.phase(3, "update")
+    sink.close()
+    shown = without_escapes(out.getvalue())
+    assert re.search(r"step 3: collect ━", shown) and re.search(r"step 3: answers ━.* 75%", shown)
+    assert re.search(r"step 3: update ━", shown)
+
+
+def test_elsewhere_a_step_says_now_and_then_how_far_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, clock = io.StringIO(), Clock()
+    monkeypatch.setattr("etude.observe.console.time.monotonic", clock)
+    sink = ConsoleSink(make_console("plain", out))
+    sink.open(run(steps=10))
+    sink.phase(3, "collect")
+    with sink.progress("step 3: answers", 8) as bar:
+        for _ in range(8):
+            clock.wait(10.0)
+            bar.advance()
+    assert out.getvalue().splitlines()[1:] == [
+        "step 3: answers: 38% after 30.0 s",
+        "step 3: answers: 75% after 1 min 00 s",
+    ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,38 @@ def test_a_step_that_has_its_line_is_not_written_again() -> None:
             with log.step(step) as at:
                 at.add({"tokens": Sum.of(step)})
     assert [(step, row["tokens"]) for step, row in table.rows.items()] == [(3, 3.0)]
+
+
+class Shown:
+    """A display that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def phase(self, step: int, name: str) -> None:
+        self.told.append((step, name))
+
+    @contextmanager
+    def progress(self, description: str, total: float | None) -> Iterator[Shown]:
+        self.told.append((description, total))
+        yield self
+
+    def advance(self, amount: float = 1.0) -> None:
+        self.told.append(amount)
+
+
+def test_a_display_is_told_what_a_step_is_at() -> None:
+    shown = Shown()
+    with (
+        RunLog([], run(), display=shown) as log,
+        log.step(3) as at,
+        at.timer("collect"),
+        log.progress("answers", 8) as bar,
+    ):
+        bar.advance(2)
+    assert shown.told == [(3, "collect"), ("answers", 8), 2]
+
+
+def test_without_a_display_nobody_is_told() -> None:
+    with RunLog([], run()) as log, log.progress("answers", 8) as bar:
+        bar.advance()

@@ -72,3 +72,11 @@ def test_the_clock_of_the_machine_runs() -> None:
         sum(range(10_000))
     values = timer.metrics().reduce()
     assert 0 < values["time/x"] <= values["time/step"] < 60
+
+
+def test_phases_are_told_as_they_begin() -> None:
+    told: list[str] = []
+    timer = Timer(Clock(), told.append)
+    with timer("update"), timer("forward"):
+        pass
+    assert told == ["update", "update/forward"]
