@@ -1,0 +1,120 @@
+"""`etude answers RUN`: what a run was trained on, to be read: the tasks of a step, and what was answered to each.
+
+The answers come from the run's journal, which may be read while the run goes on. Those to the held-out tasks lie beside
+it as text, in `evaluations/`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from etude.errors import ConfigError
+from etude.observe import format_number, make_console
+from etude.store import Journal, open_store
+
+__all__ = ["answers", "show"]
+
+JOURNAL = "journal.sqlite"
+LONGEST = 300
+"""Characters of an answer that are shown, unless it is to be whole."""
+
+
+def show(
+    directory: Path,
+    *,
+    step: int | None = None,
+    tasks: int = 3,
+    whole: bool = False,
+    lines: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Print what a step was trained on, by default the last one: some of its tasks, the best answers first.
+
+    `lines` prints every answer of the step instead, a JSON object a line.
+    """
+    step, found = answers(directory, step)
+    if lines:
+        for each in found:
+            print(json.dumps(each, ensure_ascii=False, default=str))
+        return
+    console = make_console() if console is None else console
+    groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for each in found:
+        groups[each["task"]].append(each)
+    console.print(Text(f"Step {step} was trained on {len(found)} answers to {len(groups)} tasks."), soft_wrap=True)
+    for group in list(groups.values())[:tasks]:
+        console.print()
+        console.print(Text(_spoken(group[0]["prompt"]), "bold"), soft_wrap=True)
+        console.print(_table(sorted(group, key=lambda each: -each["reward"]), whole))
+    if len(groups) > tasks:
+        console.print(Text(f"{len(groups) - tasks} more tasks: -n {len(groups)} shows all, --json prints them."))
+
+
+def answers(directory: Path, step: int | None = None) -> tuple[int, list[dict[str, Any]]]:
+    """Which step, by default the last that was collected, and its answers as plain data, task by task."""
+    file = directory / JOURNAL
+    if not file.is_file():
+        raise ConfigError(
+            f"{directory} holds no {JOURNAL}, so no answers of a run. Give the directory that `etude train` printed."
+        )
+    with closing(open_store(file, read_only=True)) as store:
+        admitted = store.admitted()
+        if not admitted:
+            raise ConfigError(f"The run in {directory} has not collected its first step yet. Wait until it has.")
+        wanted = max(admitted) if step is None else step
+        if wanted not in admitted:
+            raise ConfigError(
+                f"The run in {directory} has no step {wanted}; it has collected steps {min(admitted)} to "
+                f"{max(admitted)}. Give one of them with --step."
+            )
+        return wanted, list(_of(store, wanted, admitted[wanted]))
+
+
+def _of(store: Journal, step: int, rollouts: Sequence[int]) -> Iterator[dict[str, Any]]:
+    for id in rollouts:
+        rollout = store.rollout(id)
+        task, last, turns = store.task(rollout.task), rollout.last, store.turns(id)
+        assert last is not None, "what a step trained on was tried"
+        yield {
+            "step": step,
+            "task": task.id,
+            "source": task.source,
+            "prompt": task.fields["prompt"],
+            "ground_truth": task.fields.get("ground_truth"),
+            "answer": "\n".join(turn.completion.text for turn in turns),
+            "reward": last.reward,
+            "parts": dict(last.parts),
+            "tokens": sum(len(turn.completion.ids) for turn in turns),
+            "finish": turns[-1].completion.finish,
+        }
+
+
+def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
+    parts = list(group[0]["parts"])
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("reward", *parts, "tokens"):
+        table.add_column(name, justify="right")
+    table.add_column("answer")
+    for each in group:
+        text = each["answer"] if whole or len(each["answer"]) <= LONGEST else each["answer"][: LONGEST - 1] + "…"
+        cut = "" if each["finish"] == "stop" else f"  [{each['finish']}]"
+        numbers = [each["reward"], *(each["parts"].get(name, float("nan")) for name in parts)]
+        cells = [*map(format_number, numbers), str(each["tokens"])]
+        table.add_row(*map(Text, cells), Text.assemble(text, (cut, "dim")))
+    return table
+
+
+def _spoken(prompt: Any) -> str:
+    """A prompt as a person reads it."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)

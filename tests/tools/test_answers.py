@@ -1,0 +1,81 @@
+"""`etude answers`: the answers of a step, best first, from a journal that may still be written."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from etude.cli import main
+from etude.records import Completion, Outcome, Turn
+from etude.store import open_store
+from etude.store.events import Admitted, AttemptEnded, AttemptStarted, Rewarded, RolloutQueued, TaskIssued, TurnRecorded
+from etude.tools.answers import answers
+
+Captured = pytest.CaptureFixture[str]
+
+
+def answered(directory: Path, steps: int = 2) -> Path:
+    """A run of some steps, each of two tasks with two answers; the second answer is right, and long."""
+    directory.mkdir()
+    with closing(open_store(directory / "journal.sqlite")) as store:
+        for step in range(1, steps + 1):
+            admitted = []
+            for task in (2 * step, 2 * step + 1):
+                prompt = "1+1=" if task % 2 else [{"role": "user", "content": f"What is {task}?"}]
+                store.append([TaskIssued(task, task, "sums", {"prompt": prompt, "ground_truth": "2"})])
+                for sample, (text, earned) in enumerate([("wrong", 0.0), ("right " * 100, 1.0)]):
+                    rollout = 2 * task + sample
+                    admitted.append(rollout)
+                    ids, drawn = np.zeros(3, np.int32), np.zeros(3, np.float32)
+                    completion = Completion(ids, drawn, ids, ("stop", "length")[sample], text)
+                    turn = Turn(np.array([1, 2], np.int32), completion, 0)
+                    store.append([RolloutQueued(rollout, task, sample), AttemptStarted(rollout, 0)])
+                    store.append([TurnRecorded(rollout, 0, turn), Rewarded(rollout, 0, earned, {"form": 0.5}, False)])
+                    store.append([AttemptEnded(rollout, 0, Outcome.SUCCEEDED, "", False)])
+            store.append([Admitted(step, tuple(admitted))])
+    return directory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return answered(tmp_path / "run")
+
+
+def test_the_last_step_is_shown_best_first(run: Path, capsys: Captured) -> None:
+    assert main(["answers", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Step 2 was trained on 4 answers to 2 tasks.")
+    assert "user: What is 4?" in shown and "1+1=" in shown
+    assert shown.index("right") < shown.index("wrong") and "form" in shown and "[length]" in shown
+    assert "right " * 60 not in shown.replace("\n", "")
+
+
+def test_a_step_and_how_much_of_it_may_be_chosen(run: Path, capsys: Captured) -> None:
+    assert main(["answers", str(run), "--step", "1", "-n", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Step 1") and "What is 2?" in shown and "1+1=" not in shown and "1 more" in shown
+
+
+def test_programs_get_every_answer_in_full(run: Path, capsys: Captured) -> None:
+    assert main(["answers", str(run), "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 4 and {line["step"] for line in lines} == {2}
+    assert lines[1]["answer"] == "right " * 100 and lines[1]["parts"] == {"form": 0.5} and lines[1]["tokens"] == 3
+
+
+def test_a_journal_that_is_being_written_is_read(run: Path) -> None:
+    with closing(open_store(run / "journal.sqlite")):
+        assert answers(run)[0] == 2
+
+
+def test_what_cannot_be_shown_is_told(run: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert main(["answers", str(tmp_path)]) == 2
+    assert "holds no journal.sqlite" in capsys.readouterr().err
+    assert main(["answers", str(run), "--step", "7"]) == 2
+    assert "no step 7; it has collected steps 1 to 2" in capsys.readouterr().err
+    assert main(["answers", str(answered(tmp_path / "new", steps=0))]) == 2
+    assert "has not collected its first step yet" in capsys.readouterr().err
