@@ -105,8 +105,16 @@ def placed(error: ConfigError, path: str) -> ConfigError:
     return type(error)(f"{path}: {error}")
 
 
-def unknown_key(path: str, place: Place, candidates: Iterable[str]) -> UnknownKeyError:
-    """The sentence on a key that no field has: whose it is, or what comes near it."""
+def unknown_key(
+    root: type[BaseModel], path: str, place: Place, candidates: Iterable[str], given: Any = None
+) -> UnknownKeyError:
+    """The sentence on a key that no field has: what it is called here, whose it is, or what comes near it."""
+    known_as: Mapping[str, str] = getattr(root, "known_as", {})
+    meant = {whole: known_as[last] for whole, last in _leaves(path, given) if last in known_as}
+    if meant:
+        return UnknownKeyError(
+            " ".join(f"{whole} is not an option; here it is {name}." for whole, name in meant.items())
+        )
     leaf, own = path.rsplit(".", 1)[-1], [join(place.owner_path, name) for name in place.owner.model_fields]
     whose = ""
     siblings: list[str] = []
@@ -124,6 +132,15 @@ def unknown_key(path: str, place: Place, candidates: Iterable[str]) -> UnknownKe
     if near:
         return UnknownKeyError(f"{sentence} Did you mean {_either(near)}?")
     return UnknownKeyError(f"{sentence} The options there are {', '.join(own) or 'none'}.")
+
+
+def _leaves(path: str, given: Any) -> Iterator[tuple[str, str]]:
+    """The keys at the end of what was given under a path: each whole, and its last name."""
+    if isinstance(given, Mapping) and given:
+        for name, inner in given.items():
+            yield from _leaves(f"{path}.{name}", inner)
+    else:
+        yield path, path.rpartition(".")[2]
 
 
 def known_paths(kind: type[BaseModel], node: Any, path: str = "") -> Iterator[str]:
@@ -188,7 +205,7 @@ def _tell(root: type[BaseModel], details: ErrorDetails, place: Place, tree: Any)
     if kind in {"value_error", "assertion_error"}:
         return _authors(context["error"], place)
     if kind == "extra_forbidden" and place.field is None:
-        return unknown_key(place.path, place, known_paths(root, tree))
+        return unknown_key(root, place.path, place, known_paths(root, tree), details["input"])
     meaning = f" Its meaning: {place.field.description}" if place.field and place.field.description else ""
     if kind == "missing":
         return ConfigError(f"{place.path} needs a value and has none. Set {place.path} to {_words(place)}.{meaning}")

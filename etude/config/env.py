@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from pathlib import Path
 
-__all__ = ["cache_directory", "required_components"]
+__all__ = ["cache_directory", "etude_command", "required_components"]
 
 
 def required_components() -> frozenset[str]:
     """The components that must be present (`ETUDE_REQUIRE`, comma-separated): their tests fail instead of skipping."""
     return frozenset(word.strip() for word in os.environ.get("ETUDE_REQUIRE", "").split(",") if word.strip())
+
+
+def etude_command() -> str:
+    """How `etude` is called here: by its name where the shell finds it, else by its path beside this Python."""
+    beside = Path(sys.executable).with_name("etude")
+    found = shutil.which("etude")
+    if found is not None or not beside.exists():
+        return "etude"
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 
 
 def cache_directory() -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import UnionType
-from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic._internal._model_construction import ModelMetaclass  # it has no public name
@@ -36,6 +36,8 @@ class Config(BaseModel, metaclass=_Spoken):
     """A frozen object that is its own configuration: its fields are options, their descriptions what they mean."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
+    known_as: ClassVar[Mapping[str, str]] = {}
+    """Names that people bring from elsewhere, and the options that they mean: an unknown key is answered with those."""
 
     @classmethod
     def model_validate(cls, obj: Any, **settings: Any) -> Self:

@@ -155,7 +155,7 @@ class Plan:
         place = Place(path, kind, [], None, kind, path, options)
         for key in (str(key) for key in given if key not in kind.model_fields):
             candidates = [known for known, _ in fields_within(self._root) if "*" not in known]
-            error = unknown_key(join(path, key), place, candidates)
+            error = unknown_key(self._root, join(path, key), place, candidates, given[key])
             self._problems.append(type(error)(f"{error} It is set in {self._file}."))
 
     def _replaced(self, path: str) -> bool:

@@ -7,8 +7,9 @@ loop, and the length of its groups.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -20,6 +21,7 @@ from etude.data import Data
 from etude.errors import ConfigError
 from etude.observe import Observe
 from etude.recipes.evaluate import Evaluation
+from etude.recipes.names import KNOWN_AS
 from etude.recipes.sampling import Sampling
 from etude.recipes.sources import Collection
 from etude.rewards import REWARDS, Judging, RewardFunction
@@ -31,7 +33,7 @@ __all__ = ["FREE", "ModelSource", "Run"]
 FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
     *("judging.workers", "train.micro_tokens", "train.activation_checkpointing"),
-    *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens"),
+    *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, and how much
 memory is used. `steps` is among them only while the schedule is constant, which does not depend on it. None changes
@@ -47,6 +49,8 @@ class ModelSource(Config):
 
 class Run(Algorithm):
     """Everything `etude train` needs to know."""
+
+    known_as: ClassVar[Mapping[str, str]] = KNOWN_AS
 
     model: ModelSource = Field(ModelSource(), description="the policy to train")
     chat: ChatConfig = Field(ChatConfig(), description="how conversations are shown to it")

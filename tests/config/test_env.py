@@ -10,7 +10,7 @@ from etude.config import env
 
 
 def test_it_offers_only_what_is_used() -> None:
-    assert env.__all__ == ["cache_directory", "required_components"]
+    assert env.__all__ == ["cache_directory", "etude_command", "required_components"]
 
 
 def test_required_components(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +28,20 @@ def test_what_can_be_made_again_is_kept_where_the_user_keeps_such_things(monkeyp
         assert env.cache_directory() == Path.home() / ".cache" / "etude"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert env.cache_directory() == Path.home() / ".cache" / "etude"
+
+
+def test_etude_is_called_by_its_name_where_the_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = tmp_path / "bin" / "etude"
+    beside.parent.mkdir()
+    beside.write_text("#!/bin/sh\n")
+    beside.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(beside.with_name("python")))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert env.etude_command() == str(beside)
+    monkeypatch.chdir(tmp_path)
+    assert env.etude_command() == "bin/etude"
+    monkeypatch.setenv("PATH", str(beside.parent))
+    assert env.etude_command() == "etude"
+    monkeypatch.setenv("PATH", "/nowhere")
+    beside.unlink()
+    assert env.etude_command() == "etude"
