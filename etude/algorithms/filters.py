@@ -32,21 +32,25 @@ class Overlong(Config):
     """
 
     max_length: int = Field(gt=0, description="action tokens after which the sampler cuts an answer off")
-    buffer: int = Field(4096, gt=0, description="how many tokens before the limit the penalty begins")
+    buffer: int | None = Field(
+        None, gt=0, description="how many tokens before the limit the penalty begins; none is a fifth of them all"
+    )
     factor: float = Field(1.0, gt=0, description="the penalty at the limit")
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> Overlong:
-        if self.buffer > self.max_length:
+        if self.buffer is not None and self.buffer > self.max_length:
             raise ConfigError(
                 f"`buffer` is {self.buffer}, more than the whole of `max_length` = {self.max_length}: every answer "
-                f"would be penalised. Lower `buffer` (a fifth of `max_length` is usual), or raise `max_length`."
+                f"would be penalised. Lower `buffer`, leave it out (then it is a fifth of `max_length`), or raise "
+                f"`max_length`."
             )
         return self
 
     def penalty(self, lengths: Tensor) -> Tensor:
         """[U] action tokens → [U] ≤ 0, in float64."""
-        return overlong_penalty(lengths, max_length=self.max_length, buffer=self.buffer, factor=self.factor)
+        buffer = max(self.max_length // 5, 1) if self.buffer is None else self.buffer
+        return overlong_penalty(lengths, max_length=self.max_length, buffer=buffer, factor=self.factor)
 
     def penalised(self, view: View, metrics: Metrics) -> Batch:
         """The batch with the penalty in its rewards."""

@@ -161,7 +161,7 @@ class Dataset:
         if found is None and path not in set(names(values)):
             raise DataError(
                 f"{self.where(row)} has no column `{path}`; it has {', '.join(names(values))}. "
-                f"Say which is meant with `columns`."
+                f"Say which is meant with `data.columns`, such as `data.columns.prompt=question`."
             )
         return found
 

@@ -34,6 +34,11 @@ def plain_prompt(value: Any, where: str) -> str | list[dict[str, Any]]:
                 f"{where} has {message!r} for message {place} of its prompt; a message is a mapping with a `role` and "
                 f"its `content`."
             )
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise DataError(
+                f"{where} has a message without `content` at place {place} of its prompt: it has {', '.join(message)}. "
+                f"Give it one; only a message with `tool_calls` may do without."
+            )
     return [_without_nulls(message) for message in value]
 
 

@@ -44,6 +44,9 @@ class RewardFunction(Config, ABC):
     def prepare(self) -> None:
         """Load what it loads only once: what goes wrong here is the fault of no answer."""
 
+    def check(self, task: Task) -> None:
+        """Refuse a task to which it could judge no answer."""
+
     @abstractmethod
     def __call__(self, task: Task, answer: str) -> Score | Awaitable[Score]:
         """What this answer to this task earns."""
@@ -80,10 +83,12 @@ def truths(task: Task) -> list[str]:
     value = task.fields.get("ground_truth")
     accepted = value if isinstance(value, list) else [value]
     if not accepted or any(not isinstance(one, str | int | float) for one in accepted):
-        found = "is absent" if value is None else f"is {value!r}"
+        found = "has none" if value is None else f"has {value!r}"
+        others = [name for name, held in task.fields.items() if held not in (None, {}) and name != "row"]
+        told = named(task)
         raise DataError(
-            f"{named(task).capitalize()} needs a `ground_truth` that is text, a number or a list of them, and it "
-            f"{found}; its fields are {', '.join(task.fields)}. Name its column in `data.columns`."
+            f"{told[0].upper()}{told[1:]} needs a right answer (text, a number or a list of them), and {found}; it has "
+            f"{', '.join(others)}. Name the column of right answers with `data.columns.answer=…`."
         )
     return [str(one) for one in accepted]
 

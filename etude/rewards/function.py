@@ -51,6 +51,11 @@ class Adapted:
     def prepare(self) -> None:
         """It is here already."""
 
+    def check(self, task: Task) -> None:
+        """Refuse a task without a right answer where verl's signature asks for one."""
+        if "ground_truth" in self._names:
+            truths(task)
+
     def __call__(self, task: Task, answer: str) -> Any:
         """What the function returns, which may be an awaitable."""
         given = _values_of_verl(task, answer) if "solution_str" in self._names else {"task": task, "answer": answer}
@@ -77,6 +82,9 @@ class Function(RewardFunction):
     def prepare(self) -> None:
         _loaded(self.path)
 
+    def check(self, task: Task) -> None:
+        _loaded(self.path).check(task)
+
     def __call__(self, task: Task, answer: str) -> Any:
         return _loaded(self.path)(task, answer)
 
@@ -85,6 +93,11 @@ class Function(RewardFunction):
 def _loaded(path: str) -> Adapted:
     """The function that a path names, loaded once in each process."""
     place, _, name = path.rpartition(":")
+    if path.endswith(".py") or not (place and name):
+        raise PlugInError(
+            f"The reward function '{path}' names no function. Write the file or module, a colon, and the function's "
+            f"name: `reward.path=my_reward.py:score`."
+        )
     function = _from_file(Path(place), name, path) if place.endswith(".py") else load_plugin(path, None)
     if not callable(function):
         raise PlugInError(f"The reward function '{path}' is a {type(function).__name__}, which cannot be called.")

@@ -46,6 +46,10 @@ class Gsm8k(RewardFunction):
 
     quick: ClassVar[bool] = True
 
+    def check(self, task: Task) -> None:
+        for truth in truths(task):
+            self._truth(task, truth)
+
     def __call__(self, task: Task, answer: str) -> float:
         said = final_number(answer, strict=self.method == "strict")
         return float(said is not None and said in [self._truth(task, truth) for truth in truths(task)])

@@ -80,6 +80,11 @@ class Judge:
     ) -> None:
         self.close()
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether it judges one answer at a time, though it might judge several."""
+        return self._pool is not None and self._judging.workers is None and not self._reward.processes
+
     async def judge(self, task: Task, answer: str) -> Verdict:
         """What this answer earns. Raises `RewardError` where a failure stops the run."""
         if self._pool is not None:

@@ -31,6 +31,9 @@ class Exact(RewardFunction):
 
     quick: ClassVar[bool] = True
 
+    def check(self, task: Task) -> None:
+        truths(task)
+
     def __call__(self, task: Task, answer: str) -> float:
         if self.loose:
             return float(any(words(answer) == words(truth) for truth in truths(task)))
@@ -66,6 +69,10 @@ class Regex(RewardFunction):
             )
         return self
 
+    def check(self, task: Task) -> None:
+        if re.compile(self.pattern).groups:
+            truths(task)
+
     def __call__(self, task: Task, answer: str) -> float:
         matches = list(re.finditer(self.pattern, answer))
         if not matches or not matches[-1].re.groups:
@@ -86,6 +93,9 @@ class F1(RewardFunction):
     """
 
     quick: ClassVar[bool] = True
+
+    def check(self, task: Task) -> None:
+        truths(task)
 
     def __call__(self, task: Task, answer: str) -> float:
         said = words(answer)

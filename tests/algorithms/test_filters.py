@@ -48,3 +48,9 @@ def test_the_filter_looks_at_the_task_and_not_at_a_penalised_reward() -> None:
     assert batch.metric is not None and batch.reward is not None
     assert not informative(batch.metric, batch.group).any()
     assert informative(batch.reward, batch.group).all()
+
+
+def test_the_buffer_is_a_fifth_of_the_limit_unless_it_is_given() -> None:
+    lengths = torch.tensor([16, 18, 20])
+    assert torch.equal(Overlong(max_length=20).penalty(lengths), Overlong(max_length=20, buffer=4).penalty(lengths))
+    assert Overlong(max_length=3).penalty(torch.tensor([3])).item() == -1.0

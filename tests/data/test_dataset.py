@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from etude.data import Columns, Data, Dataset
+from etude.data.prompts import plain_prompt
 from etude.errors import ConfigError, DataError
 from etude.records import Message
 
@@ -93,7 +94,11 @@ def test_a_tables_nulls_are_keys_that_a_message_does_not_have(tmp_path: Path) ->
     ("rows", "columns", "message"),
     [
         ([{"q": 1, "meta": {"a": 2}}], Columns(), r"row 0 has no column `prompt`; it has q, meta, meta\.a\."),
-        ([{"prompt": "a"}], Columns(answer="reply"), r"no column `reply`; it has prompt\. Say which .*`columns`"),
+        (
+            [{"prompt": "a"}],
+            Columns(answer="reply"),
+            r"no column `reply`; it has prompt\. Say which .*`data.columns`",
+        ),
         ([{"prompt": "a"}], Columns(source="of"), "no column `of`"),
         ([{"prompt": ""}], Columns(), "row 0 has '' for a prompt; it must be text, or a list of messages"),
         ([{"prompt": None}], Columns(), "row 0 has None for a prompt"),
@@ -188,3 +193,11 @@ def test_a_large_table_is_not_made_into_objects(tmp_path: Path) -> None:
     start = time.process_time()
     assert [data.task(row, 0).fields["answer"] for row in range(0, count, 1000)] == list(range(0, count, 1000))
     assert time.process_time() - start < 1
+
+
+def test_a_message_says_something_or_calls_something() -> None:
+    with pytest.raises(DataError, match="row 0 has a message without `content` at place 1 of its prompt: it has role"):
+        plain_prompt([{"role": "system", "content": "Be brief."}, {"role": "user"}], "a.jsonl, row 0")
+    calls = [{"function": {"name": "add", "arguments": "{}"}}]
+    assert plain_prompt([{"role": "assistant", "content": None, "tool_calls": calls}], "row 0")
+    assert plain_prompt([{"role": "user", "content": ""}], "row 0"), "an empty message is one"

@@ -45,7 +45,7 @@ def test_verls_signature_gets_what_verl_gives() -> None:
 
 
 def test_verls_signature_needs_a_ground_truth() -> None:
-    with pytest.raises(ValueError, match="Task 7 of sums needs a `ground_truth`"):
+    with pytest.raises(ValueError, match="Task 7 of sums needs a right answer"):
         Function(path=f"{MODULE}:compute_score")(task(None), "4")
 
 
@@ -65,7 +65,8 @@ def test_what_waits_is_known_before_it_is_called(function: Any) -> None:
     [
         (f"{MODULE}:lenght", r"tests\.rewards\.functions has no lenght\. Did you mean length"),
         ("nowhere_at_all:f", r"there is no module nowhere_at_all"),
-        ("no_colon", r"cannot be read\. Write module:Name"),
+        ("no_colon", r"names no function\. .* `reward\.path=my_reward\.py:score`"),
+        ("mine.py", r"names no function\. .* `reward\.path=my_reward\.py:score`"),
         (f"{MODULE}:NO_FUNCTION", r"is a int, which cannot be called"),
         ("nowhere/mine.py:f", r"there is no file nowhere/mine\.py \(seen from /"),
         (

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from etude.errors import ConfigError, DataError
-from etude.rewards import F1, REWARDS, Exact, Format, Regex
+from etude.records import Task
+from etude.rewards import F1, REWARDS, Exact, Format, Gsm8k, Math, Regex, RewardFunction
 from etude.rewards.text import words
 from tests.rewards.tasks import task
 
@@ -35,7 +36,7 @@ def test_exact(truth: Any, answer: str, strict: float, loose: float) -> None:
 @pytest.mark.parametrize("truth", [None, [], {"a": "b"}, ["4", None]])
 def test_a_task_without_an_answer_is_refused_by_name(truth: Any) -> None:
     for reward in (Exact(), F1(), Regex(pattern="(.)")):
-        with pytest.raises(DataError, match=r"Task 7 of sums needs a `ground_truth` .* its fields are prompt, ground"):
+        with pytest.raises(DataError, match=r"Task 7 of sums needs a right answer .* `data\.columns\.answer=…`"):
             reward(task(truth), "4")
 
 
@@ -123,3 +124,15 @@ def test_what_is_read_as_the_answer_is_extracted() -> None:
     found = Regex(pattern=r"<a>(.*?)</a>")
     assert found.extract("<a>1</a> <a> 2 </a>") == "2" and found.extract("2") is None
     assert Regex(pattern="yes").extract("yes") is None and F1().extract("yes") is None
+
+
+@pytest.mark.parametrize("reward", [Exact(), F1(), Regex(pattern="(a)"), Gsm8k(), Math()], ids=lambda r: r.title)
+def test_what_cannot_be_judged_is_known_before_anything_is_answered(reward: RewardFunction) -> None:
+    reward.check(Task(0, {"prompt": "1+1=", "ground_truth": "2"}))
+    with pytest.raises(DataError, match=r"Task 0 needs a right answer .* and has none; it has prompt"):
+        reward.check(Task(0, {"prompt": "1+1=", "ground_truth": None, "extra_info": {}, "row": 0}))
+
+
+def test_a_reward_that_reads_no_right_answer_misses_none() -> None:
+    for reward in (Format(), Regex(pattern="a")):
+        reward.check(Task(0, {"prompt": "1+1="}))
