@@ -1,4 +1,4 @@
-"""The command line: `etude train`, `eval`, `generate`, `export`, `plot`, `demo`, `config show`, `version`.
+"""The command line: `etude train`, `eval`, `generate`, `export`, `plot`, `answers`, `demo`, `config show`, `version`.
 
 Nothing heavy is imported until a command needs it, so that `--help` answers at once. An error of ours is a sentence on
 standard error and exit code 2, what the system refuses one and 1; Ctrl-C ends with 130, a reader that went away with
@@ -31,7 +31,7 @@ Again and again: collect, score, estimate, update, publish."""
 
 START = """\
 start here:
-  etude demo                                  a language model learns to reason about digits, in about two minutes
+  etude demo                                  a language model learns to sort digits, in about two minutes
   etude train grpo model.path=my-model data.train=[tasks.parquet] reward=gsm8k
   etude config show                           every option of a run, with its meaning
 
@@ -69,7 +69,10 @@ GENERATE = """\
 examples:
   etude generate runs/train-20260101-120000 "What is 2 + 2?"
   etude generate Qwen3-0.6B "What is 2 + 2?" sampling.temperature=0 sampling.max_tokens=200
-  echo "What is 2 + 2?" | etude generate Qwen3-0.6B -n 4"""
+  echo "What is 2 + 2?" | etude generate Qwen3-0.6B -n 4
+  etude generate Qwen3-0.6B --raw "Once upon a time"
+
+The prompt is a user's message where the model has a chat template, unless --raw has it continued as it stands."""
 
 DEMO = """\
 examples:
@@ -109,7 +112,12 @@ class _Parser(argparse.ArgumentParser):
         if not self.of_a_run:
             return known, rest
         known.overrides = [word for word in rest if not word.startswith("-")]
-        return known, [word for word in rest if word.startswith("-")]
+        dashed = [word for word in rest if word.startswith("-")]
+        if dashed:
+            name, _, value = dashed[0].lstrip("-").partition("=")
+            written = f"{name.replace('-', '_')}={value or '…'}"
+            self.error(f"{dashed[0]} is unknown here. Options of the run are written without dashes: {written}")
+        return known, []
 
 
 def parser() -> argparse.ArgumentParser:
@@ -126,6 +134,14 @@ def parser() -> argparse.ArgumentParser:
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of runs, drawn over each other")
     plot.add_argument("--metrics", default="", metavar="A,B", help="which metrics; by default the most telling ones")
     plot.set_defaults(command=_plot)
+
+    answers = commands.add_parser("answers", help="look at the answers that a step was trained on", parents=[debug])
+    answers.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, which may be going on")
+    answers.add_argument("--step", type=int, metavar="K", help="which step; by default the last one")
+    answers.add_argument("-n", type=int, default=3, metavar="N", help="how many of its tasks (default 3)")
+    answers.add_argument("--whole", action="store_true", help="answers in full, however long")
+    answers.add_argument("--json", action="store_true", help="print every answer of the step, a JSON object a line")
+    answers.set_defaults(command=_answers)
 
     config = commands.add_parser("config", help="look at the options of a run").add_subparsers(
         metavar="COMMAND", required=True, parser_class=_Parser
@@ -150,6 +166,7 @@ def _add_runs(commands: Any, debug: _Parser) -> None:
 
     evaluate = _of_run(commands, "eval", "score a model, or a run's checkpoint, on tasks", EVAL, debug, "[RUN] ")
     evaluate.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    evaluate.add_argument("--answers", type=Path, metavar="FILE", help="write the answers there, a JSON object a line")
     evaluate.add_argument("--json", action="store_true", help="print the scores as JSON, on the last line")
     evaluate.set_defaults(command=_eval)
 
@@ -157,6 +174,7 @@ def _add_runs(commands: Any, debug: _Parser) -> None:
         commands, "generate", "ask a model, or a run's checkpoint", GENERATE, debug, "RUN|MODEL [PROMPT] "
     )
     generate.add_argument("-n", type=int, default=1, metavar="N", help="how many answers")
+    generate.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without chat template")
     generate.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     generate.set_defaults(command=_generate)
 
@@ -322,7 +340,7 @@ def _train(arguments: argparse.Namespace) -> None:
 def _eval(arguments: argparse.Namespace) -> None:
     from etude.recipes.ask import evaluate
 
-    told = evaluate(arguments.overrides, arguments.config, best=arguments.best)
+    told = evaluate(arguments.overrides, arguments.config, best=arguments.best, answers=arguments.answers)
     if arguments.json:
         print(json.dumps(told))
 
@@ -331,13 +349,21 @@ def _generate(arguments: argparse.Namespace) -> None:
     from etude.recipes.ask import generate
 
     told = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin
-    generate(arguments.overrides, arguments.config, answers=arguments.n, best=arguments.best, typed=told)
+    asked = arguments.overrides
+    generate(asked, arguments.config, answers=arguments.n, best=arguments.best, raw=arguments.raw, typed=told)
 
 
 def _export(arguments: argparse.Namespace) -> None:
     from etude.recipes.ask import export_run
 
     export_run(arguments.run, arguments.to, best=arguments.best)
+
+
+def _answers(arguments: argparse.Namespace) -> None:
+    from etude.tools.answers import show
+
+    asked = {"tasks": arguments.n, "whole": arguments.whole, "lines": arguments.json}
+    show(arguments.run, step=arguments.step, **asked)
 
 
 def _plot(arguments: argparse.Namespace) -> None:

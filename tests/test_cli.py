@@ -53,7 +53,7 @@ def in_shell(command: str, environment: str = "") -> subprocess.CompletedProcess
 # -- what it shows ---------------------------------------------------------------------------------------------------
 
 
-COMMANDS = [[name] for name in ("train", "eval", "generate", "export", "plot", "version", "config", "demo")]
+COMMANDS = [[name] for name in ("train", "eval", "generate", "export", "plot", "answers", "version", "config", "demo")]
 SWEPT = {"--multirun", "generate"}  # several runs, or words that are no options
 
 
@@ -385,3 +385,18 @@ def test_a_reader_that_leaves_is_no_error_of_ours() -> None:
     assert running.wait(timeout=60) == 141
     assert running.stderr.read() == ""
     running.stderr.close()
+
+
+@pytest.mark.parametrize("word", ["--steps", "--steps=3", "--learning-rate=3"])
+def test_an_option_of_the_run_with_dashes_is_told_how_it_is_written(word: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", word, "3"])
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    wanted = {"--steps": "steps=…", "--steps=3": "steps=3", "--learning-rate=3": "learning_rate=3"}[word]
+    assert f"{word} is unknown here" in told and f"without dashes: {wanted}" in told
+
+
+def test_the_demonstration_brings_its_own_world(capsys: Captured) -> None:
+    for option in ("model.path=mine", "data.train=[x]", "reward=gsm8k"):
+        assert "The demonstration brings its own" in refused(capsys, "demo", option)

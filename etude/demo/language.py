@@ -7,6 +7,7 @@ be resumed, scored, asked, plotted and exported.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.config.compose import compose
+from etude.config.env import etude_command
 from etude.demo import digits
 from etude.demo.beginner import STEPS, warm_up
+from etude.errors import ConfigError
 from etude.observe import make_console, progress
 from etude.recipes.build import build
 from etude.recipes.evaluate import Answer
@@ -49,6 +52,7 @@ class Scores:
 
 def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str, Any]:
     """Make a world, warm a model up in it, improve it, show how; returns the outcome."""
+    _refuse_another_world(overrides)
     asked = compose(Run, overrides, file=file, preset=PRESET)
     directory = asked.directory or new_directory(Path("runs"), "demo")
     console = make_console(asked.observe.console)
@@ -69,7 +73,7 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str,
     seconds = time.perf_counter() - began
     _compare(console, before, after)
     plot([directory], ["reward"], console)
-    _conclude(console, directory, seconds)
+    _conclude(console, directory, seconds, run.steps)
     steps = read_metrics(directory)
     return {
         "accuracy_before": before.sampled,
@@ -82,6 +86,16 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str,
         "tokens_per_second": _rate(steps),
         "run_dir": str(directory),
     }
+
+
+def _refuse_another_world(overrides: Sequence[str]) -> None:
+    for option in overrides:
+        name = option.partition("=")[0].strip("+ ")
+        if name.split(".")[0] in ("model", "data", "reward"):
+            raise ConfigError(
+                f"The demonstration brings its own model, tasks and reward: `{name}` has no place in it. To train "
+                f"yours: `{etude_command()} train grpo model.path=… data.train=[…]`."
+            )
 
 
 def _make_world(directory: Path, seed: int) -> Path:
@@ -106,9 +120,9 @@ def _scored(parts: Parts, console: Console) -> Scores:
     """The policy's accuracy on held-out problems, sampled and greedy."""
     evaluator = parts.evaluate.evaluator
     assert evaluator is not None
-    with progress("scoring on held-out problems", None, console):
-        sampled = evaluator.answers()
-        greedy = evaluator.with_sampling(temperature=0.0).answers()
+    with progress("scoring on held-out problems", 2 * evaluator.tasks * evaluator.samples, console) as bar:
+        sampled = evaluator.answers(bar.advance)
+        greedy = evaluator.with_sampling(temperature=0.0).answers(bar.advance)
     return Scores(_accuracy(sampled), _accuracy(greedy), sampled)
 
 
@@ -152,13 +166,15 @@ def _compare(console: Console, before: Scores, after: Scores) -> None:
         console.print(told, soft_wrap=True)
 
 
-def _conclude(console: Console, directory: Path, seconds: float) -> None:
+def _conclude(console: Console, directory: Path, seconds: float, steps: int) -> None:
     console.print(Text(f"\n{seconds:.0f} seconds in all. The run lies in {directory}. Try next:"), soft_wrap=True)
+    etude, where = etude_command(), shlex.quote(str(directory))
     for command, why in (
-        (f'etude generate {directory} "sort 582134:" -n 4', "ask the model"),
-        (f"etude eval {directory} evaluate.samples=4", "score it with several answers a problem"),
-        (f"etude train --resume {directory} steps=120", "go on for sixty more steps"),
-        (f"etude export {directory} my-model", "write a Hugging Face directory"),
-        ("etude demo seed=1 loss=gspo", "the same from another seed, with another loss"),
+        (f'{etude} generate {where} "sort 582134:" -n 4', "ask the model"),
+        (f"{etude} answers {where}", "look at what it was trained on last"),
+        (f"{etude} eval {where} evaluate.samples=4", "score it with several answers a problem"),
+        (f"{etude} train --resume {where} steps={2 * steps}", "go on for as many steps again"),
+        (f"{etude} export {where} my-model", "write a Hugging Face directory"),
+        (f"{etude} demo seed=1 loss=gspo", "the same from another seed, with another loss"),
     ):
         console.print(Text.assemble(f"  {command}", (f"   # {why}", "dim")), soft_wrap=True)

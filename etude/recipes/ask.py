@@ -6,7 +6,9 @@ Each takes either the directory of a run, whose checkpoint it reads, or a model 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,7 @@ from etude.config.secrets import MASK, mask_text
 from etude.errors import ConfigError, RunError
 from etude.models import Model
 from etude.observe import configure, make_console, progress
+from etude.protocols import Ids
 from etude.recipes import folder
 from etude.recipes.build import evaluator_of, policy
 from etude.recipes.evaluate import scores, write_answers
@@ -36,42 +39,85 @@ from etude.train import load_weights
 
 __all__ = ["evaluate", "export_run", "generate"]
 
-TRACKED = ("observe.every=", "observe.tensorboard", "observe.wandb", "observe.mlflow")
-OPTION = re.compile(r"[A-Za-z_][\w.]*=")
+SHARED = ("model", "chat", "rollout", "train.precision", "seed", "threads", "observe.console", "observe.level")
+READ = {
+    "eval": (
+        *("data.val", "data.columns", "data.max_prompt", "data.overlong", "reward", "judging", "evaluate.samples"),
+        *("evaluate.limit", "evaluate.sampling", "sampling.max_tokens", "collect.timeout", *SHARED),
+    ),
+    "generate": ("sampling", *SHARED),
+}
+"""The options that each command reads; any other would do nothing there."""
+OPTION = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
 """How an option of the run begins; a prompt such as `2 + 2 =` does not."""
 
 
-def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool) -> dict[str, Any]:
-    """Score a model on `data.val` and show how; returns the scores."""
+def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool, answers: Path | None = None) -> dict[str, Any]:
+    """Score a model on `data.val` and show how; returns the scores, and what was scored.
+
+    The answers are written to the file `answers`, or beside those of the run.
+    """
     run, _ = _asked(overrides, file, "eval")
     if not run.data.val:
         raise ConfigError("There is nothing to score on: give tasks with `data.val=[tasks.parquet]`.")
     console = make_console(run.observe.console)
     with (
-        _engine(run, best=best) as (_, chat, engine),
+        _engine(run, best=best) as (step, chat, engine),
         Judge(run.reward, run.judging) as judge,
         asyncio.Runner() as runner,
     ):
-        evaluator = evaluator_of(run, chat, engine, judge, runner)
+        with progress("reading the tasks", None, console):
+            evaluator = evaluator_of(run, chat, engine, judge, runner)
         assert evaluator is not None
-        with progress(f"answering {evaluator.tasks} tasks", None, console):
-            answers = evaluator.answers()
-    found = scores(answers).reduce()
+        with progress(f"answering {evaluator.tasks} tasks", evaluator.tasks * evaluator.samples, console) as bar:
+            found = evaluator.answers(bar.advance)
+    written = answers or _place_of_answers(run, step)
+    told: dict[str, Any] = {"tasks": evaluator.tasks, "samples": evaluator.samples}
+    told |= {} if step is None else {"step": step}
+    told |= {} if written is None else {"answers": str(written)}
+    if written is not None:
+        write_answers(found, written)
+    _show_scores(console, run, told, reduced := dict(scores(found).reduce()))
+    return told | reduced
+
+
+def _place_of_answers(run: Run, step: int | None) -> Path | None:
+    """A new file among the evaluations of a run; a model that belongs to no run has none."""
+    if run.directory is None or step is None:
+        return None
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return run.directory / "evaluations" / f"eval-step-{step:08d}-{stamp}-{os.getpid()}.jsonl"
+
+
+def _show_scores(console: Console, run: Run, told: dict[str, Any], found: dict[str, float]) -> None:
+    """What was scored, how well it did, and where its answers lie."""
+    what = str(run.model.path) if "step" not in told else f"step {told['step']} of {run.directory}"
+    each = "one answer" if told["samples"] == 1 else f"{told['samples']} answers"
+    on = ", ".join(run.data.val)
+    console.print(Text(f"{what}, on {_count(told['tasks'], 'task')} of {on}, {each} to each"), soft_wrap=True)
     table = Table("score", "value")
     for name, value in found.items():
         table.add_row(name, f"{value:.4g}")
     console.print(table)
-    if run.directory is not None:
-        path = run.directory / "evaluations" / "eval.jsonl"
-        write_answers(answers, path)
-        console.print(Text(f"answers  {path}"), soft_wrap=True)
-    return dict(found)
+    if "answers" in told:
+        console.print(Text(f"answers  {told['answers']}"), soft_wrap=True)
 
 
-def generate(overrides: Sequence[str], file: Path | None, *, answers: int, best: bool, typed: TextIO | None) -> None:
-    """Ask the model and print what it answers, as it is written where there is one answer."""
-    options = [word for word in overrides if OPTION.match(word)]
-    words = [word for word in overrides if not OPTION.match(word)]
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def generate(
+    overrides: Sequence[str], file: Path | None, *, answers: int, best: bool, raw: bool, typed: TextIO | None
+) -> None:
+    """Ask the model and print what it answers, as it is written where there is one answer.
+
+    The prompt is a user's message where the model has a chat template; `raw` has it continued as it stands.
+    """
+    if answers < 1:
+        raise ConfigError(f"-n {answers} asks for no answer. Ask for 1 or more.")
+    options = [word for word in overrides if OPTION.match(word) and " " not in word.partition("=")[0]]
+    words = [word for word in overrides if word not in options]
     if not words:
         raise ConfigError('Name a model directory or a run\'s directory first: `etude generate runs/mine "2 + 2 ="`.')
     run, source = _asked([words[0], *options], file, "generate", masked=_left_out)
@@ -80,11 +126,11 @@ def generate(overrides: Sequence[str], file: Path | None, *, answers: int, best:
         raise ConfigError(f'There is no prompt. Write it after {source}: `etude generate {source} "What is 2 + 2?"`.')
     console = make_console(run.observe.console)
     with _engine(run, best=best) as (_, chat, engine):
-        asyncio.run(_answer(run, chat, engine, console, prompt, answers))
+        asked = chat.prompt_ids(prompt if raw or not chat.tokenizer.template else [Message("user", prompt)])
+        asyncio.run(_answer(run, asked, engine, console, answers))
 
 
-async def _answer(run: Run, chat: Chat, engine: TorchEngine, console: Console, prompt: str, answers: int) -> None:
-    asked = chat.prompt_ids([Message("user", prompt)] if chat.tokenizer.template else prompt)
+async def _answer(run: Run, asked: Ids, engine: TorchEngine, console: Console, answers: int) -> None:
     params = [run.sampling.params(derived_seed(run.seed, "generate", n)) for n in range(answers)]
     if answers == 1:
         async for delta in engine.stream(asked, params[0]):
@@ -127,35 +173,58 @@ def _asked(
 
     How a run showed itself as it was trained is no matter of those who ask it.
     """
-    for word in words:
-        if word.startswith(TRACKED):
-            raise ConfigError(
-                f"`{word.partition('=')[0]}` speaks of a run that is being trained: `etude {command}` measures no "
-                f"steps and writes to no tracker. Leave it out."
-            )
     if not words or OPTION.match(words[0]):
-        return compose(Run, words, file=file), "model.path"
+        run = compose(Run, words, file=file)
+        _refuse_unread(words, command)
+        return run.model_copy(update={"directory": None}), "model.path"
     where, options = Path(words[0]), list(words[1:])
     if (where / folder.OPTIONS).exists():
+        if file is not None:
+            raise ConfigError(
+                f"{where} is a run, whose options lie in its own {folder.OPTIONS}: --config has no place beside it. "
+                f"Write what is to be otherwise as key=value."
+            )
         shown = [] if any(option.startswith("observe.console=") for option in options) else ["observe.console=auto"]
-        return folder.read_run(where, [*options, *shown], masked=masked), words[0]
+        run = folder.read_run(where, [*options, *shown], masked=masked)
+        _refuse_unread(options, command)
+        return run, words[0]
     if not where.is_dir():
         raise RunError(f"There is no directory {where}. Give the directory of a run or of a model.")
     run = compose(Run, options, file=file)
-    return run.model_copy(update={"model": run.model.model_copy(update={"path": where})}), words[0]
+    _refuse_unread(options, command)
+    model = run.model.model_copy(update={"path": where})
+    return run.model_copy(update={"model": model, "directory": None}), words[0]
+
+
+def _refuse_unread(options: Sequence[str], command: str) -> None:
+    """An option that the command does not look at is no option of it: what it was meant to do would not happen."""
+    for option in options:
+        name = option.partition("=")[0].strip("+ ")
+        if any(name == read or name.startswith(f"{read}.") for read in READ[command]):
+            continue
+        remedy = "Leave it out."
+        if command == "eval" and name.startswith("sampling."):
+            remedy = f"How answers are drawn for scoring is said by `evaluate.{name}`."
+        elif command == "eval" and name == "data.train":
+            remedy = "Tasks to score on are given by `data.val`."
+        elif command == "generate" and name.startswith("evaluate."):
+            remedy = "How answers are drawn is said by `sampling`, how many by -n."
+        raise ConfigError(f"`etude {command}` does not read `{name}`: it would change nothing here. {remedy}")
 
 
 @contextmanager
-def _engine(run: Run, *, best: bool) -> Iterator[tuple[Model, Chat, TorchEngine]]:
+def _engine(run: Run, *, best: bool) -> Iterator[tuple[int | None, Chat, TorchEngine]]:
+    """The model of a run's checkpoint, of which step that is, or a model that belongs to no run; ready to be asked."""
+    if best and run.directory is None:
+        raise ConfigError("--best chooses among the checkpoints of a run, and no run was named. Leave it out.")
     configure(run.observe.level, mask=mask_text)
     threads = torch.get_num_threads()
     torch.set_num_threads(run.threads or threads)
     model, chat = policy(run)
-    if run.directory is not None:
-        _load_checkpoint(run, model, best=best)
+    step = None if run.directory is None else _load_checkpoint(run, model, best=best)
     engine = TorchEngine(model, chat.tokenizer, run.rollout)
     try:
-        yield model, chat, engine
+        yield step, chat, engine
     finally:
         engine.close()
         torch.set_num_threads(threads)

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.chat import Chat, Tokenizer
+from etude.config.env import etude_command
 from etude.config.secrets import mask, mask_text
 from etude.config.tree import to_tree
 from etude.data import Dataset
 from etude.dispatch import LocalCrew
 from etude.errors import ConfigError
-from etude.observe import RunInfo, configure, get_log, last_step, open_run_log
+from etude.observe import RunInfo, configure, format_seconds, get_log, last_step, open_run_log
 from etude.protocols import Generate, Ids
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.interrupt import Interrupt
@@ -58,16 +60,23 @@ def build(run: Run, interrupt: Interrupt | None = None) -> Iterator[Parts]:
         run = folder.rooted(run.model_copy(update={"directory": directory}))
         assert run.directory is not None
         stack.enter_context(folder.occupy(run.directory))
+        began = time.perf_counter()
         folder.compare(run.directory, run)
         inputs.check_inputs(run.directory, run)
         parts = _assembled(run, run.directory, asked, stack)
-        if not asked.asked:
-            yield parts
-        done = parts.checkpoint.step
-        if asked.asked and done < run.steps:
-            again = f"etude train --resume {shlex.quote(str(run.directory))}"
-            get_log("recipes").warning("Stopped after step %d of %d. Go on with: %s", done, run.steps, again)
+        saver, first = parts.checkpoint, parts.checkpoint.step
+        try:
+            if not asked.asked:
+                yield parts
+        except KeyboardInterrupt:
+            told = "Stopped at once, in step %d. Step %d is the last that was saved; the answers drawn since are kept."
+            _tell_how_to_go_on(run, told, saver.step + 1, saver.saved)
+            raise
+        if asked.asked and saver.step < run.steps:
+            _tell_how_to_go_on(run, "Stopped after step %d of %d.", saver.step, run.steps)
             raise KeyboardInterrupt
+        if first < saver.step == run.steps:
+            _conclude(run, time.perf_counter() - began)
 
 
 def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack) -> Parts:
@@ -83,6 +92,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     model, chat = policy(run, trained=True)
     checks.room(run, model)
     train, overlong = tasks(run, chat, "data.train", run.data.train)
+    run.reward.check(train.task(0, 0))
     judge = stack.enter_context(Judge(run.reward, run.judging))
     engine = stack.enter_context(closing(TorchEngine(model, chat.tokenizer, run.rollout)))
     runner = stack.enter_context(asyncio.Runner())
@@ -104,14 +114,20 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     )
     kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
     step = taken_up(run.checkpoint, kept, crew, source)
+    if step > run.steps:
+        raise ConfigError(
+            f"The run in {directory} has done {step} steps, and `steps={run.steps}` asks for fewer: they cannot be "
+            f"undone. Ask for more, or start a new run in another `directory`."
+        )
     inputs.keep_inputs(directory, run)
     folder.settle(directory, run)
     written = last_step(directory)
     info = RunInfo(directory.name, directory, run.steps, mask(to_tree(run)))
     log = stack.enter_context(open_run_log(run.observe, info, _headline(run), written=written))
-    _introduce(run, model, len(train), step, written)
+    _introduce(run, model, len(train), step, written, source.replays)
     measured = inputs.yardstick(run)
-    scoring = Scoring(evaluator, directory, run.steps, store, engine, measured)
+    source.watch = log.progress
+    scoring = Scoring(evaluator, directory, run.steps, store, engine, measured, log.progress)
     saver = Saver(
         *(run.checkpoint, kept, crew, source, store, run.steps, interrupt, log, scoring.best),
         measured=measured,
@@ -123,6 +139,20 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     return Parts(directory, log, source, learners, scoring, saver, engine, carrier, store, meter, runner, overlong)
 
 
+def _tell_how_to_go_on(run: Run, told: str, *numbers: int) -> None:
+    again = f"{etude_command()} train --resume {shlex.quote(str(run.directory))}"
+    get_log("recipes").warning(f"{told} Go on with: %s", *numbers, again)
+
+
+def _conclude(run: Run, seconds: float) -> None:
+    """The last word of a run that is done."""
+    command, where = etude_command(), shlex.quote(str(run.directory))
+    get_log("recipes").info(
+        "Done after step %d, in %s. Look: `%s plot %s`, `%s answers %s`; write the model: `%s export %s my-model`.",
+        *(run.steps, format_seconds(seconds), command, where, command, where, command, where),
+    )
+
+
 def policy(run: Run, *, trained: bool = False) -> tuple[Model, Chat]:
     """The model of a run, and how it is spoken to. To be trained, it brings its weights as exactly as its files do."""
     from etude.models import load
@@ -130,11 +160,7 @@ def policy(run: Run, *, trained: bool = False) -> tuple[Model, Chat]:
 
     if run.model.path is None:
         raise ConfigError("A run needs a model: give a Hugging Face model directory with `model.path=…`.")
-    if not run.model.path.is_dir():
-        raise ConfigError(
-            f"`model.path={run.model.path}` is no directory (seen from {Path.cwd()}). Give one that holds a model's "
-            f"config.json, weights and tokenizer; nothing is downloaded."
-        )
+    _check_model(run.model.path)
     tokenizer = Tokenizer.load(run.model.tokenizer or run.model.path)
     model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained)
     if tokenizer.size > model.vocabulary:
@@ -143,6 +169,32 @@ def policy(run: Run, *, trained: bool = False) -> tuple[Model, Chat]:
             f"knows {model.vocabulary}: they belong to different models. Set `model.tokenizer`."
         )
     return model, run.chat.chat(tokenizer)
+
+
+def _check_model(path: Path) -> None:
+    """Refuse a path that is no model's directory, and say what to give instead."""
+    from etude.recipes.folder import OPTIONS
+
+    if not path.is_dir():
+        fetch = ""
+        hub = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        if len(hub.parts) == 2 and not hub.is_absolute():
+            fetch = f" A model of the Hugging Face hub is fetched by `hf download {hub} --local-dir {hub.name}`."
+        raise ConfigError(
+            f"`model.path={path}` is no directory (seen from {Path.cwd()}). Give one that holds a model's config.json, "
+            f"weights and tokenizer; nothing is downloaded.{fetch}"
+        )
+    if (path / OPTIONS).is_file():
+        raise ConfigError(
+            f"`model.path={path}` is the directory of a run, not of a model. Write its model with `{etude_command()} "
+            f"export {path} my-model` and give that; to go on with the run, `{etude_command()} train --resume {path}`."
+        )
+    if not (path / "config.json").is_file():
+        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise ConfigError(
+            f"`model.path={path}` is no model's directory: it has no config.json. It holds {found}. Give one that "
+            f"holds a model's config.json, weights and tokenizer."
+        )
 
 
 def prompts(run: Run, chat: Chat) -> PromptIds:
@@ -205,12 +257,15 @@ def _headline(run: Run) -> list[str]:
     return ["reward", scored, "loss", "answer_length", "policy_kl", "sampled_tokens_per_second"]
 
 
-def _introduce(run: Run, model: Model, count: int, step: int, written: int) -> None:
+def _introduce(run: Run, model: Model, count: int, step: int, written: int, replays: int) -> None:
     log = get_log("recipes")
-    log.info("A model of %s parameters, %d tasks.", f"{sum(p.numel() for p in model.parameters()):,}", count)
+    size = sum(p.numel() for p in model.parameters())
+    log.info("A model of %s parameters; tasks: %d.", f"{size:,}", count)
     if step >= run.steps:
         log.info("All %d steps are done. To go on, ask for more of them: `steps=%d`.", step, 2 * step)
     elif step:
         log.info("Going on after step %d.", step)
+    if replays:
+        log.info("The answers of what was collected since, up to step %d, are read back and not drawn again.", replays)
     if step < written:
         log.info("What follows up to step %d was measured before; it is done again, and not written again.", written)

@@ -9,6 +9,7 @@ from etude.batch import Batch
 from etude.errors import BatchError, ConfigError, DataError
 from etude.models import Model
 from etude.observe import get_log
+from etude.recipes.evaluate import Evaluation
 from etude.recipes.run import Run
 from etude.records import Rollout, Sample
 from etude.rollout.kv import block_bytes
@@ -56,7 +57,17 @@ def before(run: Run) -> None:
             "policy would be compared with another distribution than it was drawn from. Leave them at 1 and 0; "
             "`evaluate.sampling` may have others."
         )
+    if run.evaluate != Evaluation() and not run.data.val:
+        raise ConfigError(
+            "`evaluate` says how to score on held-out tasks, and there are none. Give them with "
+            "`data.val=[held_out.parquet]`, or leave `evaluate` out."
+        )
     warnings = run.warnings()
+    wandb = run.observe.wandb
+    if wandb.mode == "disabled" and wandb != type(wandb)():
+        warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")
+    if not run.observe.mlflow.enabled and run.observe.mlflow != type(run.observe.mlflow)():
+        warnings.append("`observe.mlflow.enabled` is false, so nothing is sent there.")
     if run.collect.group_size == 1:
         alone = _alone(run.advantage)
         if alone is not None and not any(alone):

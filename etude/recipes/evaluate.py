@@ -12,7 +12,7 @@ import asyncio
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,14 +111,19 @@ class Evaluator:
         other._sampling = self._sampling.model_copy(update=changes)
         return other
 
-    def answers(self) -> list[Answer]:
-        """Every answer to every task, in order. The same weights draw the same answers at any step."""
-        return self._runner.run(self._all())
+    def answers(self, told: Callable[[], None] = lambda: None) -> list[Answer]:
+        """Every answer to every task, in order. The same weights draw the same answers at any step.
 
-    async def _all(self) -> list[Answer]:
+        told: is called after each.
+        """
+        return self._runner.run(self._all(told))
+
+    async def _all(self, told: Callable[[], None]) -> list[Answer]:
         tasks = [self._dataset.task(row, row) for row in range(self.tasks)]
         line = asyncio.Semaphore(self._at_once)
         asked = [asyncio.ensure_future(self._one(task, n, line)) for task in tasks for n in range(self._config.samples)]
+        for each in asked:
+            each.add_done_callback(lambda _: told())
         try:
             return list(await asyncio.gather(*asked))
         finally:

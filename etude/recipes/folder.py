@@ -62,6 +62,11 @@ def occupy(directory: Path) -> Iterator[None]:
     A directory that was made for this and in which nothing came to be is removed again.
     """
     new = not directory.exists()
+    if Path.cwd().is_relative_to(_absolute(directory)) and not (directory / OPTIONS).exists():
+        raise ConfigError(
+            f"`directory={directory}` is where you stand, or holds it: a run wants a directory of its own. Name a new "
+            f"one, such as `directory=runs/mine`."
+        )
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -109,7 +114,8 @@ def read_run(directory: Path, overrides: Sequence[str] = (), *, masked: Callable
 
 def read_metrics(directory: Path) -> list[dict[str, float]]:
     """What each step of training measured, in order. The line of step 0, which only scores, is none."""
-    lines = (json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    text = (directory / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = (json.loads(line) for line in text.split("\n")[:-1])  # a torn line is no line
     steps = {line["step"]: line for line in lines}
     return [steps[step] for step in sorted(steps) if step > 0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -25,7 +26,8 @@ class Interrupt:
         self.asked = False
 
     def _caught(self, *_: object) -> None:
-        if self.asked:
+        if self.asked:  # the coroutines that this cuts short are never awaited, and nobody need hear of that
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             raise KeyboardInterrupt
         self.asked = True
         self._tell("Stopping after this step, which is saved. Press Ctrl-C once more to stop at once.")

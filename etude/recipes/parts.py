@@ -14,7 +14,7 @@ from etude.protocols import Crew
 from etude.recipes.evaluate import Answer, Evaluator, scores, write_answers
 from etude.recipes.meter import Meter
 from etude.recipes.saving import Saver
-from etude.recipes.sources import EngineSource, Groups
+from etude.recipes.sources import EngineSource, Groups, Watch
 from etude.recipes.workers import PolicyWorker
 from etude.rollout import TorchEngine
 from etude.store import Journal, events
@@ -58,6 +58,8 @@ class Scoring:
     engine: TorchEngine
     measured: str
     """What the scores are measured with, as the journal names it."""
+    watch: Watch
+    """Shows how far the answers have come."""
     found: dict[int, float] = field(default_factory=dict)
     """The score of each step, where nothing failed."""
     failure: Exception | None = None
@@ -72,7 +74,9 @@ class Scoring:
         metrics = Metrics()
         if scored is None:
             try:
-                answers = self.evaluator.answers()
+                wanted = self.evaluator.tasks * self.evaluator.samples
+                with self.watch(f"step {step}: answers to score", wanted) as bar:
+                    answers = self.evaluator.answers(bar.advance)
             except Exception as error:
                 self.failure = error
                 return Metrics()
@@ -183,7 +187,10 @@ class Parts:
             for name, value in rollout.parts.items():
                 metrics.add(f"reward/{name}", Mean.of(value))
         metrics.merge(groups.metrics)
-        metrics.merge(self.engine.stats())
+        seen = self.engine.stats()
+        drawn, busy = (seen[f"engine/{name}"].value() or 0.0 for name in ("new_tokens", "busy_seconds"))
+        metrics.add("sampled_tokens_per_second", Mean.over(drawn, busy))
+        metrics.merge(seen)
         metrics.merge(self.meter.read())
         metrics.merge(self.checkpoint.spent())
         return metrics

@@ -10,10 +10,9 @@ and those that were under way are issued again with the numbers they would have 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pydantic import Field
@@ -22,10 +21,11 @@ from etude.config import Config
 from etude.data import Dataset, Order
 from etude.data.adapt import samples as rows_of_turns
 from etude.errors import CollectionError, RunError
-from etude.observe import Mean, Metrics, Sum, get_log
+from etude.observe import Bar, Metrics, unwatched
 from etude.protocols import Generate, Ids
 from etude.recipes.sampling import Sampling, derived_seed
 from etude.recipes.scheduler import Admit, Decision, Drop, Failed, Finished, Issue, Opened, Scheduler
+from etude.recipes.tally import Notices, Tally
 from etude.records import Outcome, Rollout, Sample, Task, Turn
 from etude.rewards import Judge, Verdict
 from etude.store import Journal, Phase, RolloutState, Status, TaskState, events
@@ -36,6 +36,7 @@ INTERRUPTED = "The run was stopped while this was under way."
 """The error of an attempt that a kill ended; it says nothing of the rollout, and does not count against it."""
 
 PromptIds = Callable[[Task], Ids]
+Watch = Callable[[str, float], AbstractContextManager[Bar]]
 
 
 class Collection(Config):
@@ -74,18 +75,6 @@ class Source(Protocol):
     def next(self, step: int) -> Groups:
         """The groups that this step trains on, within the staleness bound. The wait is bounded."""
         ...
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What one step's collection cost and left out."""
-
-    began: float = field(default_factory=time.perf_counter)
-    tokens: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    failed: Counter[str] = field(default_factory=Counter)
-    judged: float = 0.0
-    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,8 +130,11 @@ class EngineSource:
         self._dropped: dict[int, list[int]] = {}
         self._left: list[TaskState] = []
         self._again: list[Issue] = []
-        self._tally = _Tally()
+        self._tally = Tally()
         self._runner, self._line = runner, asyncio.Semaphore(at_once)
+        self._notices = Notices(one_by_one=judge.one_by_one)
+        self.watch: Watch = unwatched
+        """Shows how far a step's answers have come."""
         self._scheduler = self._fresh_scheduler(0)
 
     # -- what the loop asks -------------------------------------------------------------------------------------------
@@ -151,10 +143,12 @@ class EngineSource:
         """The groups of this step: from the journal if it was admitted before, else sampled and judged now."""
         if step in self._replay:
             return self._replayed(step, self._replay.pop(step))
-        self._tally = _Tally()
+        self._tally = Tally()
         self._ask_again(self._left)
         self._left = []
-        admit = self._runner.run(self._collect(step))
+        wanted = self._config.tasks * self._config.group_size
+        with self.watch(f"step {step}: answers", wanted) as bar:
+            admit = self._runner.run(self._collect(step, bar.advance))
         ids = [self._id(task, sample) for task, samples in admit.tasks.items() for sample in samples]
         if not ids:
             raise CollectionError(
@@ -162,13 +156,14 @@ class EngineSource:
                 f"The last failure: {self._tally.error} Mend that and start the run again: it goes on from here."
             )
         self._store.append([events.Admitted(step, tuple(ids))])
-        if admit.spare == len(admit.tasks):
-            get_log("recipes").warning(
-                "In step %d every rollout of each group earned the same, so there is nothing to learn from it. Look at "
-                "the answers, or at `sampling.temperature` and the reward.",
-                step,
-            )
-        return self._groups([self._scored.pop(rollout) for rollout in ids], self._measured(admit))
+        scored, level, groups = [self._scored.pop(rollout) for rollout in ids], admit.spare, len(admit.tasks)
+        self._notices.of(step, self._tally, [each.rollout.reward for each in scored], level=level == groups)
+        return self._groups(scored, self._tally.metrics(level, groups))
+
+    @property
+    def replays(self) -> int:
+        """The last step that was admitted before and is read back from the journal; 0 if none is."""
+        return max(self._replay, default=0)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: how far the order of tasks has come."""
@@ -225,8 +220,9 @@ class EngineSource:
 
     # -- collecting ---------------------------------------------------------------------------------------------------
 
-    async def _collect(self, step: int) -> Admit:
-        """Do what the scheduler decides until it admits. What is decided is written before it is done."""
+    async def _collect(self, step: int, told: Callable[[], None]) -> Admit:
+        """Do what the scheduler decides until it admits. What is decided is written before it is done. `told` is called
+        after each answer."""
         decisions: list[Decision] = [*self._again, *self._scheduler.on(Opened(step))]
         self._again = []
         written: list[events.Event] = []
@@ -250,6 +246,8 @@ class EngineSource:
                     done.append(ended.get_nowait())
                 running.difference_update(done)
                 results = await asyncio.gather(*done)
+                for _ in results:
+                    told()
                 decisions, written = self._settled(sorted(results, key=lambda end: (end.task, end.sample)))
         finally:
             for task in running:
@@ -291,6 +289,9 @@ class EngineSource:
                 self._attempts[rollout][-1] = Status(verdict.outcome.value)
             else:
                 assert end.turn is not None
+                if verdict.error:  # it failed, and `judging.error_score` stands for what it would have earned
+                    self._tally.failed["scored"] += 1
+                    self._tally.error = verdict.error
                 truncated = end.turn.completion.finish == "length"
                 written.append(events.Rewarded(rollout, attempt, verdict.reward, verdict.parts, truncated))
                 scored = Rollout(
@@ -394,24 +395,6 @@ class EngineSource:
         for task, rewards in earned.items():
             self._order.saw(row_of(self._tasks.pop(task)), rewards)
         return Groups(samples, [each.rollout for each in scored], metrics, replayed)
-
-    def _measured(self, admit: Admit) -> Metrics:
-        tally, seconds = self._tally, time.perf_counter() - self._tally.began
-        metrics = Metrics(
-            {
-                "sampled_tokens": Sum.of(tally.tokens),
-                "sampled_tokens_per_second": Mean.over(tally.tokens, seconds),
-                "judging_seconds": Sum.of(tally.judged),
-                "level_groups": Mean.over(admit.spare, len(admit.tasks)),
-                "dropped_tasks": Sum.of(tally.dropped.total()),
-                "failed_attempts": Sum.of(tally.failed.total()),
-            }
-        )
-        for cause, count in tally.failed.items():
-            metrics.add(f"failed_attempts/{cause}", Sum.of(count))
-        for cause, count in tally.dropped.items():
-            metrics.add(f"dropped_tasks/{cause.replace(' ', '_')}", Sum.of(count))
-        return metrics
 
 
 def row_of(task: Task) -> int:

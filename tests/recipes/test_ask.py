@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,11 @@ def quiet(world: Path) -> list[str]:
 def test_a_run_scores_as_it_did_when_it_ended(trained: Path, capsys: Captured) -> None:
     last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     found = scored(capsys, str(trained))
-    assert found == {name: last[name] for name in found} and "eval/mean@2" in found
-    assert len((trained / "evaluations" / "eval.jsonl").read_text().splitlines()) == 10
+    about = {"tasks": 5, "samples": 2, "step": 4, "answers": found["answers"]}
+    assert found == about | {name: last[name] for name in found.keys() - about.keys()} and "eval/mean@2" in found
+    path = Path(str(found["answers"]))
+    assert path.parent == trained / "evaluations" and len(path.read_text().splitlines()) == 10
+    assert scored(capsys, str(trained))["answers"] != found["answers"] or path.stat().st_mtime, "nothing is lost"
 
 
 def test_the_best_checkpoint_scores_as_it_did_then(trained: Path, capsys: Captured) -> None:
@@ -74,8 +78,7 @@ def test_what_cannot_be_scored_is_told(world: Path, tmp_path: Path, capsys: Capt
     assert "There is no directory" in refused(capsys, "eval", str(tmp_path / "nowhere"))
     held_out = f"data.val=[{world / 'held_out.jsonl'}]"
     assert "needs a model" in refused(capsys, "eval", held_out)
-    elsewhere = [f"model.path={world / 'model'}", f"directory={tmp_path}"]
-    assert "has no checkpoint yet" in refused(capsys, "eval", held_out, *elsewhere)
+    assert "no run was named" in refused(capsys, "eval", held_out, f"model.path={world / 'model'}", "--best")
 
 
 def test_a_run_is_asked_as_a_model_is(trained: Path, world: Path, capsys: Captured) -> None:
@@ -175,3 +178,65 @@ def test_a_run_that_was_not_saved_yet_cannot_be_asked(world: Path, tmp_path: Pat
     given = options(world, directory=tmp_path / "run", **{"reward.path": "tests.recipes.rewards:nan"})
     assert main(["train", *given]) == 2
     assert "no checkpoint yet" in refused(capsys, "generate", str(tmp_path / "run"), "1+1=")
+
+
+def test_the_table_says_what_was_scored(trained: Path, world: Path, capsys: Captured) -> None:
+    assert main(["eval", str(trained), "evaluate.limit=1", "evaluate.samples=1"]) == 0
+    shown = capsys.readouterr().out.replace("\n", " ")
+    assert f"step 4 of {trained}, on 1 task of {world / 'held_out.jsonl'}, one answer to each" in shown
+
+
+def test_the_answers_of_a_model_are_written_where_that_is_asked_for(
+    world: Path, tmp_path: Path, quiet: list[str], capsys: Captured
+) -> None:
+    assert "answers" not in scored(capsys, str(world / "model"), *quiet)
+    found = scored(capsys, str(world / "model"), *quiet, "--answers", str(tmp_path / "answers.jsonl"))
+    assert found["answers"] == str(tmp_path / "answers.jsonl") and "step" not in found
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 10
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "sentence"),
+    [
+        ("eval", "sampling.temperature=0", "`evaluate.sampling.temperature`"),
+        ("eval", "data.train=[x.jsonl]", "given by `data.val`"),
+        ("eval", "steps=3", "does not read `steps`"),
+        ("eval", "observe.wandb.mode=offline", "does not read `observe.wandb.mode`"),
+        ("generate", "evaluate.samples=3", "how many by -n"),
+        ("generate", "loss=gspo", "does not read `loss`"),
+    ],
+)
+def test_an_option_that_a_command_does_not_read_is_refused(
+    command: str, option: str, sentence: str, trained: Path, world: Path, capsys: Captured
+) -> None:
+    for what in (str(trained), str(world / "model")):
+        assert sentence in refused(capsys, command, what, option)
+
+
+def test_a_run_brings_its_own_options(trained: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "other.yaml").write_text("steps: 3\n")
+    told = refused(capsys, "eval", str(trained), "--config", str(tmp_path / "other.yaml"))
+    assert "--config has no place beside it" in told
+
+
+def test_a_prompt_is_a_message_unless_it_is_to_be_continued(
+    world: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    model = tmp_path / "model"
+    shutil.copytree(world / "model", model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}={{ m['content'] }}+{% endfor %}")
+    generate = ask.TorchEngine.stream
+
+    def watched(engine: Any, prompt: Any, sampling: Any) -> Any:
+        asked.append(engine.tokenizer.decode(prompt))
+        return generate(engine, prompt, sampling)
+
+    monkeypatch.setattr(ask.TorchEngine, "stream", watched)
+    for switch in ([], ["--raw"]):
+        answers(capsys, str(model), "1+1", "sampling.max_tokens=2", *switch)
+    assert asked == ["=1+1+", "1+1"]
+
+
+def test_an_answer_at_least_is_asked_for(world: Path, capsys: Captured) -> None:
+    assert "-n 0 asks for no answer" in refused(capsys, "generate", str(world / "model"), "1+1=", "-n", "0")

@@ -58,10 +58,43 @@ def test_a_path_of_a_wrong_kind_is_told(world: Path, tmp_path: Path, capsys: Cap
         assert "model.path expects a path" in refused_run(capsys, world, tmp_path / "run", **{"model.path": value})
 
 
+def test_what_is_no_model_is_told_what_it_is(whole: Path, world: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", **{"model.path": whole})
+    assert "is the directory of a run, not of a model" in told and f"export {whole}" in told
+    told = refused_run(capsys, world, tmp_path / "run", **{"model.path": "Qwen/Qwen3-0.6B"})
+    assert "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`" in told
+
+
+def test_scoring_without_tasks_to_score_on_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", **{"evaluate.every": 2})
+    assert "`data.val=[held_out.parquet]`" in told
+
+
+def test_trackers_that_are_spoken_of_and_off_are_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    train(world, tmp_path / "run", **{"steps": 1, "observe.wandb.project": "mine", "observe.mlflow.experiment": "mine"})
+    told = capsys.readouterr().err
+    assert "`observe.wandb.mode` is disabled" in told and "`observe.mlflow.enabled` is false" in told
+
+
+def test_steps_that_are_done_cannot_be_undone(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = train(world, tmp_path / "run", steps=2)
+    told = refused(capsys, "train", "--resume", str(run), "steps=1")
+    assert "has done 2 steps, and `steps=1` asks for fewer" in told
+
+
+def test_a_run_that_is_done_says_what_may_be_done_with_it(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    capsys.readouterr()
+    run = train(world, tmp_path / "run", steps=1)
+    told = capsys.readouterr().err
+    assert "Done after step 1, in" in told and f"etude answers {run}" in told and f"export {run} my-model" in told
+    assert main(["train", "--resume", str(run)]) == 0
+    assert "Look:" not in capsys.readouterr().err, "nothing was done"
+
+
 def test_an_empty_model_directory_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "empty").mkdir()
     told = refused_run(capsys, world, tmp_path / "run", **{"model.path": tmp_path / "empty"})
-    assert "tokenizer.json" in told and "empty" in told
+    assert "no config.json. It holds nothing" in told and "empty" in told
 
 
 def test_a_tokenizer_that_ends_no_text_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -126,7 +159,17 @@ def test_an_empty_dataset_is_told(world: Path, tmp_path: Path, capsys: Captured)
 def test_a_missing_column_is_told_with_those_found(world: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"question": "1+1=", "solution": "2"}\n')
     told = refused_run(capsys, world, tmp_path / "run", **{"data.train": f"[{tmp_path / 'tasks.jsonl'}]"})
-    assert "`prompt`" in told and "question, solution" in told and "`columns`" in told
+    assert "`prompt`" in told and "question, solution" in told and "`data.columns.prompt=question`" in told
+
+
+def test_tasks_without_the_right_answers_that_a_reward_reads_are_told(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "solved": "2"}\n')
+    given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "exact", "reward.path": None}
+    told = refused_run(capsys, world, tmp_path / "run", **given)
+    assert "needs a right answer" in told and "`data.columns.answer=…`" in told and "solved" in told
+    assert not (tmp_path / "run").exists(), "told before anything is sampled"
 
 
 def test_prompts_that_are_too_long_are_left_out_cut_or_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:

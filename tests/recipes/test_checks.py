@@ -60,7 +60,8 @@ def test_an_advantage_of_groups_is_warned_of_a_group_of_one(
 def test_training_on_what_was_cut_off_is_refused(world: Path, change: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"`sampling\.top_p` and `sampling\.top_k` cut tokens off"):
         before(run_of(world, **change))
-    before(run_of(world, **{f"evaluate.{name}": value for name, value in change.items()}))
+    scored = {f"evaluate.{name}": value for name, value in change.items()}
+    before(run_of(world, **scored, **{"data.val": f"[{world / 'held_out.jsonl'}]"}))
 
 
 def test_answers_to_be_scored_must_fit_as_well(world: Path) -> None:

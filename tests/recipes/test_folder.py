@@ -99,6 +99,7 @@ def test_another_run_is_told_by_what_differs(world: Path, tmp_path: Path) -> Non
 def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: Path) -> None:
     sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
     values = {"directory": "elsewhere", "train.activation_checkpointing": "true", "data.val": "[others.jsonl]"}
+    values |= {"rollout.prepack": "false"}
     name, _, value = sections.get(path, f"{path}={values.get(path, '3')}").partition("=")
     other = run_of(world, **{name: value})
     assert other != run_of(world) and not differences(run_of(world), other)
@@ -160,3 +161,18 @@ def test_a_secret_is_not_written_and_can_be_given_again(world: Path, tmp_path: P
     assert again.reward == run.reward and again.steps == 3
     compare(tmp_path, again)
     assert read_run(tmp_path, masked=lambda path: path).reward.model_dump()["api_key"] == "reward.api_key"
+
+
+def test_a_run_wants_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep").mkdir()
+    monkeypatch.chdir(tmp_path / "deep")
+    for directory in (Path(), tmp_path / "deep", tmp_path):
+        with pytest.raises(ConfigError, match="is where you stand, or holds it"), occupy(directory):
+            pass
+    with occupy(tmp_path / "deep" / "run"):
+        pass
+
+
+def test_a_line_of_metrics_that_was_cut_off_is_no_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2, "lo')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2}]

@@ -1,0 +1,93 @@
+"""What a step's collection cost and left out: in numbers, and, where something is wrong with it, in words."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from etude.observe import Mean, Metrics, Sum, format_seconds, get_log
+
+__all__ = ["Notices", "Tally"]
+
+
+@dataclass(slots=True)
+class Tally:
+    """One step's collection."""
+
+    began: float = field(default_factory=time.perf_counter)
+    tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    judged: float = 0.0
+    error: str = ""
+
+    def metrics(self, level: int, groups: int) -> Metrics:
+        """The numbers; `level` is in how many of the admitted groups all earned the same."""
+        metrics = Metrics(
+            {
+                "sampled_tokens": Sum.of(self.tokens),
+                "judging_seconds": Sum.of(self.judged),
+                "level_groups": Mean.over(level, groups),
+                "dropped_tasks": Sum.of(self.dropped.total()),
+                "failed_attempts": Sum.of(self.failed.total()),
+            }
+        )
+        for cause, count in self.failed.items():
+            metrics.add(f"failed_attempts/{cause}", Sum.of(count))
+        for cause, count in self.dropped.items():
+            metrics.add(f"dropped_tasks/{cause.replace(' ', '_')}", Sum.of(count))
+        return metrics
+
+
+class Notices:
+    """Says what is wrong with steps: at once, and again when it has become twice as much."""
+
+    def __init__(self, *, one_by_one: bool) -> None:
+        """one_by_one: whether answers are judged one at a time, though several might be."""
+        self._log = get_log("recipes")
+        self._failures = self._spoken_of = self._level = 0
+        self._hint = one_by_one
+
+    def of(self, step: int, tally: Tally, earned: Collection[float], *, level: bool) -> None:
+        """Look at a step that was collected: `earned` by its rollouts; `level` where in each group all the same."""
+        self._of_failures(step, tally)
+        self._of_judging(step, tally)
+        self._of_rewards(step, earned, level=level)
+
+    def _of_failures(self, step: int, tally: Tally) -> None:
+        self._failures += tally.failed.total()
+        if self._failures <= 2 * self._spoken_of:
+            return
+        self._spoken_of = self._failures
+        causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in tally.failed.items())
+        self._log.warning(
+            "In step %d attempts at answers failed: %s. The last: %s They are counted in `failed_attempts`, and spoken "
+            "of again when there are twice as many.",
+            *(step, causes, tally.error),
+        )
+
+    def _of_judging(self, step: int, tally: Tally) -> None:
+        seconds = time.perf_counter() - tally.began
+        if self._hint and tally.judged > max(seconds / 2, 2.0):
+            self._hint = False
+            self._log.warning(
+                "Judging took %s of the %s in which step %d was collected, one answer at a time. `judging.workers=2` "
+                "judges in two processes beside the run.",
+                *(format_seconds(tally.judged), format_seconds(seconds), step),
+            )
+
+    def _of_rewards(self, step: int, earned: Collection[float], *, level: bool) -> None:
+        self._level = self._level + 1 if level else 0
+        if self._level.bit_count() != 1:  # 1, 2, 4, 8 … steps in a row
+            return
+        low, high = min(earned), max(earned)
+        said = f"all {low:g}" if low == high else f"from {low:g} to {high:g}"
+        before = "" if self._level == 1 else f", as in the {self._level - 1} before"
+        self._log.warning(
+            "In step %d every rollout of each group earned the same (%s)%s: there is nothing to learn from it. Where "
+            "that is the most there is to earn, the tasks are learned; else look at the answers with `etude answers`, "
+            "at `sampling.temperature` and at the reward.",
+            *(step, said, before),
+        )

@@ -1,0 +1,57 @@
+"""What is said of a step's collection: at once, and again only when it has become twice as much."""
+
+from __future__ import annotations
+
+import pytest
+
+from etude.observe import configure
+from etude.recipes.tally import Notices, Tally
+
+
+def said(capsys: pytest.CaptureFixture[str], notices: Notices, step: int, tally: Tally, *earned: float) -> str:
+    configure("info")
+    capsys.readouterr()
+    notices.of(step, tally, earned or (0.0, 1.0), level=len(set(earned)) == 1)
+    return capsys.readouterr().err
+
+
+def failing(**causes: int) -> Tally:
+    tally = Tally(error="The reward mine raised KeyError: 'x'.")
+    tally.failed.update(causes)
+    return tally
+
+
+def test_failures_are_told_with_their_causes_and_the_last_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    notices = Notices(one_by_one=False)
+    assert said(capsys, notices, 1, Tally()) == ""
+    told = said(capsys, notices, 2, failing(failed=2, timed_out=1))
+    assert "In step 2 attempts at answers failed: 2 failed, 1 timed out. The last: The reward mine raised" in told
+    assert said(capsys, notices, 3, failing(failed=3)) == "", "not yet twice as many"
+    assert "In step 4" in said(capsys, notices, 4, failing(failed=1))
+
+
+def test_steps_that_teach_nothing_are_told_of_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    notices = Notices(one_by_one=False)
+    told = {step: said(capsys, notices, step, Tally(), 1.0, 1.0) for step in range(1, 10)}
+    assert [step for step, sentence in told.items() if sentence] == [1, 2, 4, 8]
+    assert "earned the same (all 1): there" in told[1] and "as in the 3 before" in told[4]
+    assert said(capsys, notices, 10, Tally(), 0.0, 1.0) == ""
+    assert "In step 11" in said(capsys, notices, 11, Tally(), 0.5, 0.5), "counted anew"
+
+
+def test_slow_judging_is_hinted_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = Tally()
+    slow.began -= 4.0
+    slow.judged = 3.0
+    assert said(capsys, Notices(one_by_one=False), 1, slow) == ""
+    notices = Notices(one_by_one=True)
+    assert "Judging took 3.0 s of the 4.0 s" in said(capsys, notices, 1, slow)
+    assert said(capsys, notices, 2, slow) == ""
+
+
+def test_the_numbers_are_by_cause() -> None:
+    tally = failing(failed=2)
+    tally.dropped["every rollout failed"] = 1
+    found = tally.metrics(level=1, groups=4).reduce()
+    assert found["failed_attempts/failed"] == 2 and found["dropped_tasks/every_rollout_failed"] == 1
+    assert found["level_groups"] == 0.25 and found["failed_attempts"] == 2
