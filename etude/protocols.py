@@ -60,8 +60,13 @@ R = TypeVar("R")
 class Generate(Protocol):
     """Token ids in, token ids out. Any number of calls may be under way at once."""
 
-    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
-        """Sample one continuation. Every token of it carries its log-prob and the version that sampled it."""
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+    ) -> Completion:
+        """Sample one continuation. Every token of it carries its log-prob and the version that sampled it.
+
+        begun: is called, on any thread, when it is this request's turn, which may be long after it came.
+        """
         ...
 
 

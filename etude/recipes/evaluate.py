@@ -24,6 +24,7 @@ from etude.config import Config
 from etude.data import Dataset
 from etude.observe import Mean, Metrics, Sum
 from etude.protocols import Generate
+from etude.recipes.patience import Patience
 from etude.recipes.sampling import Sampling, ScoringSampling, derived_seed
 from etude.recipes.sources import PromptIds
 from etude.records import Outcome, Task
@@ -64,7 +65,7 @@ class Answer:
 class Evaluator:
     """Asks, judges and reports.
 
-    Waits for the engine, at most `timeout` seconds for each answer from the moment that it is asked for, and for the
+    Waits for the engine, at most `timeout` seconds for each answer from the moment that it begins with it, and for the
     judge, which bounds itself. At most `at_once` answers are asked for at a time. One that fails earns nothing, and is
     counted.
     """
@@ -85,7 +86,8 @@ class Evaluator:
     ) -> None:
         """runner: the event loop of the run, in which its judge lives too."""
         self._config, self._sampling, self._seed, self._timeout = config, sampling, seed, timeout
-        self._dataset, self._prompt_ids, self._engine, self._judge = dataset, prompt_ids, engine, judge
+        self._dataset, self._prompt_ids, self._judge = dataset, prompt_ids, judge
+        self._engine = Patience(engine, timeout)
         self._runner, self._at_once = runner, at_once
 
     @property
@@ -135,7 +137,7 @@ class Evaluator:
         prompt, asked = self._prompt_ids(task), task.fields["prompt"]
         params = self._sampling.params(derived_seed(self._seed, "evaluate", task.ordinal, n))
         try:
-            async with line, asyncio.timeout(self._timeout):
+            async with line:
                 completion = await self._engine.generate(prompt, params)
         except TimeoutError:
             error = f"No answer within `collect.timeout` = {self._timeout:g} seconds."

@@ -23,6 +23,7 @@ from etude.data.adapt import samples as rows_of_turns
 from etude.errors import CollectionError, RunError
 from etude.observe import Bar, Metrics, unwatched
 from etude.protocols import Generate, Ids
+from etude.recipes.patience import Patience
 from etude.recipes.sampling import Sampling, derived_seed
 from etude.recipes.scheduler import Admit, Decision, Drop, Failed, Finished, Issue, Opened, Scheduler
 from etude.recipes.tally import Notices, Tally
@@ -99,9 +100,9 @@ class EngineSource:
     """Prompt to completion, one turn a rollout.
 
     Consumes tasks in the run's order. Waits for the engine, for each answer at most `timeout` seconds from the moment
-    that it is asked for, and for the judge, which bounds itself. At most `at_once` answers are asked for at a time, and
-    in the order of issue, so that a group is drawn together and a clock does not count its wait in line. Unblocked by
-    whatever ends first; what ended together is told to the scheduler in the order of ordinals.
+    that it begins with it, and for the judge, which bounds itself. At most `at_once` answers are asked for at a time,
+    and in the order of issue, so that a group is drawn together. Unblocked by whatever ends first; what ended together
+    is told to the scheduler in the order of ordinals.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class EngineSource:
         """prompt_ids: the ids of a task's prompt, as it is asked. runner: the run's one event loop."""
         self._config, self._sampling, self._seed = collection, sampling, seed
         self._dataset, self._order, self._prompt_ids = dataset, order, prompt_ids
-        self._engine, self._judge, self._store = engine, judge, store
+        self._engine, self._judge, self._store = Patience(engine, collection.timeout), judge, store
         self._tasks: dict[int, Task] = {}
         self._attempts: dict[int, list[Status]] = {}
         self._scored: dict[int, _Scored] = {}
@@ -263,7 +264,7 @@ class EngineSource:
         prompt = self._prompt_ids(asked)
         seed = derived_seed(self._seed, "train", task, sample, draw)
         try:
-            async with self._line, asyncio.timeout(self._config.timeout):
+            async with self._line:
                 completion = await self._engine.generate(prompt, self._sampling.params(seed))
         except TimeoutError:
             error = f"It took longer than `collect.timeout` = {self._config.timeout:g} seconds."

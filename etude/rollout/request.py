@@ -49,6 +49,7 @@ class Request:
         vocabulary: int,
         tokenizer: Tokenizer | None,
         listener: Callable[[Delta], None] | None = None,
+        begun: Callable[[], None] | None = None,
     ) -> None:
         self.sampling = sampling
         self.prompt_length = self.length = len(prompt)
@@ -66,7 +67,7 @@ class Request:
         self.drawing = Drawing(sampling, prompt, vocabulary, self.ends)
         self.future: Future[Completion] = Future()
         self.future.set_running_or_notify_cancel()
-        self._tokenizer, self._listener = tokenizer, listener
+        self._tokenizer, self._listener, self._begun = tokenizer, listener, begun
         self._logp: list[float] = []
         self._raw: list[float] = []
         self._versions: list[int] = []
@@ -81,6 +82,12 @@ class Request:
     def generated(self) -> int:
         """How many tokens have been drawn for it."""
         return self.length - self.prompt_length
+
+    def begin(self) -> None:
+        """It has its place in the cache, for the first time or once more."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun()
 
     def gain(
         self, token: int, logp: float, raw: float, version: int, top: tuple[list[int], list[float]] | None

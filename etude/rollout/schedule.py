@@ -153,6 +153,7 @@ class Scheduler:
         self.running.append(request)
         request.slot = self._slots.pop()
         request.version, request.learned, request.node = self.version, len(known), node
+        request.begin()
         request.blocks = []
         for block in known:
             self._give(request, block)

@@ -97,9 +97,11 @@ class TorchEngine:
         """The policy version of the weights it computes with."""
         return self._scheduler.version
 
-    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
-        """Sample one continuation. Cancelling the wait aborts the request."""
-        request = self._request(prompt, sampling)
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+    ) -> Completion:
+        """Sample one continuation. Cancelling the wait aborts the request. `begun` is called on the engine's thread."""
+        request = self._request(prompt, sampling, begun=begun)
         self._submit(request)
         try:
             return await asyncio.wrap_future(request.future)
@@ -190,7 +192,11 @@ class TorchEngine:
     # -- from other threads to the engine's ---------------------------------------------------------------------------
 
     def _request(
-        self, prompt: Ids, sampling: SamplingParams, listener: Callable[[Delta], None] | None = None
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        listener: Callable[[Delta], None] | None = None,
+        begun: Callable[[], None] | None = None,
     ) -> Request:
         """A request that can be computed, or the sentence that says why not."""
         ids = np.asarray(prompt, dtype=np.int32)
@@ -205,6 +211,7 @@ class TorchEngine:
             vocabulary=self.model.vocabulary,
             tokenizer=self.tokenizer,
             listener=listener,
+            begun=begun,
         )
 
     def _submit(self, *requests: Request) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -83,8 +84,12 @@ class Slow:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.under_way, self.most = seconds, 0, 0
 
-    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+    ) -> Completion:
         """One token."""
+        assert begun is not None
+        begun()
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         try:

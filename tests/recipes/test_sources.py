@@ -36,8 +36,12 @@ class Scripted:
         self.asked: list[int | None] = []
         self.answering = self.most = 0
 
-    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+    ) -> Completion:
         """Three tokens, drawn by the seed of the request."""
+        assert begun is not None
+        begun()
         self.asked.append(sampling.seed)
         act = self._script(len(self.asked))
         self.answering += 1
