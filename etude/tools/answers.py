@@ -99,16 +99,20 @@ def _of(store: Journal, step: int, rollouts: Sequence[int]) -> Iterator[dict[str
 
 
 def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
+    """A row for each answer; those that say the same and earned the same share one."""
     parts = list(group[0]["parts"])
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("reward", *parts, "tokens"):
+    for name in ("times", "reward", *parts, "tokens"):
         table.add_column(name, justify="right")
     table.add_column("answer")
+    alike: dict[tuple[str, float, str], list[Mapping[str, Any]]] = defaultdict(list)
     for each in group:
+        alike[each["answer"], each["reward"], each["finish"]].append(each)
+    for each, *others in alike.values():
         text = each["answer"] if whole or len(each["answer"]) <= LONGEST else each["answer"][: LONGEST - 1] + "…"
         cut = "" if each["finish"] == "stop" else f"  [{each['finish']}]"
         numbers = [each["reward"], *(each["parts"].get(name, float("nan")) for name in parts)]
-        cells = [*map(format_number, numbers), str(each["tokens"])]
+        cells = [str(1 + len(others)), *map(format_number, numbers), str(each["tokens"])]
         table.add_row(*map(Text, cells), Text.assemble(text, (cut, "dim")))
     return table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -18,8 +19,11 @@ from etude.tools.answers import answers
 Captured = pytest.CaptureFixture[str]
 
 
-def answered(directory: Path, steps: int = 2) -> Path:
-    """A run of some steps, each of two tasks with two answers; the second answer is right, and long."""
+WRONG_AND_LONG = [("wrong", 0.0), ("right " * 100, 1.0)]
+
+
+def answered(directory: Path, steps: int = 2, texts: Sequence[tuple[str, float]] = WRONG_AND_LONG) -> Path:
+    """A run of some steps, each of two tasks with these answers, of which the long ones were cut off."""
     directory.mkdir()
     with closing(open_store(directory / "journal.sqlite")) as store:
         for step in range(1, steps + 1):
@@ -27,11 +31,11 @@ def answered(directory: Path, steps: int = 2) -> Path:
             for task in (2 * step, 2 * step + 1):
                 prompt = "1+1=" if task % 2 else [{"role": "user", "content": f"What is {task}?"}]
                 store.append([TaskIssued(task, task, "sums", {"prompt": prompt, "ground_truth": "2"})])
-                for sample, (text, earned) in enumerate([("wrong", 0.0), ("right " * 100, 1.0)]):
-                    rollout = 2 * task + sample
+                for sample, (text, earned) in enumerate(texts):
+                    rollout = len(texts) * task + sample
                     admitted.append(rollout)
                     ids, drawn = np.zeros(3, np.int32), np.zeros(3, np.float32)
-                    completion = Completion(ids, drawn, ids, ("stop", "length")[sample], text)
+                    completion = Completion(ids, drawn, ids, "length" if len(text) > 100 else "stop", text)
                     turn = Turn(np.array([1, 2], np.int32), completion, 0)
                     store.append([RolloutQueued(rollout, task, sample), AttemptStarted(rollout, 0)])
                     store.append([TurnRecorded(rollout, 0, turn), Rewarded(rollout, 0, earned, {"form": 0.5}, False)])
@@ -52,6 +56,13 @@ def test_the_last_step_is_shown_best_first(run: Path, capsys: Captured) -> None:
     assert "user: What is 4?" in shown and "1+1=" in shown
     assert shown.index("right") < shown.index("wrong") and "form" in shown and "[length]" in shown
     assert "right " * 60 not in shown.replace("\n", "")
+
+
+def test_answers_that_say_the_same_share_a_row(tmp_path: Path, capsys: Captured) -> None:
+    run = answered(tmp_path / "run", texts=[("same", 1.0), ("same", 1.0), ("other", 0.0)])
+    assert main(["answers", str(run), "-n", "1"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:6]]
+    assert [(row[0], row[-1]) for row in rows[1:]] == [("2", "same"), ("1", "other")]
 
 
 def test_a_step_and_how_much_of_it_may_be_chosen(run: Path, capsys: Captured) -> None:
