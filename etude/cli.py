@@ -360,10 +360,13 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _answers(arguments: argparse.Namespace) -> None:
-    from etude.tools.answers import show
+    from etude.tools.answers import answers, show
 
-    asked = {"tasks": arguments.n, "whole": arguments.whole, "lines": arguments.json}
-    show(arguments.run, step=arguments.step, **asked)
+    if not arguments.json:
+        show(arguments.run, step=arguments.step, tasks=arguments.n, whole=arguments.whole)
+        return
+    for answer in answers(arguments.run, arguments.step)[1]:
+        print(json.dumps(answer, default=str))
 
 
 def _plot(arguments: argparse.Namespace) -> None:

@@ -6,7 +6,6 @@ it as text, in `evaluations/`.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -34,18 +33,10 @@ def show(
     step: int | None = None,
     tasks: int = 3,
     whole: bool = False,
-    lines: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Print what a step was trained on, by default the last one: some of its tasks, the best answers first.
-
-    `lines` prints every answer of the step instead, a JSON object a line.
-    """
+    """Show what a step was trained on, by default the last one: some of its tasks, the best answers first."""
     step, found = answers(directory, step)
-    if lines:
-        for each in found:
-            print(json.dumps(each, ensure_ascii=False, default=str))
-        return
     console = make_console() if console is None else console
     groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for each in found:

@@ -33,7 +33,7 @@ def test_the_penalty_needs_a_reward() -> None:
 
 def test_a_buffer_longer_than_the_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"`buffer` is 4096, more than the whole of `max_length` = 1024"):
-        Overlong(max_length=1024)
+        Overlong(max_length=1024, buffer=4096)
 
 
 def test_groups_whose_metric_is_all_the_same_are_dropped_and_groups_of_one_are_kept() -> None:
