@@ -32,6 +32,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     tests = {item.obj for item in items if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj)}
     for test in tests:
-        # Hypothesis has no public way to change the settings of a test that is already decorated.
-        own = test._hypothesis_internal_use_settings
-        test._hypothesis_internal_use_settings = settings(own, max_examples=SOAK_FACTOR * own.max_examples)
+        # Hypothesis has no public way to change the settings of a test that is already decorated. Those of a state
+        # machine are its class's.
+        holder, name = test, "_hypothesis_internal_use_settings"
+        if not hasattr(test, name):
+            holder, name = type(test.__self__), "settings"
+        own = getattr(holder, name)
+        setattr(holder, name, settings(own, max_examples=SOAK_FACTOR * own.max_examples))

@@ -109,8 +109,7 @@ def unknown_key(
     root: type[BaseModel], path: str, place: Place, candidates: Iterable[str], given: Any = None
 ) -> UnknownKeyError:
     """The sentence on a key that no field has: what it is called here, whose it is, or what comes near it."""
-    known_as: Mapping[str, str] = getattr(root, "known_as", {})
-    meant = {whole: known_as[last] for whole, last in _leaves(path, given) if last in known_as}
+    meant = _meant(root, path, given)
     if meant:
         return UnknownKeyError(
             " ".join(f"{whole} is not an option; here it is {name}." for whole, name in meant.items())
@@ -132,6 +131,18 @@ def unknown_key(
     if near:
         return UnknownKeyError(f"{sentence} Did you mean {_either(near)}?")
     return UnknownKeyError(f"{sentence} The options there are {', '.join(own) or 'none'}.")
+
+
+def _meant(root: type[BaseModel], path: str, given: Any) -> dict[str, str]:
+    """What keys from elsewhere are called here. Beside options of ours a name means one of those, or none."""
+    known_as: Mapping[str, str] = getattr(root, "known_as", {})
+    ours = path.partition(".")[0] in root.model_fields
+    meant = {whole: known_as[last] for whole, last in _leaves(path, given) if last in known_as}
+    return {whole: name for whole, name in meant.items() if not ours or _above(whole) == _above(name)}
+
+
+def _above(path: str) -> str:
+    return path.rpartition(".")[0]
 
 
 def _leaves(path: str, given: Any) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -16,13 +17,15 @@ def required_components() -> frozenset[str]:
 
 
 def etude_command() -> str:
-    """How `etude` is called here: by its name where the shell finds it, else by its path beside this Python."""
+    """How `etude` is called here, to be read by a shell: by its name where that finds it, else by its path beside this
+    Python."""
     beside = Path(sys.executable).with_name("etude")
     found = shutil.which("etude")
     if found is not None or not beside.exists():
         return "etude"
     here = Path.cwd()
-    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
+    near = str(beside.relative_to(here)) if beside.is_relative_to(here) else str(beside)
+    return shlex.quote(near if os.sep in near else f"./{near}")
 
 
 def cache_directory() -> Path:

@@ -35,8 +35,9 @@ def plain_prompt(value: Any, where: str) -> str | list[dict[str, Any]]:
                 f"its `content`."
             )
         if message.get("content") is None and not message.get("tool_calls"):
+            others = ", ".join(name for name, value in message.items() if value is not None)
             raise DataError(
-                f"{where} has a message without `content` at place {place} of its prompt: it has {', '.join(message)}. "
+                f"{where} has a message without `content` at place {place} of its prompt: it has {others}. "
                 f"Give it one; only a message with `tool_calls` may do without."
             )
     return [_without_nulls(message) for message in value]

@@ -36,6 +36,8 @@ from etude.tools.plot import plot
 __all__ = ["PRESET", "Scores", "demonstrate"]
 
 PRESET = Path(__file__).with_name("language.yaml")
+OWN = ("model", "data.train", "data.val", "data.columns", "reward", "chat")
+"""What the demonstration brings itself."""
 TASKS, HELD_OUT, SHOWN = 20_000, 500, 5
 
 
@@ -91,7 +93,7 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str,
 def _refuse_another_world(overrides: Sequence[str]) -> None:
     for option in overrides:
         name = option.partition("=")[0].strip("+ ")
-        if name.split(".")[0] in ("model", "data", "reward"):
+        if any(name == own or name.startswith(f"{own}.") for own in OWN):
             raise ConfigError(
                 f"The demonstration brings its own model, tasks and reward: `{name}` has no place in it. To train "
                 f"yours: `{etude_command()} train grpo model.path=… data.train=[…]`."

@@ -1,9 +1,9 @@
 """Weights once more, laid out as the processor multiplies them.
 
-A CPU's kernels for half precision want a weight in tiles, and a product of few rows spends a third of its time on
+A CPU that multiplies bfloat16 itself wants a weight in tiles, and a product of few rows spends a third of its time on
 putting it there. An engine draws with the same weights thousands of times before they change, so it keeps them in that
 order: the very same numbers come out, sooner, for the memory of the weights again. A trainer's change with every step,
-and stay as they are.
+and stay as they are. Whoever changes weights that several engines share tells each of them.
 
     layout = Layout(model)
     with layout.used():           # on the engine's thread: products now go through it
@@ -22,6 +22,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+
+from etude.observe import get_log
 
 __all__ = ["Layout", "product"]
 
@@ -43,11 +45,15 @@ class Layout:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the weights anew."""
+        """Read the weights anew. Where there is no memory for that, products take the weights as they lie."""
         self.clear()
-        for weight in self._model.products():
-            if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _gains():
-                self._laid[weight.data_ptr()] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        try:
+            for weight in self._model.products():
+                if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _gains():
+                    self._laid[weight.data_ptr()] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        except (RuntimeError, MemoryError) as error:
+            self.clear()
+            get_log("models").warning("The weights are not laid out for the processor, which costs speed: %s", error)
 
     def clear(self) -> None:
         """Give the memory back. Products then take the weights as they lie."""
@@ -78,7 +84,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @cache
 def _gains() -> bool:
-    """Whether this processor multiplies half precision itself, and torch was built to have it do so."""
+    """Whether this processor multiplies bfloat16 itself, and torch was built to have it do so. Elsewhere the kernels
+    widen it first: nothing is gained, and sums are rounded otherwise."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.cpu._is_avx512_bf16_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -227,7 +227,7 @@ class _LineBar:
         now = self._clock()
         if now - self._spoke >= self._every:
             self._spoke = now
-            far = f"{self._done:,.0f}" if self._total is None else f"{self._done / self._total:.0%}"
+            far = f"{self._done:,.0f}" if self._total is None else f"{min(self._done / self._total, 1.0):.0%}"
             _say(self._console, Text(f"{self._description}: {far} after {format_seconds(now - self._began)}"))
 
     def finish(self) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from etude.observe.console import Bar
 from etude.observe.log import get_log
@@ -24,7 +24,9 @@ from etude.observe.metrics import Metric, Metrics
 from etude.observe.sinks import Guarded, RunInfo, Sink
 from etude.observe.timer import Timer
 
-__all__ = ["Display", "RunLog", "Step", "unwatched"]
+__all__ = ["Display", "Guest", "RunLog", "Step", "unwatched"]
+
+T = TypeVar("T")
 
 
 class Display(Protocol):
@@ -37,6 +39,48 @@ class Display(Protocol):
     def progress(self, description: str, total: float | None) -> AbstractContextManager[Bar]:
         """How far something inside a step has come."""
         ...
+
+
+class Guest:
+    """A display that cannot disturb the run: at its first failure it is warned about, and shown nothing more."""
+
+    def __init__(self, display: Display) -> None:
+        self._display: Display | None = display
+
+    def phase(self, step: int, name: str) -> None:
+        """What a step is at now."""
+        self._try(lambda display: display.phase(step, name))
+
+    @contextmanager
+    def progress(self, description: str, total: float | None) -> Iterator[Bar]:
+        """How far something inside a step has come."""
+        context = self._try(lambda display: display.progress(description, total))
+        bar = None if context is None else self._try(lambda _: context.__enter__())
+        try:
+            yield _Unseen() if bar is None else _GuestBar(bar, self._try)
+        finally:
+            if context is not None and bar is not None:
+                self._try(lambda _: context.__exit__(None, None, None))
+
+    def _try(self, act: Callable[[Display], T]) -> T | None:
+        if self._display is None:
+            return None
+        try:
+            return act(self._display)
+        except Exception as error:
+            self._display = None
+            get_log("observe").warning("The display failed, and shows nothing more: %s.", error)
+            return None
+
+
+class _GuestBar:
+    """A bar whose failures reach nobody."""
+
+    def __init__(self, bar: Bar, trying: Callable[[Callable[[Display], None]], None]) -> None:
+        self._bar, self._trying = bar, trying
+
+    def advance(self, amount: float = 1.0) -> None:
+        self._trying(lambda _: self._bar.advance(amount))
 
 
 class _Unseen:
@@ -83,7 +127,8 @@ class RunLog:
         display: Display | None = None,
     ) -> None:
         """display: shows what a step is at, and how far that has come."""
-        self._written, self._display = written, display
+        self._written = written
+        self._display = None if display is None else Guest(display)
         self._sinks = [Guarded(sink) for sink in sinks]
         self._run = run
         self._every = every
@@ -109,7 +154,7 @@ class RunLog:
 
     def progress(self, description: str, total: float | None) -> AbstractContextManager[Bar]:
         """A bar for something that takes its time within a step, shown where the run is."""
-        return (self._display.progress if self._display is not None else unwatched)(description, total)
+        return (unwatched if self._display is None else self._display.progress)(description, total)
 
     def flush(self) -> None:
         """Write what is pending now."""

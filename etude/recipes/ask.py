@@ -6,11 +6,11 @@ Each takes either the directory of a run, whose checkpoint it reads, or a model 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -75,9 +75,10 @@ def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool, answers
     told: dict[str, Any] = {"tasks": evaluator.tasks, "samples": evaluator.samples}
     told |= {} if step is None else {"step": step}
     told |= {} if written is None else {"answers": str(written)}
+    _show_scores(console, run, told, reduced := dict(scores(found).reduce()))
     if written is not None:
         write_answers(found, written)
-    _show_scores(console, run, told, reduced := dict(scores(found).reduce()))
+        console.print(Text(f"answers  {written}"), soft_wrap=True)
     return told | reduced
 
 
@@ -85,12 +86,14 @@ def _place_of_answers(run: Run, step: int | None) -> Path | None:
     """A new file among the evaluations of a run; a model that belongs to no run has none."""
     if run.directory is None or step is None:
         return None
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return run.directory / "evaluations" / f"eval-step-{step:08d}-{stamp}-{os.getpid()}.jsonl"
+    name = f"eval-step-{step:08d}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = chain([name], (f"{name}-{n}" for n in count(2)))
+    places = (run.directory / "evaluations" / f"{each}.jsonl" for each in names)
+    return next(place for place in places if not place.exists())
 
 
 def _show_scores(console: Console, run: Run, told: dict[str, Any], found: dict[str, float]) -> None:
-    """What was scored, how well it did, and where its answers lie."""
+    """What was scored, and how well it did."""
     what = str(run.model.path) if "step" not in told else f"step {told['step']} of {run.directory}"
     each = "one answer" if told["samples"] == 1 else f"{told['samples']} answers"
     on = ", ".join(run.data.val)
@@ -99,8 +102,6 @@ def _show_scores(console: Console, run: Run, told: dict[str, Any], found: dict[s
     for name, value in found.items():
         table.add_row(name, f"{value:.4g}")
     console.print(table)
-    if "answers" in told:
-        console.print(Text(f"answers  {told['answers']}"), soft_wrap=True)
 
 
 def _count(number: int, noun: str) -> str:
@@ -116,8 +117,8 @@ def generate(
     """
     if answers < 1:
         raise ConfigError(f"-n {answers} asks for no answer. Ask for 1 or more.")
-    options = [word for word in overrides if OPTION.match(word) and " " not in word.partition("=")[0]]
-    words = [word for word in overrides if word not in options]
+    options = [word for word in overrides if OPTION.match(word)]
+    words = [word for word in overrides if not OPTION.match(word)]
     if not words:
         raise ConfigError('Name a model directory or a run\'s directory first: `etude generate runs/mine "2 + 2 ="`.')
     run, source = _asked([words[0], *options], file, "generate", masked=_left_out)
@@ -175,7 +176,7 @@ def _asked(
     """
     if not words or OPTION.match(words[0]):
         run = compose(Run, words, file=file)
-        _refuse_unread(words, command)
+        _refuse_unread(run, words, command)
         return run.model_copy(update={"directory": None}), "model.path"
     where, options = Path(words[0]), list(words[1:])
     if (where / folder.OPTIONS).exists():
@@ -186,21 +187,24 @@ def _asked(
             )
         shown = [] if any(option.startswith("observe.console=") for option in options) else ["observe.console=auto"]
         run = folder.read_run(where, [*options, *shown], masked=masked)
-        _refuse_unread(options, command)
+        _refuse_unread(run, options, command)
         return run, words[0]
     if not where.is_dir():
         raise RunError(f"There is no directory {where}. Give the directory of a run or of a model.")
     run = compose(Run, options, file=file)
-    _refuse_unread(options, command)
+    _refuse_unread(run, options, command)
+    if run.model.path is not None:
+        raise ConfigError(f"Two models were named: {where} and `model.path={run.model.path}`. Keep one of them.")
     model = run.model.model_copy(update={"path": where})
     return run.model_copy(update={"model": model, "directory": None}), words[0]
 
 
-def _refuse_unread(options: Sequence[str], command: str) -> None:
+def _refuse_unread(run: Run, options: Sequence[str], command: str) -> None:
     """An option that the command does not look at is no option of it: what it was meant to do would not happen."""
     for option in options:
         name = option.partition("=")[0].strip("+ ")
-        if any(name == read or name.startswith(f"{read}.") for read in READ[command]):
+        hidden = name == "sampling.max_tokens" and command == "eval" and run.evaluate.sampling.max_tokens is not None
+        if not hidden and any(name == read or name.startswith(f"{read}.") for read in READ[command]):
             continue
         remedy = "Leave it out."
         if command == "eval" and name.startswith("sampling."):

@@ -19,7 +19,7 @@ from etude.config.secrets import mask, mask_text
 from etude.config.tree import to_tree
 from etude.data import Dataset
 from etude.dispatch import LocalCrew
-from etude.errors import ConfigError
+from etude.errors import ConfigError, DataError
 from etude.observe import RunInfo, configure, format_seconds, get_log, last_step, open_run_log
 from etude.protocols import Generate, Ids
 from etude.recipes.evaluate import Evaluator
@@ -66,11 +66,14 @@ def build(run: Run, interrupt: Interrupt | None = None) -> Iterator[Parts]:
         parts = _assembled(run, run.directory, asked, stack)
         saver, first = parts.checkpoint, parts.checkpoint.step
         try:
-            if not asked.asked:
-                yield parts
+            if asked.asked:
+                raise KeyboardInterrupt
+            yield parts
         except KeyboardInterrupt:
-            told = "Stopped at once, in step %d. Step %d is the last that was saved; the answers drawn since are kept."
-            _tell_how_to_go_on(run, told, saver.step + 1, saver.saved)
+            if saver.step < run.steps:
+                saved = f"Step {saver.saved} is the last that was saved" if saver.saved else "No step was saved yet"
+                told = f"Stopped at once, in step %d. {saved}; the answers drawn since are kept."
+                _tell_how_to_go_on(run, told, saver.step + 1)
             raise
         if asked.asked and saver.step < run.steps:
             _tell_how_to_go_on(run, "Stopped after step %d of %d.", saver.step, run.steps)
@@ -92,7 +95,6 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     model, chat = policy(run, trained=True)
     checks.room(run, model)
     train, overlong = tasks(run, chat, "data.train", run.data.train)
-    run.reward.check(train.task(0, 0))
     judge = stack.enter_context(Judge(run.reward, run.judging))
     engine = stack.enter_context(closing(TorchEngine(model, chat.tokenizer, run.rollout)))
     runner = stack.enter_context(asyncio.Runner())
@@ -113,12 +115,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         at_once=run.rollout.max_running,
     )
     kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
-    step = taken_up(run.checkpoint, kept, crew, source)
-    if step > run.steps:
-        raise ConfigError(
-            f"The run in {directory} has done {step} steps, and `steps={run.steps}` asks for fewer: they cannot be "
-            f"undone. Ask for more, or start a new run in another `directory`."
-        )
+    step = taken_up(run.checkpoint, kept, crew, source, run.steps)
     inputs.keep_inputs(directory, run)
     folder.settle(directory, run)
     written = last_step(directory)
@@ -178,7 +175,7 @@ def _check_model(path: Path) -> None:
     if not path.is_dir():
         fetch = ""
         hub = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        if len(hub.parts) == 2 and not hub.is_absolute():
+        if len(hub.parts) == 2 and not hub.is_absolute() and not hub.parent.exists():
             fetch = f" A model of the Hugging Face hub is fetched by `hf download {hub} --local-dir {hub.name}`."
         raise ConfigError(
             f"`model.path={path}` is no directory (seen from {Path.cwd()}). Give one that holds a model's config.json, "
@@ -210,6 +207,7 @@ def prompts(run: Run, chat: Chat) -> PromptIds:
 def tasks(run: Run, chat: Chat, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
     """The tasks of some files, without those whose prompts are too long, if that is wanted; and how many those are."""
     whole = Dataset.load(files, run.data.columns)
+    _check_judged(run, whole)
     fitting, counts = whole.fitting(chat.prompt_ids, run.data.max_prompt, run.data.overlong)
     over = int(counts.reduce()["overlong_prompts"])
     if over:
@@ -218,6 +216,19 @@ def tasks(run: Run, chat: Chat, name: str, files: Sequence[str]) -> tuple[Datase
             f"{over} of {len(whole)} prompts in {name} are longer than `data.max_prompt={run.data.max_prompt}`: {done}."
         )
     return fitting, over
+
+
+def _check_judged(run: Run, dataset: Dataset) -> None:
+    """Refuse tasks none of which could be judged, going by a few of them. A single one is an outcome of its own."""
+    errors = []
+    for row in dict.fromkeys(range(0, len(dataset), max(1, len(dataset) // 8))):
+        try:
+            run.reward.check(dataset.task(row, row))
+        except DataError as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0]
 
 
 def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge, runner: asyncio.Runner) -> Evaluator | None:

@@ -57,12 +57,12 @@ def before(run: Run) -> None:
             "policy would be compared with another distribution than it was drawn from. Leave them at 1 and 0; "
             "`evaluate.sampling` may have others."
         )
-    if run.evaluate != Evaluation() and not run.data.val:
-        raise ConfigError(
-            "`evaluate` says how to score on held-out tasks, and there are none. Give them with "
-            "`data.val=[held_out.parquet]`, or leave `evaluate` out."
-        )
     warnings = run.warnings()
+    if run.evaluate != Evaluation() and not run.data.val:
+        warnings.append(
+            "`evaluate` says how to score on held-out tasks, and there are none, so nothing is scored. Give them with "
+            "`data.val=[held_out.parquet]`."
+        )
     wandb = run.observe.wandb
     if wandb.mode == "disabled" and wandb != type(wandb)():
         warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")

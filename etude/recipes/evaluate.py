@@ -125,7 +125,7 @@ class Evaluator:
         line = asyncio.Semaphore(self._at_once)
         asked = [asyncio.ensure_future(self._one(task, n, line)) for task in tasks for n in range(self._config.samples)]
         for each in asked:
-            each.add_done_callback(lambda _: told())
+            each.add_done_callback(lambda ended: None if ended.cancelled() else told())
         try:
             return list(await asyncio.gather(*asked))
         finally:

@@ -6,6 +6,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,10 +24,12 @@ class Interrupt:
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._before: dict[signal.Signals, Any] = {}
+        self._quiet = ExitStack()
         self.asked = False
 
     def _caught(self, *_: object) -> None:
         if self.asked:  # the coroutines that this cuts short are never awaited, and nobody need hear of that
+            self._quiet.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             raise KeyboardInterrupt
         self.asked = True
@@ -43,3 +46,4 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        self._quiet.close()

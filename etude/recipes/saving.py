@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from etude.checkpoint import CheckpointConfig, Checkpoints
+from etude.errors import ConfigError
 from etude.observe import Metrics, RunLog, Sum, get_log
 from etude.protocols import Crew
 from etude.recipes.interrupt import Interrupt
@@ -17,8 +18,9 @@ from etude.store import Journal
 __all__ = ["Saver", "taken_up"]
 
 
-def taken_up(config: CheckpointConfig, checkpoints: Checkpoints, crew: Crew, source: EngineSource) -> int:
-    """Go on from the newest checkpoint, if there is one, and from what the journal has beyond it; returns its step.
+def taken_up(config: CheckpointConfig, checkpoints: Checkpoints, crew: Crew, source: EngineSource, steps: int) -> int:
+    """Go on from the newest checkpoint, if there is one, and from what the journal has beyond it; returns its step,
+    of `steps` that are wanted.
 
     A kill between a save and its mark as the best is made good.
     """
@@ -26,6 +28,11 @@ def taken_up(config: CheckpointConfig, checkpoints: Checkpoints, crew: Crew, sou
     if found is None:
         source.take_up(None, 0)
         return 0
+    if found.step > steps:
+        raise ConfigError(
+            f"The run in {checkpoints.directory.parent} has done {found.step} steps, and `steps={steps}` asks for "
+            f"fewer: they cannot be undone. Ask for more, or start a new run in another `directory`."
+        )
     tensors = crew.call(PolicyWorker.tensors)
     checkpoints.load(found, tensors)
     crew.call(PolicyWorker.restore, tensors, found.facts["learner"])

@@ -247,8 +247,9 @@ class EngineSource:
                     done.append(ended.get_nowait())
                 running.difference_update(done)
                 results = await asyncio.gather(*done)
-                for _ in results:
-                    told()
+                for end in results:
+                    if end.verdict.outcome is Outcome.SUCCEEDED:
+                        told()
                 decisions, written = self._settled(sorted(results, key=lambda end: (end.task, end.sample)))
         finally:
             for task in running:
@@ -291,7 +292,7 @@ class EngineSource:
             else:
                 assert end.turn is not None
                 if verdict.error:  # it failed, and `judging.error_score` stands for what it would have earned
-                    self._tally.failed["scored"] += 1
+                    self._tally.failed["given_error_score"] += 1
                     self._tally.error = verdict.error
                 truncated = end.turn.completion.finish == "length"
                 written.append(events.Rewarded(rollout, attempt, verdict.reward, verdict.parts, truncated))

@@ -58,7 +58,7 @@ class Notices:
 
     def _of_failures(self, step: int, tally: Tally) -> None:
         self._failures += tally.failed.total()
-        if self._failures <= 2 * self._spoken_of:
+        if not tally.failed.total() or self._failures < 2 * self._spoken_of:
             return
         self._spoken_of = self._failures
         causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in tally.failed.items())

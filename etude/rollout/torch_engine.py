@@ -345,8 +345,8 @@ class TorchEngine:
     def _wake(self) -> None:
         if self._cache is None:
             self._cache = self._allocate()
-            self._lay_out()
             self._scheduler = self._fresh_scheduler(self._scheduler.version, self._scheduler.counts)
+            self._lay_out()
 
     def _swap(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy in place. Stopped half-way, the engine is out of service until a swap that succeeds."""
@@ -370,9 +370,9 @@ class TorchEngine:
             raise
         if not missing:
             self._broken = None
+        self._scheduler.reweigh(version)
         if self._cache is not None:
             self._lay_out()
-        self._scheduler.reweigh(version)
 
     def _lay_out(self) -> None:
         if self._layout is not None:

@@ -14,26 +14,30 @@ from typing import Any
 
 __all__ = ["undisturbed"]
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """SIGINT and SIGTERM that come within are heard at the end. Off the main thread no handler runs anyway."""
+    """SIGINT and SIGTERM that come within are heard at the end, each as often as it came. Off the main thread no
+    handler runs anyway."""
     if threading.current_thread() is not threading.main_thread():
+        yield
+    else:
+        with _late(signal.SIGINT), _late(signal.SIGTERM):
+            yield
+
+
+@contextmanager
+def _late(number: signal.Signals) -> Iterator[None]:
+    """One signal, heard at the end. Its handler is back before anything that is raised leaves."""
+    handler: Any = signal.getsignal(number)
+    if handler is None:  # one that C code installed cannot be put back from here
         yield
         return
     came: list[int] = []
-    before: dict[signal.Signals, Any] = {}
     try:
-        for number in SIGNALS:
-            handler = signal.getsignal(number)
-            if handler is not None:  # one that C code installed cannot be put back from here
-                before[number] = handler
-                signal.signal(number, lambda number, _: came.append(number))
+        signal.signal(number, lambda number, _: came.append(number))
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for late in dict.fromkeys(came):
+        signal.signal(number, handler)
+        for late in came:
             signal.raise_signal(late)

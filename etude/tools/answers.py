@@ -36,12 +36,14 @@ def show(
     console: Console | None = None,
 ) -> None:
     """Show what a step was trained on, by default the last one: some of its tasks, the best answers first."""
+    if tasks < 1:
+        raise ConfigError(f"-n {tasks} asks for no task. Ask for 1 or more.")
     step, found = answers(directory, step)
     console = make_console() if console is None else console
     groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for each in found:
         groups[each["task"]].append(each)
-    console.print(Text(f"Step {step} was trained on {len(found)} answers to {len(groups)} tasks."), soft_wrap=True)
+    console.print(Text(f"Step {step}: {len(found)} answers to {len(groups)} tasks."), soft_wrap=True)
     for group in list(groups.values())[:tasks]:
         console.print()
         console.print(Text(_spoken(group[0]["prompt"]), "bold"), soft_wrap=True)
@@ -91,7 +93,7 @@ def _of(store: Journal, step: int, rollouts: Sequence[int]) -> Iterator[dict[str
 
 def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
     """A row for each answer; those that say the same and earned the same share one."""
-    parts = list(group[0]["parts"])
+    parts = list(dict.fromkeys(name for each in group for name in each["parts"]))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("times", "reward", *parts, "tokens"):
         table.add_column(name, justify="right")

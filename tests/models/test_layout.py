@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -10,10 +12,11 @@ from transformers import PreTrainedConfig
 from etude.batch import Pack
 from etude.models import Layout, Model, PackedAttention, create, tiny
 from etude.models.layout import product
+from etude.observe import configure
 
 SHAPES = [(64, 32), (151, 48), (33, 17), (512, 256), (1152, 896)]
 has_bf16 = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor does not multiply half precision"
+    not torch.cpu._is_avx512_bf16_supported(), reason="this processor does not multiply bfloat16 itself"
 )
 
 
@@ -87,3 +90,19 @@ def test_it_holds_every_product_of_half_precision_and_nothing_else(config: PreTr
     half = Layout(create(config, seed=0, dtype=torch.bfloat16))
     assert len(half._laid) == 2 * 4 + 1, "four products a layer, and the head"
     assert not Layout(create(config, seed=0, dtype=torch.float32))._laid
+
+
+@has_bf16
+def test_without_memory_for_it_products_take_the_weights_as_they_lie(
+    config: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> NoReturn:
+        raise RuntimeError("could not allocate memory")
+
+    configure("info")
+    model = create(config, seed=0, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", full)
+    layout = Layout(model)
+    assert not layout._laid and "which costs speed: could not allocate memory" in capsys.readouterr().err
+    with torch.inference_mode(), layout.used():
+        assert model.logits(hidden(model, [3, 1])).isfinite().all()

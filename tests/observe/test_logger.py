@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
+from etude.observe.log import configure
 from etude.observe.logger import RunLog
 from etude.observe.metrics import Last, Mean, Metrics, Sum
 from etude.observe.sinks import RunInfo
@@ -183,3 +184,43 @@ def test_a_display_is_told_what_a_step_is_at() -> None:
 def test_without_a_display_nobody_is_told() -> None:
     with RunLog([], run()) as log, log.progress("answers", 8) as bar:
         bar.advance()
+
+
+@pytest.mark.parametrize("part", ["phase", "progress", "enter", "advance", "exit"])
+def test_a_display_that_fails_disturbs_nothing(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    class Failing(Shown):
+        def fail(self, at: str) -> None:
+            if at == part:
+                raise OSError(28, "No space left on device")
+
+        def phase(self, step: int, name: str) -> None:
+            self.fail("phase")
+
+        def progress(self, description: str, total: float | None) -> AbstractContextManager[Shown]:
+            self.fail("progress")
+            return self.shown()
+
+        @contextmanager
+        def shown(self) -> Iterator[Shown]:
+            self.fail("enter")
+            yield self
+            self.fail("exit")
+
+        def advance(self, amount: float = 1.0) -> None:
+            self.fail("advance")
+
+    configure("info")
+    done = []
+    with RunLog([], run(), display=Failing()) as log, log.step(1) as at, at.timer("collect"):
+        for _ in range(2):
+            with log.progress("answers", 8) as bar:
+                bar.advance()
+                done.append(bar)
+    assert len(done) == 2
+    assert capsys.readouterr().err.count("The display failed, and shows nothing more") == 1
+
+
+def test_what_goes_wrong_below_a_bar_passes_through_it() -> None:
+    log = RunLog([], run(), display=Shown())
+    with pytest.raises(RuntimeError, match="out of memory"), log.progress("answers", 8):
+        raise RuntimeError("out of memory")

@@ -75,7 +75,7 @@ def test_the_second_signal_ends_the_run_now_with_the_journal_whole(
         assert main(["train", *options(world, directory=run, steps=4)]) == 130
     told = capsys.readouterr().err
     assert "Stopped after" not in told and "Traceback" not in told and "never" not in told
-    assert "Stopped at once, in step 3. Step 0 is the last that was saved" in told and "train --resume" in told
+    assert "Stopped at once, in step 3. No step was saved yet; the answers" in told and "train --resume" in told
     store = open_store(run / "journal.sqlite")
     assert store.admitted().keys() == {1, 2} and store.rollouts(Phase.RUNNING)
     assert {(s.kind, s.id): s for s in [*store.tasks(), *store.rollouts()]}.items() <= store.replay().items()

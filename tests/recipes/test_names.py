@@ -41,6 +41,16 @@ def test_a_name_from_elsewhere_is_answered(given: str, meant: str) -> None:
         compose(Run, [given])
 
 
+@pytest.mark.parametrize(
+    "given",
+    ["observe.mlflow.run_name=x", "train.epsilon=1e-8", "evaluate.sampling.max_new_tokens=8", "evaluate.dataset=x"],
+)
+def test_beside_options_of_ours_a_name_means_one_of_those(given: str) -> None:
+    with pytest.raises(UnknownKeyError) as told:
+        compose(Run, [given])
+    assert "here it is" not in str(told.value)
+
+
 def test_several_are_answered_together() -> None:
     with pytest.raises(UnknownKeyError) as told:
         compose(Run, ["actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.optim.lr=1"])

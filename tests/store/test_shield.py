@@ -24,6 +24,43 @@ def test_an_interrupt_waits_for_the_end() -> None:
     assert done == ["written"] and signal.getsignal(signal.SIGINT) is before
 
 
+def test_each_signal_is_heard_as_often_as_it_came() -> None:
+    heard: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in numbers}
+    try:
+        with undisturbed():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+            assert not heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert sorted(heard) == [signal.SIGINT, signal.SIGINT, signal.SIGTERM]
+
+
+def test_a_handler_that_raises_leaves_no_other_behind() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def both() -> None:
+        with undisturbed():
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def stop(*_: object) -> None:
+        raise InterruptedError
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt) as told:
+            both()
+        assert isinstance(told.value.__context__, InterruptedError) and signal.getsignal(signal.SIGTERM) is stop
+        with pytest.raises(InterruptedError):
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_what_was_raised_within_is_not_lost() -> None:
     with pytest.raises(KeyboardInterrupt) as told, undisturbed():
         os.kill(os.getpid(), signal.SIGINT)

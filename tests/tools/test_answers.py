@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Path:
 def test_the_last_step_is_shown_best_first(run: Path, capsys: Captured) -> None:
     assert main(["answers", str(run)]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("Step 2 was trained on 4 answers to 2 tasks.")
+    assert shown.startswith("Step 2: 4 answers to 2 tasks.")
     assert "user: What is 4?" in shown and "1+1=" in shown
     assert shown.index("right") < shown.index("wrong") and "form" in shown and "[length]" in shown
     assert "right " * 60 not in shown.replace("\n", "")
