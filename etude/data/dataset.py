@@ -133,8 +133,12 @@ class Dataset:
         )
         if how != "filter" or not over:
             return self, counts
+        return self.only(fits), counts
+
+    def only(self, wanted: NDArray[np.bool_]) -> Dataset:
+        """[rows] → the rows that are wanted; the others are no longer counted."""
         rows = np.arange(len(self)) if self._kept is None else self._kept
-        return Dataset(self._parts, self._columns, rows[fits]), counts
+        return Dataset(self._parts, self._columns, rows[wanted])
 
     # -- small parts --------------------------------------------------------------------------------------------------
 

@@ -119,6 +119,10 @@ def generate(
         raise ConfigError(f"-n {answers} asks for no answer. Ask for 1 or more.")
     options = [word for word in overrides if OPTION.match(word)]
     words = [word for word in overrides if not OPTION.match(word)]
+    path = next((option for option in options if option.startswith("model.path=")), "")
+    if path:
+        options.remove(path)
+        words.insert(0, path.partition("=")[2])
     if not words:
         raise ConfigError('Name a model directory or a run\'s directory first: `etude generate runs/mine "2 + 2 ="`.')
     run, source = _asked([words[0], *options], file, "generate", masked=_left_out)

@@ -13,6 +13,8 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from etude.chat import Chat, Tokenizer
 from etude.config.env import etude_command
 from etude.config.secrets import mask, mask_text
@@ -26,7 +28,7 @@ from etude.recipes.evaluate import Evaluator
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.sources import EngineSource, PromptIds
 from etude.records import Task
-from etude.rewards import Judge
+from etude.rewards import Judge, RewardFunction
 from etude.store import open_store
 
 if TYPE_CHECKING:
@@ -206,8 +208,7 @@ def prompts(run: Run, chat: Chat) -> PromptIds:
 
 def tasks(run: Run, chat: Chat, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
     """The tasks of some files, without those whose prompts are too long, if that is wanted; and how many those are."""
-    whole = Dataset.load(files, run.data.columns)
-    _check_judged(run, whole)
+    whole = _judged(run, Dataset.load(files, run.data.columns), name)
     fitting, counts = whole.fitting(chat.prompt_ids, run.data.max_prompt, run.data.overlong)
     over = int(counts.reduce()["overlong_prompts"])
     if over:
@@ -218,17 +219,23 @@ def tasks(run: Run, chat: Chat, name: str, files: Sequence[str]) -> tuple[Datase
     return fitting, over
 
 
-def _check_judged(run: Run, dataset: Dataset) -> None:
-    """Refuse tasks none of which could be judged, going by a few of them. A single one is an outcome of its own."""
-    errors = []
-    for row in dict.fromkeys(range(0, len(dataset), max(1, len(dataset) // 8))):
+def _judged(run: Run, dataset: Dataset, name: str) -> Dataset:
+    """The tasks that the reward can judge an answer to; refuses files that have none."""
+    if type(run.reward).check is RewardFunction.check:
+        return dataset
+    wanted, why = np.ones(len(dataset), dtype=bool), ""
+    for row in range(len(dataset)):
         try:
             run.reward.check(dataset.task(row, row))
         except DataError as error:
-            errors.append(error)
-        else:
-            return
-    raise errors[0]
+            wanted[row], why = False, why or f"{dataset.where(row)}: {error}"
+    if wanted.all():
+        return dataset
+    if not wanted.any():
+        raise DataError(f"None of the {len(dataset)} tasks in {name} can be judged. {why}")
+    left = int((~wanted).sum())
+    get_log("recipes").warning(f"{left} of {len(dataset)} tasks in {name} cannot be judged: left out. {why}")
+    return dataset.only(wanted)
 
 
 def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge, runner: asyncio.Runner) -> Evaluator | None:

@@ -96,8 +96,8 @@ def fits(run: Run, model: Model, name: str, answer: int) -> None:
     longest, size = run.data.max_prompt + answer, run.rollout.block_size
     if longest > model.context:
         raise ConfigError(
-            f"`data.max_prompt` + `{name}` = {longest} tokens do not fit into this model's context of "
-            f"{model.context}. Lower one of them."
+            f"`data.max_prompt` + `{name}` = {longest} tokens ({run.data.max_prompt} and {answer}) do not fit into "
+            f"this model's context of {model.context}. Lower one of them."
         )
     held = int(run.rollout.kv_gib * 2**30) // block_bytes(model, size) * size
     if longest > held:

@@ -12,11 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from etude.errors import RunError
+from etude.observe import get_log
 from etude.recipes.run import Run
+from etude.rewards import Function
 
 __all__ = ["INPUTS", "check_inputs", "is_module", "keep_inputs", "yardstick"]
 
 INPUTS = "inputs.json"
+REWARD = "reward"
+"""The print of the file that a reward function lies in. It may be mended under a run, unlike the others."""
 PART = 1 << 20
 """Bytes at either end of a file that are hashed."""
 
@@ -35,6 +39,8 @@ def check_inputs(directory: Path, run: Run) -> None:
     if not kept.exists():
         return
     before, found = json.loads(kept.read_text(encoding="utf-8")), _prints(run)
+    if before.pop(REWARD, None) != found.pop(REWARD, None):
+        get_log("recipes").info("The reward's file changed since the run was started. What was judged stays judged.")
     changed = sorted(name for name in before.keys() | found.keys() if before.get(name) != found.get(name))
     if changed:
         listed = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
@@ -64,7 +70,9 @@ def is_module(name: str) -> bool:
 
 
 def _prints(run: Run) -> dict[str, str]:
-    return {name: _print_of(path) if isinstance(path, Path) else path for name, path in _files(run)}
+    prints = {name: _print_of(path) if isinstance(path, Path) else path for name, path in _files(run)}
+    file = Path(run.reward.path.rpartition(":")[0]) if isinstance(run.reward, Function) else None
+    return prints if file is None or not file.is_file() else prints | {REWARD: _print_of(file)}
 
 
 def _files(run: Run) -> Iterator[tuple[str, Path | str]]:

@@ -391,12 +391,13 @@ class EngineSource:
         """The records of an admission. The order is told what its rows earned."""
         samples: list[Sample] = []
         earned: dict[int, list[float]] = {}
+        rollouts = self._notices.alike([each.rollout for each in scored])
         for each in scored:
             samples += rows_of_turns(each.turns, each.rollout.id)
             earned.setdefault(each.rollout.task, []).append(each.rollout.reward)
         for task, rewards in earned.items():
             self._order.saw(row_of(self._tasks.pop(task)), rewards)
-        return Groups(samples, [each.rollout for each in scored], metrics, replayed)
+        return Groups(samples, rollouts, metrics, replayed)
 
 
 def row_of(task: Task) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from etude.observe import Mean, Metrics, Sum, format_seconds, get_log
+from etude.records import Rollout
 
 __all__ = ["Notices", "Tally"]
 
@@ -48,13 +49,28 @@ class Notices:
         """one_by_one: whether answers are judged one at a time, though several might be."""
         self._log = get_log("recipes")
         self._failures = self._spoken_of = self._level = 0
-        self._hint = one_by_one
+        self._hint, self._unlike = one_by_one, False
 
     def of(self, step: int, tally: Tally, earned: Collection[float], *, level: bool) -> None:
         """Look at a step that was collected: `earned` by its rollouts; `level` where in each group all the same."""
         self._of_failures(step, tally)
         self._of_judging(step, tally)
         self._of_rewards(step, earned, level=level)
+
+    def alike(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts of a step, all with the same named parts: 0 stands for one that a reward did not give."""
+        names = sorted({name for rollout in rollouts for name in rollout.parts})
+        lacking = [rollout.id for rollout in rollouts if len(rollout.parts) < len(names)]
+        if not lacking:
+            return list(rollouts)
+        if not self._unlike:
+            self._unlike = True
+            self._log.warning(
+                "The reward gave %d of %d answers fewer named parts than others, which have %s: what is missing counts "
+                "as 0. This is said once.",
+                *(len(lacking), len(rollouts), ", ".join(names)),
+            )
+        return [replace(each, parts={name: each.parts.get(name, 0.0) for name in names}) for each in rollouts]
 
     def _of_failures(self, step: int, tally: Tally) -> None:
         self._failures += tally.failed.total()

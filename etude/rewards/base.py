@@ -88,7 +88,7 @@ def truths(task: Task) -> list[str]:
         told = named(task)
         raise DataError(
             f"{told[0].upper()}{told[1:]} needs a right answer (text, a number or a list of them), and {found}; it has "
-            f"{', '.join(others)}. Name the column of right answers with `data.columns.answer=…`."
+            f"{', '.join(others)}. If another column holds it, name that: `data.columns.answer=…`."
         )
     return [str(one) for one in accepted]
 

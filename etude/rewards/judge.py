@@ -52,7 +52,9 @@ class Judging(Config):
     @model_validator(mode="after")
     def _score_belongs_to_its_policy(self) -> Judging:
         if (self.on_error == "score") != (self.error_score is not None):
-            raise ConfigError("`on_error=score` and `error_score` belong together: set both, or neither.")
+            raise ConfigError(
+                "`judging.on_error=score` and `judging.error_score` belong together: set both, or neither."
+            )
         return self
 
 

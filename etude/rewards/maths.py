@@ -36,12 +36,12 @@ class Math(RewardFunction):
     processes: ClassVar[int] = 2
 
     def check(self, task: Task) -> None:
+        truths(task)
+
+    def __call__(self, task: Task, answer: str) -> float:
         for truth in truths(task):
             if not _truth(truth):
                 raise DataError(f"The `ground_truth` of {named(task)} is '{truth}', which math cannot read.")
-
-    def __call__(self, task: Task, answer: str) -> float:
-        self.check(task)
         return float(any(equal(truth, answer) for truth in truths(task)))
 
     def extract(self, answer: str) -> str | None:

@@ -75,7 +75,9 @@ def failed(error: BaseException, title: str, task: Task, seconds: float) -> Verd
         told = str(error)
     else:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        told = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
+        said = " ".join(str(error).split())
+        said = f": {said}" if said else ""
+        told = f"{type(error).__name__}{said} ({Path(place.filename).name}, line {place.lineno})."
     return Verdict.failure(Outcome.FAILED, f"The reward {title} failed on {named(task)}: {told}", seconds)
 
 

@@ -51,6 +51,11 @@ def in_parts(task: Task, answer: str) -> dict[str, float]:
     return {"digits": digits(task, answer), "short": -len(answer) / 100}
 
 
+def moody(task: Task, answer: str) -> dict[str, float]:
+    """Parts that depend on the answer."""
+    return {"long": 1.0} if sum(map(ord, answer)) % 2 else {"short": 0.5}
+
+
 def nan(task: Task, answer: str) -> float:
     """No number."""
     return math.nan

@@ -240,3 +240,8 @@ def test_a_prompt_is_a_message_unless_it_is_to_be_continued(
 
 def test_an_answer_at_least_is_asked_for(world: Path, capsys: Captured) -> None:
     assert "-n 0 asks for no answer" in refused(capsys, "generate", str(world / "model"), "1+1=", "-n", "0")
+
+
+def test_a_model_may_be_named_as_an_option(world: Path, capsys: Captured) -> None:
+    asked = ["1+1=", "sampling.max_tokens=8"]
+    assert answers(capsys, f"model.path={world / 'model'}", *asked) == answers(capsys, str(world / "model"), *asked)

@@ -168,8 +168,41 @@ def test_tasks_without_the_right_answers_that_a_reward_reads_are_told(
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "solved": "2"}\n')
     given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "exact", "reward.path": None}
     told = refused_run(capsys, world, tmp_path / "run", **given)
-    assert "needs a right answer" in told and "`data.columns.answer=…`" in told and "solved" in told
+    assert "None of the 1 tasks in data.train can be judged" in told and "row 0: Task 0 needs a right answer" in told
+    assert "`data.columns.answer=…`" in told and "solved" in told
     assert not (tmp_path / "run").exists(), "told before anything is sampled"
+
+
+def test_single_tasks_without_a_right_answer_are_left_out_and_told(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    rows = [{"prompt": "1+1=", "answer": answer} for answer in (None, "2", None, "3", "4")]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "exact", "reward.path": None, "steps": 1}
+    run = train(world, tmp_path / "run", **given)
+    assert "2 of 5 tasks in data.train cannot be judged: left out." in (told := capsys.readouterr().err)
+    assert "tasks.jsonl, row 0: Task 0 needs" in told and "failed_attempts" not in told
+    assert measured(run)[0]["rollouts"] == 12 and measured(run)[0]["failed_attempts"] == 0
+
+
+def test_a_reward_that_gives_now_these_parts_and_now_those_stops_nothing(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = train(world, tmp_path / "run", **{"reward.path": f"{REWARDS}:moody", "steps": 2})
+    told = capsys.readouterr().err
+    assert told.count("fewer named parts than others, which have long, short: what is missing counts as 0") == 1
+    assert {"reward/long", "reward/short"} <= measured(run)[-1].keys()
+
+
+def test_a_reward_that_was_mended_under_a_run_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "mine.py").write_text("def score(task, answer):\n    return len(answer)\n")
+    run = train(world, tmp_path / "run", **{"reward.path": f"{tmp_path / 'mine.py'}:score", "steps": 1})
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run), "steps=2"]) == 0
+    assert "reward's file changed" not in capsys.readouterr().err
+    (tmp_path / "mine.py").write_text("def score(task, answer):\n    return -len(answer)\n")
+    assert main(["train", "--resume", str(run), "steps=3"]) == 0
+    assert "The reward's file changed since the run was started" in capsys.readouterr().err
 
 
 def test_prompts_that_are_too_long_are_left_out_cut_or_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:

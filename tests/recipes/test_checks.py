@@ -39,7 +39,7 @@ def test_the_sampler_is_compared_with_the_policy_at_every_step(world: Path) -> N
 def test_room_is_made_for_the_longest_prompt_and_answer(world: Path) -> None:
     model, _ = policy(run_of(world))
     room(run_of(world, **{"data.max_prompt": 122}), model)
-    with pytest.raises(ConfigError, match="129 tokens do not fit"):
+    with pytest.raises(ConfigError, match=r"= 129 tokens \(123 and 6\) do not fit"):
         room(run_of(world, **{"data.max_prompt": 123}), model)
 
 

@@ -50,7 +50,8 @@ def test_every_step_measures_what_one_wants_to_know_of_it(trained: Path) -> None
         assert step["tokens"] == pytest.approx(12 * (step["prompt_length"] + step["answer_length"]))
         assert step["reward"] == pytest.approx(step["reward/digits"] + step["reward/short"])
         assert 0 < step["answer_length"] <= step["answer_length_max"] <= 6
-        assert sum(value for name, value in step.items() if name.startswith("share/")) == pytest.approx(1, abs=0.1)
+        shares = sum(value for name, value in step.items() if name.startswith("share/") and name.count("/") == 1)
+        assert 0.6 < shares <= 1, "little happens between the phases"
         assert step["mismatch/largest_gap"] < 1e-5 and step["mfu"] > 0 and 0 < step["device_utilisation"] < 1.5
     assert {"eval/mean@2", "eval/best@2", "eval/length"} <= steps[1].keys() and "eval/mean@2" not in steps[0]
 
