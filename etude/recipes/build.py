@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from etude.recipes.parts import Parts
     from etude.recipes.run import Run
     from etude.recipes.workers import PolicyWorker
+    from etude.train import Frozen
 
 __all__ = ["build", "evaluator_of", "policy", "prompts", "tasks"]
 
@@ -170,7 +171,7 @@ def policy(run: Run, *, trained: bool = False) -> tuple[Model, Chat]:
     return model, run.chat.chat(tokenizer)
 
 
-def _check_model(path: Path) -> None:
+def _check_model(path: Path, name: str = "model.path") -> None:
     """Refuse a path that is no model's directory, and say what to give instead."""
     from etude.recipes.folder import OPTIONS
 
@@ -180,18 +181,18 @@ def _check_model(path: Path) -> None:
         if len(hub.parts) == 2 and not hub.is_absolute() and not hub.parent.exists():
             fetch = f" A model of the Hugging Face hub is fetched by `hf download {hub} --local-dir {hub.name}`."
         raise ConfigError(
-            f"`model.path={path}` is no directory (seen from {Path.cwd()}). Give one that holds a model's config.json, "
+            f"`{name}={path}` is no directory (seen from {Path.cwd()}). Give one that holds a model's config.json, "
             f"weights and tokenizer; nothing is downloaded.{fetch}"
         )
     if (path / OPTIONS).is_file():
         raise ConfigError(
-            f"`model.path={path}` is the directory of a run, not of a model. Write its model with `{etude_command()} "
+            f"`{name}={path}` is the directory of a run, not of a model. Write its model with `{etude_command()} "
             f"export {path} my-model` and give that; to go on with the run, `{etude_command()} train --resume {path}`."
         )
     if not (path / "config.json").is_file():
         found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ConfigError(
-            f"`model.path={path}` is no model's directory: it has no config.json. It holds {found}. Give one that "
+            f"`{name}={path}` is no model's directory: it has no config.json. It holds {found}. Give one that "
             f"holds a model's config.json, weights and tokenizer."
         )
 
@@ -258,6 +259,7 @@ def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge, runner: a
 
 
 def _worker(run: Run, model: Model) -> PolicyWorker:
+    from etude.recipes import checks
     from etude.recipes.workers import PolicyWorker
     from etude.train import Learner, matmul_rate
 
@@ -266,7 +268,25 @@ def _worker(run: Run, model: Model) -> PolicyWorker:
     learner = Learner(
         model, run.train, temperature=run.sampling.temperature, steps=run.steps * run.updates * run.epochs, peak=peak
     )
-    return PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs)
+    reference = _reference(run, model) if checks.compares(run) else None
+    return PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs, reference=reference)
+
+
+def _reference(run: Run, model: Model) -> Frozen:
+    """What the policy is held to: by default the model that the run began with, whatever it has learned since."""
+    from etude.models import load
+    from etude.train import Frozen
+
+    where = run.reference.path or run.model.path
+    assert where is not None, "a run has a model"
+    _check_model(where, "reference.path")
+    held = load(where, dtype=model.dtype, device=model.device)
+    if held.vocabulary != model.vocabulary:
+        raise ConfigError(
+            f"The reference in {where} knows {held.vocabulary} tokens, and the model in {run.model.path} knows "
+            f"{model.vocabulary}: their log-probs do not compare. Give a `reference.path` of the same tokenizer."
+        )
+    return Frozen(held, run.train.micro_tokens, temperature=run.sampling.temperature)
 
 
 def _headline(run: Run) -> list[str]:

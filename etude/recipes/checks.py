@@ -14,7 +14,7 @@ from etude.recipes.run import Run
 from etude.records import Rollout, Sample
 from etude.rollout.kv import block_bytes
 
-__all__ = ["before", "fits", "from_the_model", "room"]
+__all__ = ["before", "compares", "fits", "from_the_model", "room"]
 
 COLLECTED = frozenset(
     ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
@@ -24,8 +24,10 @@ COLLECTED = frozenset(
 BY_THE_MODEL = frozenset({"old_logp", "entropy", "sum_pi_squared"})
 """Columns that the policy itself can tell."""
 
+BY_THE_REFERENCE = frozenset({"ref_logp"})
+"""Columns that the reference policy tells."""
+
 MISSING = {
-    "ref_logp": "a reference policy",
     "value": "a critic",
     "final_value": "a critic",
     "teacher_logp": "a teacher",
@@ -44,13 +46,21 @@ def before(run: Run) -> None:
     """Refuse what this run cannot do, and say what it may not mean."""
     if not run.data.train:
         raise ConfigError("A run needs tasks: give files with `data.train=[tasks.parquet]`.")
-    for name in sorted(run.needs() - COLLECTED - BY_THE_MODEL):
+    for name in sorted(run.needs() - COLLECTED - BY_THE_MODEL - BY_THE_REFERENCE):
         raise ConfigError(
             f"This algorithm needs the column `{name}`, which takes {MISSING.get(name, 'somebody to compute it')}; a "
             f"run has none yet. Choose another advantage, loss or KL: `etude config show` lists them."
         )
     if "full_kl" in run.outputs():
-        raise ConfigError("`kl=full` compares with a reference policy, and a run has none yet. Choose `kl=none`.")
+        raise ConfigError(
+            "`kl=full` compares whole distributions with the reference's, which a run does not compute yet. Choose "
+            "another, such as `kl=reverse`."
+        )
+    if run.reference.path is not None and not compares(run):
+        raise ConfigError(
+            "`reference.path` names a reference policy, and nothing here compares with one. Choose a `kl`, such as "
+            "`kl=reverse`, or leave it out."
+        )
     if run.sampling.top_p < 1 or run.sampling.top_k > 0:
         raise ConfigError(
             "`sampling.top_p` and `sampling.top_k` cut tokens off that training does not know to be cut off: the "
@@ -107,13 +117,18 @@ def fits(run: Run, model: Model, name: str, answer: int) -> None:
         )
 
 
+def compares(run: Run) -> bool:
+    """Whether the policy is compared with a reference."""
+    return bool(run.needs() & BY_THE_REFERENCE)
+
+
 def from_the_model(run: Run) -> frozenset[str]:
-    """The columns that the policy is asked for before a step's estimates.
+    """The columns that the policy, and its reference, are asked for before a step's estimates.
 
     π_old is asked for even where no loss reads it, because the sampler is compared with it at every step; it is left
     out where μ stands in for it.
     """
-    asked = run.needs() & BY_THE_MODEL
+    asked = run.needs() & (BY_THE_MODEL | BY_THE_REFERENCE)
     return asked if run.correction.policies == "two" else asked | {"old_logp"}
 
 

@@ -78,7 +78,12 @@ def _prints(run: Run) -> dict[str, str]:
 def _files(run: Run) -> Iterator[tuple[str, Path | str]]:
     """Every file that decides what is trained, under a name that does not depend on where it lies; of data that Python
     makes, its name."""
-    for role, path in (("model", run.model.path), ("tokenizer", run.model.tokenizer), ("template", run.chat.template)):
+    for role, path in (
+        ("model", run.model.path),
+        ("tokenizer", run.model.tokenizer),
+        ("reference", run.reference.path),
+        ("template", run.chat.template),
+    ):
         if path is not None:
             yield from _within(role, path)
     for place, name in enumerate(run.data.train):

@@ -28,7 +28,7 @@ from etude.rewards import REWARDS, Judging, RewardFunction
 from etude.rollout import EngineConfig
 from etude.train import Train
 
-__all__ = ["FREE", "ModelSource", "Run"]
+__all__ = ["FREE", "ModelSource", "Reference", "Run"]
 
 FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
@@ -47,12 +47,21 @@ class ModelSource(Config):
     tokenizer: Path | None = Field(None, description="another directory to read the tokenizer and template from")
 
 
+class Reference(Config):
+    """What the policy is held to, where a KL term or an advantage compares with it."""
+
+    path: Path | None = Field(
+        None, description="a model directory; null is the model that the run begins with. Its weights never change"
+    )
+
+
 class Run(Algorithm):
     """Everything `etude train` needs to know."""
 
     known_as: ClassVar[Mapping[str, str]] = KNOWN_AS
 
     model: ModelSource = Field(ModelSource(), description="the policy to train")
+    reference: Reference = Field(Reference(), description="the policy that `kl` compares with")
     chat: ChatConfig = Field(ChatConfig(), description="how conversations are shown to it")
     data: Data = Field(Data(), description="the tasks")
     reward: Annotated[RewardFunction, Choice(REWARDS)] = Field(

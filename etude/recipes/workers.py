@@ -15,7 +15,7 @@ from etude.algorithms import Algorithm, Denominators, LossValue, Outputs, State
 from etude.batch import Batch
 from etude.observe import Last, Metrics
 from etude.protocols import Gather, Split, spread
-from etude.train import Learner
+from etude.train import Frozen, Learner
 
 __all__ = ["Improve", "PolicyWorker"]
 
@@ -48,8 +48,18 @@ class Improve:
 class PolicyWorker:
     """One rank of the policy: annotates, estimates, updates. The statistics of a batch go through its `Ranks`."""
 
-    def __init__(self, algorithm: Algorithm, learner: Learner, *, seed: int, updates: int, epochs: int) -> None:
-        self._algorithm, self._learner = algorithm, learner
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        learner: Learner,
+        *,
+        seed: int,
+        updates: int,
+        epochs: int,
+        reference: Frozen | None = None,
+    ) -> None:
+        """reference: what the policy is held to, where the algorithm compares the two."""
+        self._algorithm, self._learner, self._reference = algorithm, learner, reference
         self._seed, self._updates, self._epochs = seed, updates, epochs
         self._objective = Improve(algorithm)
         self._following = State()
@@ -57,8 +67,11 @@ class PolicyWorker:
 
     @spread(Split.GROUPS, Gather.CONCAT)
     def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
-        """The batch with the columns that only the model can tell."""
-        return self._learner.annotate(batch, columns)
+        """The batch with the columns that only the models can tell."""
+        if "ref_logp" in columns:
+            assert self._reference is not None, "a run that compares with a reference has one"
+            batch = batch.replace(ref_logp=self._reference.logp(batch))
+        return self._learner.annotate(batch, columns - {"ref_logp"})
 
     @spread(Split.GROUPS, Gather.CONCAT)
     def estimate(self, batch: Batch, step: int) -> Batch:

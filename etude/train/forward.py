@@ -7,19 +7,21 @@ Context costs a forward pass and nothing more: logits are computed where somethi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from etude.algorithms import logits as of_logits
 from etude.algorithms.view import places
-from etude.batch import Batch, Pack
+from etude.batch import Batch, Column, Kind, Pack
+from etude.data.pack import micro_batches
 from etude.errors import BatchError
 from etude.models import Model, PackedAttention, logp_and_entropy, over_chunks, token_logp
 
-__all__ = ["JUDGED", "ForwardPass", "Passed"]
+__all__ = ["JUDGED", "ForwardPass", "Passed", "cut"]
 
 Judge = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 
@@ -91,6 +93,17 @@ class ForwardPass:
             return tuple(JUDGED[name](logits, *rows, self.temperature) for name in names)
 
         return dict(zip(names, over_chunks(self.model, hidden, judge), strict=True))
+
+
+def cut(
+    batch: Batch, tokens: int, by: Literal["rollout", "group"], device: torch.device
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Micro-batches of about so many tokens on a device, each with where its tokens stand in the batch, whatever order
+    its rollouts were put in."""
+    place = Column(Kind.TOKEN, torch.arange(batch.tokens, device=batch.device))
+    marked = batch.replace(extra={**batch.extra, "token_of_batch": place})
+    for micro in micro_batches(marked, tokens, by):
+        yield micro.to(device), micro.extra["token_of_batch"].tensor.cpu()
 
 
 def _spread(values: Tensor, at: Tensor, tokens: int) -> Tensor:

@@ -22,16 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from etude.algorithms import Denominators, LossValue, Outputs, View
-from etude.batch import Batch, Column, Kind, Pack
+from etude.batch import Batch, Pack
 from etude.checkpoint import Checkpoint, Checkpoints, Tree, flat
-from etude.data.pack import micro_batches, tree
+from etude.data.pack import tree
 from etude.errors import ConfigError, TrainingError
 from etude.models import Model
 from etude.observe import Last, Max, Mean, Metrics, Sum
 from etude.protocols import Gather, Split, spread
 from etude.train.config import Train
 from etude.train.cost import Cost
-from etude.train.forward import ForwardPass
+from etude.train.forward import ForwardPass, cut
 from etude.train.optim import PRECISIONS, Masters, rate
 
 __all__ = ["Learner", "Objective", "load_weights"]
@@ -201,11 +201,7 @@ class Learner:
         return value, 3 * self._cost.forward(passed.pack, passed.judged) if passed.judged else 0.0
 
     def _micro_batches(self, batch: Batch, by: Literal["rollout", "group"]) -> Iterator[tuple[Batch, Tensor]]:
-        """Each with where its tokens stand in the batch, whatever order its rollouts were put in."""
-        place = Column(Kind.TOKEN, torch.arange(batch.tokens, device=batch.device))
-        marked = batch.replace(extra={**batch.extra, "token_of_batch": place})
-        for micro in micro_batches(marked, self._config.micro_tokens, by):
-            yield micro.to(self.model.device), micro.extra["token_of_batch"].tensor.cpu()
+        return cut(batch, self._config.micro_tokens, by, self.model.device)
 
     @contextmanager
     def _memory(self, micro: Batch) -> Iterator[None]:

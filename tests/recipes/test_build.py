@@ -387,8 +387,8 @@ def test_greedy_training_is_told(world: Path, tmp_path: Path, capsys: Captured) 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"kl": "reverse"}, "`ref_logp`, which takes a reference policy"),
-        ({"kl": "full"}, "reference policy"),
+        ({"kl": "full"}, "compares whole distributions with the reference's"),
+        ({"reference.path": "somewhere"}, "nothing here compares with one"),
         ({"advantage": "gae"}, "a critic"),
         ({"max_staleness": 1}, "not built yet"),
         ({"updates": 13}, "fewer than `updates`"),

@@ -1,0 +1,83 @@
+"""A run that is held to a reference: by default the model that it began with, whatever it has learned since."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from etude.models import create, load, save, tiny
+from etude.recipes import folder
+from etude.recipes.build import build
+from etude.recipes.workers import PolicyWorker
+from etude.train import Frozen
+from tests.recipes.runs import Captured, measured, refused, refused_run, run_of, same, train, weights
+from tests.recipes.test_workers import batch_of
+from tests.worlds import make_tokenizer
+
+HELD = {"kl": "reverse", "kl.coefficient": 0.5}
+
+
+def test_at_first_the_policy_is_its_reference_and_then_no_more(world: Path, tmp_path: Path) -> None:
+    first, second, third = measured(train(world, tmp_path / "run", steps=3, **HELD))
+    assert first["kl"] == pytest.approx(0, abs=1e-6)
+    assert abs(second["kl"]) > 1e-5 and abs(third["kl"]) > 1e-5
+
+
+def test_the_term_changes_what_is_learned(world: Path, tmp_path: Path) -> None:
+    held = weights(train(world, tmp_path / "held", steps=2, **HELD))
+    weakly = weights(train(world, tmp_path / "weakly", steps=2, **HELD | {"kl.coefficient": 0.01}))
+    free = weights(train(world, tmp_path / "free", steps=2))
+    assert not same(held, free) and not same(held, weakly) and not same(weakly, free)
+
+
+def test_a_reference_is_the_model_as_its_file_has_it(world: Path) -> None:
+    batch = batch_of()
+    found = Frozen(load(world / "model", dtype=torch.float32), 10_000).logp(batch)
+    cut = Frozen(load(world / "model", dtype=torch.float32), 10).logp(batch)
+    assert torch.equal(torch.isfinite(found), batch.action)
+    assert torch.allclose(found, cut, atol=1e-6, equal_nan=True)
+
+
+def test_a_run_that_goes_on_is_held_to_what_it_began_with(world: Path, tmp_path: Path) -> None:
+    whole = train(world, tmp_path / "whole", steps=4, **HELD)
+    half = train(world, tmp_path / "half", steps=2, **HELD)
+    train(world, half, steps=4, **HELD)
+    assert same(weights(whole), weights(half))
+
+
+def test_another_reference_may_be_named(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(world / "model", other)
+    model = load(world / "model", dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.05)
+    save(model, other)
+    run = train(world, tmp_path / "run", steps=1, **HELD | {"reference.path": other})
+    assert abs(measured(run)[0]["kl"]) > 1e-4, "the policy begins elsewhere"
+    moved = other.rename(tmp_path / "moved")
+    train(world, run, steps=2, **HELD | {"reference.path": moved})
+    capsys.readouterr()
+    save(load(world / "model", dtype=torch.float32), moved)
+    assert "was started on other files: reference" in refused(
+        capsys, "train", "--resume", str(run), "steps=3", f"reference.path={moved}"
+    )
+
+
+def test_a_reference_of_another_vocabulary_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    size = make_tokenizer(tmp_path / "large", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    save(create(tiny(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=0), tmp_path / "large")
+    told = refused_run(capsys, world, tmp_path / "run", **HELD | {"reference.path": tmp_path / "large"})
+    assert f"knows {size} tokens" in told and "`reference.path` of the same tokenizer" in told
+    told = refused_run(capsys, world, tmp_path / "run", **HELD | {"reference.path": tmp_path / "nowhere"})
+    assert "`reference.path=" in told and "is no directory" in told
+
+
+def test_no_reference_is_loaded_where_none_is_needed(world: Path, tmp_path: Path) -> None:
+    with build(run_of(world, directory=tmp_path / "run")) as parts:
+        worker = parts.learners.crew._worker  # type: ignore[attr-defined]
+        assert isinstance(worker, PolicyWorker) and worker._reference is None
+    assert folder.OPTIONS in {path.name for path in (tmp_path / "run").iterdir()}
