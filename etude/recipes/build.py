@@ -140,13 +140,21 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
 
 
 def _tell_how_to_go_on(run: Run, told: str, *numbers: int) -> None:
-    again = f"{etude_command()} train --resume {shlex.quote(str(run.directory))}"
+    again = f"{etude_command()} train --resume {_from_here(run)}"
     get_log("recipes").warning(f"{told} Go on with: %s", *numbers, again)
+
+
+def _from_here(run: Run) -> str:
+    """The run's directory as a command that is typed here names it."""
+    assert run.directory is not None
+    here = Path.cwd()
+    inside = run.directory.is_relative_to(here)
+    return shlex.quote(str(run.directory.relative_to(here) if inside else run.directory))
 
 
 def _conclude(run: Run, seconds: float) -> None:
     """The last word of a run that is done."""
-    command, where = etude_command(), shlex.quote(str(run.directory))
+    command, where = etude_command(), _from_here(run)
     get_log("recipes").info(
         "Done after step %d, in %s. Look: `%s plot %s`, `%s answers %s`; write the model: `%s export %s my-model`.",
         *(run.steps, format_seconds(seconds), command, where, command, where, command, where),

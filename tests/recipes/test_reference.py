@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 
+from etude.algorithms import KLS
 from etude.models import create, load, save, tiny
 from etude.recipes import folder
 from etude.recipes.build import build
@@ -26,11 +28,15 @@ def test_at_first_the_policy_is_its_reference_and_then_no_more(world: Path, tmp_
     assert abs(second["kl"]) > 1e-5 and abs(third["kl"]) > 1e-5
 
 
-def test_the_term_changes_what_is_learned(world: Path, tmp_path: Path) -> None:
-    held = weights(train(world, tmp_path / "held", steps=2, **HELD))
-    weakly = weights(train(world, tmp_path / "weakly", steps=2, **HELD | {"kl.coefficient": 0.01}))
-    free = weights(train(world, tmp_path / "free", steps=2))
-    assert not same(held, free) and not same(held, weakly) and not same(weakly, free)
+@pytest.mark.parametrize("name", sorted(KLS.keys() - {"full"}))
+def test_every_term_changes_what_is_learned(name: str, world: Path, tmp_path: Path) -> None:
+    reduction = {"loss.reduction": "seq-mean-token-sum"} if name == "sequence" else {}
+    trained = [
+        weights(train(world, tmp_path / str(weight), steps=2, **reduction, kl=name, **{"kl.coefficient": weight}))
+        for weight in (0.5, 0.05)
+    ]
+    trained.append(weights(train(world, tmp_path / "free", steps=2, **reduction)))
+    assert not any(same(one, other) for one, other in combinations(trained, 2))
 
 
 def test_a_reference_is_the_model_as_its_file_has_it(world: Path) -> None:
