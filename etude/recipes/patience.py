@@ -22,35 +22,48 @@ class Patience:
     def __init__(self, engine: Generate, seconds: float) -> None:
         self._engine, self._seconds = engine, seconds
         self._waiting: set[asyncio.Timeout] = set()
+        self._stirred = 0.0  # when the engine last began or ended something, or was asked
+        self._watch: asyncio.TimerHandle | None = None  # one for all who wait
 
     async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
         """What the engine answers. Raises `TimeoutError`."""
         loop = asyncio.get_running_loop()
-        bound = asyncio.timeout(2 * self._seconds)
 
         def begins() -> None:
-            if bound in self._waiting:
-                self._waiting.discard(bound)
-                self._put_off(bound, self._seconds)
-                self._stir()
+            if bound in self._waiting and not bound.expired():
+                self._leave(bound)
+                bound.reschedule(loop.time() + self._seconds)
 
         def tell() -> None:  # on a thread of the engine's
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(begins)
 
-        async with bound:
+        async with asyncio.timeout(None) as bound:
             self._waiting.add(bound)
+            self._stirred = loop.time()
+            if self._watch is None:
+                self._look()
             try:
                 return await self._engine.generate(prompt, sampling, begun=tell)
             finally:
-                self._waiting.discard(bound)
-                self._stir()
+                self._leave(bound)
 
-    def _stir(self) -> None:
+    def _leave(self, bound: asyncio.Timeout) -> None:
         """The engine does something: whoever waits may go on waiting."""
-        for bound in self._waiting:
-            self._put_off(bound, 2 * self._seconds)
+        self._waiting.discard(bound)
+        self._stirred = asyncio.get_running_loop().time()
+        if not self._waiting and self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
 
-    def _put_off(self, bound: asyncio.Timeout, seconds: float) -> None:
-        if not bound.expired():
-            bound.reschedule(asyncio.get_running_loop().time() + seconds)
+    def _look(self) -> None:
+        """End the wait of everybody if the engine has stopped; else look again when it may have."""
+        loop = asyncio.get_running_loop()
+        due = self._stirred + 2 * self._seconds
+        if loop.time() < due:
+            self._watch = loop.call_at(due, self._look)
+            return
+        self._watch = None
+        for bound in self._waiting:
+            if not bound.expired():
+                bound.reschedule(loop.time())
