@@ -119,14 +119,13 @@ def generate(
         raise ConfigError(f"-n {answers} asks for no answer. Ask for 1 or more.")
     options = [word for word in overrides if OPTION.match(word)]
     words = [word for word in overrides if not OPTION.match(word)]
-    path = next((option for option in options if option.startswith("model.path=")), "")
-    if path:
-        options.remove(path)
-        words.insert(0, path.partition("=")[2])
-    if not words:
+    named = any(option.startswith("model.path=") for option in options)
+    first = [] if named and not (words and Path(words[0]).is_dir()) else words[:1]
+    if not (first or named):
         raise ConfigError('Name a model directory or a run\'s directory first: `etude generate runs/mine "2 + 2 ="`.')
-    run, source = _asked([words[0], *options], file, "generate", masked=_left_out)
-    prompt = " ".join(words[1:]) or (typed.read().strip() if typed is not None else "")
+    run, _ = _asked([*first, *options], file, "generate", masked=_left_out)
+    source = first[0] if first else str(run.model.path)
+    prompt = " ".join(words[len(first) :]) or (typed.read().strip() if typed is not None else "")
     if not prompt:
         raise ConfigError(f'There is no prompt. Write it after {source}: `etude generate {source} "What is 2 + 2?"`.')
     console = make_console(run.observe.console)

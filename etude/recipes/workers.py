@@ -71,7 +71,8 @@ class PolicyWorker:
         if "ref_logp" in columns:
             assert self._reference is not None, "a run that compares with a reference has one"
             batch = batch.replace(ref_logp=self._reference.logp(batch))
-        return self._learner.annotate(batch, columns - {"ref_logp"})
+        own = columns - {"ref_logp"}
+        return self._learner.annotate(batch, own) if own else batch
 
     @spread(Split.GROUPS, Gather.CONCAT)
     def estimate(self, batch: Batch, step: int) -> Batch:

@@ -63,7 +63,8 @@ class EngineConfig(Config):
     prefill_tokens: int = Field(2048, ge=1, description="most prompt tokens computed in a step")
     deterministic: bool = Field(True, description="float32 results that do not depend on what shares a batch")
     prepack: bool = Field(
-        True, description="keep bf16 weights once more as a CPU multiplies them: the same answers, sooner"
+        True,
+        description="on a CPU that multiplies bf16 itself, keep weights once more as it does: the same answers, sooner",
     )
 
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from etude.models import Model, PackedAttention, create, load, save, tiny
 from etude.models.layers import Fused, FusedLinear
+from tests.autograd import kept_for_backward
 from tests.models.packs import FOREST, pack_of
 
 PACK = pack_of(FOREST)
@@ -138,27 +139,18 @@ def test_nothing_is_left_to_chance_and_checkpoints_change_nothing(kind: str) -> 
     assert not any(part.training for part in model.module.modules())
 
 
-def kept_for_backward(model: Model) -> int:
+def kept(model: Model) -> int:
     """Bytes that autograd holds on to after a forward pass."""
-    total = 0
-
-    def keep(tensor: Tensor) -> Tensor:
-        nonlocal total
-        total += tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.hidden(PACK.ids, PACK.positions, PackedAttention(PACK))
-    return total
+    return kept_for_backward(lambda: model.hidden(PACK.ids, PACK.positions, PackedAttention(PACK)))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2", "mixtral"])
 def test_checkpoints_keep_little(kind: str) -> None:
     model = create(CHANCE[kind](), seed=0)
-    whole = kept_for_backward(model)
+    whole = kept(model)
     model.activation_checkpointing = True
-    assert kept_for_backward(model) < 0.4 * whole
-    assert kept_for_backward(model.copy()) < 0.4 * whole
+    assert kept(model) < 0.4 * whole
+    assert kept(model.copy()) < 0.4 * whole
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -242,6 +242,18 @@ def test_an_answer_at_least_is_asked_for(world: Path, capsys: Captured) -> None:
     assert "-n 0 asks for no answer" in refused(capsys, "generate", str(world / "model"), "1+1=", "-n", "0")
 
 
-def test_a_model_may_be_named_as_an_option(world: Path, capsys: Captured) -> None:
+def test_a_model_may_be_named_as_an_option(world: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["1+1=", "sampling.max_tokens=8"]
-    assert answers(capsys, f"model.path={world / 'model'}", *asked) == answers(capsys, str(world / "model"), *asked)
+    path = f"model.path={world / 'model'}"
+    assert answers(capsys, path, *asked) == answers(capsys, str(world / "model"), *asked)
+    assert "Two models were named" in refused(capsys, "generate", str(world / "model"), path, *asked)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert "There is no prompt" in refused(capsys, "generate", path, "sampling.max_tokens=8")
+
+
+def test_a_run_whose_model_was_moved_is_asked_as_ever(
+    trained: Path, world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    moved = shutil.copytree(world / "model", tmp_path / "moved")
+    asked = ["1+1=", "sampling.max_tokens=12", "seed=5"]
+    assert answers(capsys, str(trained), f"model.path={moved}", *asked) == answers(capsys, str(trained), *asked)

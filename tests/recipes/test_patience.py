@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import pytest
 
 from etude.models import create, tiny
 from etude.protocols import Ids
@@ -66,6 +68,26 @@ def test_an_engine_that_has_stopped_is_not_waited_for() -> None:
         assert time.monotonic() - began < 2
 
     asyncio.run(act())
+
+
+def test_many_that_wait_share_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sets its own once, when it begins: what all of them set grows with their number and not with its square."""
+    calls = 0
+
+    async def act() -> None:
+        loop = asyncio.get_running_loop()
+        at = loop.call_at
+
+        def counted(*arguments: Any, **named: Any) -> asyncio.TimerHandle:
+            nonlocal calls
+            calls += 1
+            return at(*arguments, **named)
+
+        monkeypatch.setattr(loop, "call_at", counted)
+        assert await asked(OneByOne(), 30.0, *[1] * 100) == [True] * 100
+
+    asyncio.run(act())
+    assert calls < 500
 
 
 def test_the_engine_says_when_it_begins_once_for_each_request() -> None:

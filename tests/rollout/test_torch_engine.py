@@ -228,6 +228,25 @@ def test_sleep_gives_the_memory_back_and_wake_takes_it_again() -> None:
         assert same(engine.generate_all([prompt_of(40)], [SamplingParams(max_tokens=5, seed=1)])[0], before)
 
 
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="this processor does not multiply bfloat16 itself"
+)
+def test_weights_laid_out_for_the_processor_follow_its_sleep_and_its_weights() -> None:
+    """And answer as weights that are not: asleep nothing is held, and new weights are laid out when it wakes."""
+    model, other = (model_of(seed=seed).copy(dtype=torch.bfloat16) for seed in (0, 1))
+    asked = [prompt_of(40)], [SamplingParams(max_tokens=20, seed=1)]
+    with engine_of(model) as engine, engine_of(other, prepack=False) as plain:
+        layout = engine._layout
+        assert layout is not None and layout._laid and plain._layout is None
+        run(engine.sleep())
+        assert not layout._laid
+        run(engine.swap(other.named_weights(), 1))
+        assert not layout._laid, "asleep it takes no memory"
+        run(engine.wake())
+        assert layout._laid
+        assert engine.generate_all(*asked)[0].ids.tolist() == plain.generate_all(*asked)[0].ids.tolist()
+
+
 def test_new_weights_take_over_in_the_middle_and_nobody_new_reads_old_keys() -> None:
     model, other = model_of(seed=0), model_of(seed=1)
     prompt, sampling = prompt_of(40), SamplingParams(max_tokens=200, seed=1)

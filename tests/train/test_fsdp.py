@@ -24,6 +24,7 @@ from etude.data.pack import tree
 from etude.errors import BatchError, ConfigError, TrainingError
 from etude.models import PackedAttention, load, save
 from etude.train import Learner, Train, load_weights
+from tests.autograd import kept_for_backward
 from tests.train.tasks import VOCABULARY, Imitate, Improve, gradient, learner, model, ready, rollouts, weights
 
 EVERYTHING = Algorithm(
@@ -222,16 +223,7 @@ def test_memory_stays_where_it_is() -> None:
 
 def saved_bytes(by: Learner, batch: Batch) -> int:
     """What autograd keeps for the backward pass of an update."""
-    total = 0
-
-    def keep(tensor: Tensor) -> Tensor:
-        nonlocal total
-        total += tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        by.update(batch, Imitate(SFT()))
-    return total
+    return kept_for_backward(lambda: by.update(batch, Imitate(SFT())))
 
 
 def test_every_option_has_an_effect() -> None:

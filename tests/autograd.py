@@ -1,0 +1,24 @@
+"""What autograd costs, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["kept_for_backward"]
+
+
+def kept_for_backward(act: Callable[[], object]) -> int:
+    """Bytes that are held on to for the backward passes of what is computed."""
+    total = 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal total
+        total += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        act()
+    return total
