@@ -77,5 +77,5 @@ $(CORE): pyproject.toml constraints.txt $(MADE)
 
 $(DEV): $(CORE)
 	@echo "Installing the tools for testing into $(VENV) ..."
-	$(PIP) --editable '.[dev,trackers]'
+	$(PIP) --editable '.[dev,lora,trackers]'
 	@touch $@

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from etude.models.layout import Multiplied
+
 __all__ = ["Attend", "Body"]
 
 
@@ -38,6 +40,6 @@ class Body(Protocol):
         """[P], [P] → [P, H]. With `checkpoint`, a layer's activations are computed again for its backward pass."""
         ...
 
-    def products(self) -> list[Tensor]:
+    def products(self) -> list[Multiplied]:
         """The weights whose products go through `layout.product`."""
         ...

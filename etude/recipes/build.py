@@ -99,7 +99,8 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     checks.room(run, model)
     train, overlong = tasks(run, chat, "data.train", run.data.train)
     judge = stack.enter_context(Judge(run.reward, run.judging))
-    engine = stack.enter_context(closing(TorchEngine(model, chat.tokenizer, run.rollout)))
+    merge = run.lora.publish == "merged"
+    engine = stack.enter_context(closing(TorchEngine(model, chat.tokenizer, run.rollout, merge=merge)))
     runner = stack.enter_context(asyncio.Runner())
     evaluator = evaluator_of(run, chat, engine, judge, runner)
     crew = stack.enter_context(closing(LocalCrew(_worker(run, model))))
@@ -162,20 +163,25 @@ def _conclude(run: Run, seconds: float) -> None:
 
 
 def policy(run: Run, *, trained: bool = False) -> tuple[Model, Chat]:
-    """The model of a run, and how it is spoken to. To be trained, it brings its weights as exactly as its files do."""
-    from etude.models import load
+    """The model of a run, and how it is spoken to: with the adapters that are trained in place of its weights, and with
+    what is frozen frozen. To be trained, it brings its weights as exactly as its files do."""
+    from etude.models import adapt, load
     from etude.train.optim import PRECISIONS
 
     if run.model.path is None:
         raise ConfigError("A run needs a model: give a Hugging Face model directory with `model.path=…`.")
     _check_model(run.model.path)
     tokenizer = Tokenizer.load(run.model.tokenizer or run.model.path)
-    model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained)
+    model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained and not run.lora.on)
     if tokenizer.size > model.vocabulary:
         raise ConfigError(
             f"The tokenizer in {tokenizer.directory} has {tokenizer.size} tokens, and the model in {run.model.path} "
             f"knows {model.vocabulary}: they belong to different models. Set `model.tokenizer`."
         )
+    if run.lora.on:
+        model = adapt(model, run.lora, seed=run.seed)
+    if run.model.freeze:
+        model.freeze(run.model.freeze)
     return model, run.chat.chat(tokenizer)
 
 
@@ -281,10 +287,15 @@ def _worker(run: Run, model: Model) -> PolicyWorker:
 
 
 def _reference(run: Run, model: Model) -> Frozen:
-    """What the policy is held to: by default the model that the run began with, whatever it has learned since."""
-    from etude.models import load
+    """What the policy is held to: by default the model that the run began with, whatever it has learned since.
+
+    A new adapter begins as nothing, so that this is the policy without it. One that goes on is read once more.
+    """
+    from etude.models import adapt, load
     from etude.train import Frozen
 
+    if run.reference.path is None and run.lora.rank:
+        return Frozen(model, run.train.micro_tokens, temperature=run.sampling.temperature, unadapted=True)
     where = run.reference.path or run.model.path
     assert where is not None, "a run has a model"
     _check_model(where, "reference.path")
@@ -294,6 +305,8 @@ def _reference(run: Run, model: Model) -> Frozen:
             f"The reference in {where} knows {held.vocabulary} tokens, and the model in {run.model.path} knows "
             f"{model.vocabulary}: their log-probs do not compare. Give a `reference.path` of the same tokenizer."
         )
+    if run.reference.path is None and run.lora.path is not None:
+        held = adapt(held, run.lora, seed=run.seed)
     return Frozen(held, run.train.micro_tokens, temperature=run.sampling.temperature)
 
 
@@ -306,7 +319,9 @@ def _headline(run: Run) -> list[str]:
 def _introduce(run: Run, model: Model, count: int, step: int, written: int, replays: int) -> None:
     log = get_log("recipes")
     size = sum(p.numel() for p in model.parameters())
-    log.info("A model of %s parameters; tasks: %d.", f"{size:,}", count)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    told = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
+    log.info("A model of %s; tasks: %d.", told, count)
     if step >= run.steps:
         log.info("All %d steps are done. To go on, ask for more of them: `steps=%d`.", step, 2 * step)
     elif step:

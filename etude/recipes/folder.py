@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 OPTIONS, LOCK = "run.yaml", ".lock"
-PLACES = ("model.path", "model.tokenizer", "reference.path", "data.train", "chat.template")
+PLACES = ("model.path", "model.tokenizer", "lora.path", "reference.path", "data.train", "chat.template")
 """Options that say where files lie, all of them known by what they hold."""
 
 
@@ -134,6 +134,7 @@ def rooted(run: Run) -> Run:
         "model": run.model.model_copy(
             update={"path": path(run.model.path), "tokenizer": path(run.model.tokenizer)},
         ),
+        "lora": run.lora.model_copy(update={"path": path(run.lora.path)}),
         "reference": run.reference.model_copy(update={"path": path(run.reference.path)}),
         "chat": run.chat.model_copy(update={"template": path(run.chat.template)}),
         "data": run.data.model_copy(update={"train": data(run.data.train), "val": data(run.data.val)}),

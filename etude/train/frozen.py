@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -19,18 +20,27 @@ class Frozen:
     """Tells the log-probs of others' tokens, by weights that stay as they were loaded."""
 
     def __init__(
-        self, model: Model, micro_tokens: int, *, temperature: float = 1.0, pack: Callable[[Batch], Pack] = tree
+        self,
+        model: Model,
+        micro_tokens: int,
+        *,
+        temperature: float = 1.0,
+        pack: Callable[[Batch], Pack] = tree,
+        unadapted: bool = False,
     ) -> None:
-        """temperature: the sampler's, under which the policy's own log-probs are taken too."""
-        for weight in model.parameters():
-            weight.requires_grad_(False)
+        """temperature: the sampler's, under which the policy's own log-probs are taken too. unadapted: the model is
+        another's, who trains its adapters; it is asked without them."""
+        if not unadapted:
+            for weight in model.parameters():
+                weight.requires_grad_(False)
         self.model, self._micro_tokens = model, micro_tokens
+        self._apart = model.without_adapters if unadapted else nullcontext
         self._forward = ForwardPass(model, pack, temperature)
 
     def logp(self, batch: Batch) -> Tensor:
         """[T]: the log-prob of each action token, NaN elsewhere."""
         found = torch.full((batch.tokens,), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32))
         for micro, at in cut(batch, self._micro_tokens, "rollout", self.model.device):
-            with torch.no_grad():
+            with torch.no_grad(), self._apart():
                 found[at] = self._forward(micro, frozenset({"logp"})).columns["logp"].to(found)
         return found.to(batch.device)

@@ -34,7 +34,7 @@ from etude.train.cost import Cost
 from etude.train.forward import ForwardPass, cut
 from etude.train.optim import PRECISIONS, Masters, rate
 
-__all__ = ["Learner", "Objective", "load_weights"]
+__all__ = ["Learner", "Objective", "load_weights", "read_weights"]
 
 COLUMNS = {"old_logp": "logp", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"}
 """The batch columns that the model itself can tell, and what they are called while they are computed."""
@@ -106,7 +106,7 @@ class Learner:
         model.activation_checkpointing = config.activation_checkpointing
         self._config, self._steps, self._peak = config, steps, peak
         self._forward = ForwardPass(model, pack, temperature)
-        self._masters = Masters(model.named_weights(), config, model.take_exact())
+        self._masters = Masters(model.trained_weights(), config, model.take_exact())
         self._version = torch.tensor(0)
         self._cost = Cost.of(model)
 
@@ -198,7 +198,7 @@ class Learner:
         value = objective.loss(micro, Outputs(**passed.columns), whole)
         if value.loss.requires_grad:
             (value.loss * float(self._masters.scale)).backward()  # type: ignore[no-untyped-call]
-        return value, 3 * self._cost.forward(passed.pack, passed.judged) if passed.judged else 0.0
+        return value, self._cost.update(passed.pack, passed.judged) if passed.judged else 0.0
 
     def _micro_batches(self, batch: Batch, by: Literal["rollout", "group"]) -> Iterator[tuple[Batch, Tensor]]:
         return cut(batch, self._config.micro_tokens, by, self.model.device)
@@ -256,12 +256,22 @@ class Learner:
 
 
 def load_weights(model: Model, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
-    """Bring a model to the weights of a learner's checkpoint, to sample from or to export, without an optimizer."""
+    """Bring a model to the weights of a learner's checkpoint, to sample from or to export, without an optimizer.
+
+    A checkpoint holds what is trained. The model must have been loaded as it was to be trained: with what was frozen
+    frozen, and with adapters if it had any.
+    """
+    kept = read_weights(model, checkpoints, checkpoint)
+    with torch.no_grad():
+        for name, weight in model.trained_weights():
+            weight.copy_(kept[name])
+
+
+def read_weights(model: Model, checkpoints: Checkpoints, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The trained weights of a learner's checkpoint, by their published names, in float32 or wider."""
     kept = {
-        name: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for name, weight in model.named_weights()
+        name: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32), requires_grad=False)
+        for name, weight in model.trained_weights()
     }
     checkpoints.load(checkpoint, {"weights": kept})
-    with torch.no_grad():
-        for name, weight in model.named_weights():
-            weight.copy_(kept[name])
+    return kept
