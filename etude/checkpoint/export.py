@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from etude.errors import CheckpointError
 
@@ -48,8 +49,9 @@ def export(
     """Write a directory that `from_pretrained` and the serving engines load, and return it.
 
     `config` and `generation` are what goes into `config.json` and `generation_config.json`; `tokenizer` is a directory
-    whose tokenizer files are copied. A tensor that comes under two names (tied weights) is written under the first,
-    and loaded as the configuration ties it. A dtype casts the weights; none writes them as they are.
+    whose tokenizer files are copied. Weights may be made as they are asked for. A tensor that comes under two names
+    (tied weights) is written under the first, and loaded as the configuration ties it. A dtype casts the weights; none
+    writes them as they are.
     """
     copied = [] if tokenizer is None else [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
     if tokenizer is not None and not copied:
@@ -104,13 +106,13 @@ def _write_weights(
     directory: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, shard: int
 ) -> torch.dtype:
     """Write the weights, no more than a shard of them at a time in memory, and say of which dtype they are."""
-    seen: set[tuple[int, torch.Size]] = set()
+    seen: set[tuple[StorageWeakRef, int, torch.Size]] = set()  # what is computed as it is asked for is forgotten again
     where: dict[str, int] = {}
     held: dict[str, Tensor] = {}
     total, count, size = 0, 0, 0
     kept: torch.dtype | None = None
     for name, tensor in weights:
-        place = (tensor.data_ptr(), tensor.shape)
+        place = (StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape)
         if place in seen:
             continue
         seen.add(place)
