@@ -34,6 +34,7 @@ TOKENIZER_FILES = (
     *("spiece.model", "sentencepiece.bpe.model"),
 )
 SHARD = 5 * 10**9
+_storage: Any = StorageWeakRef  # it has no types
 
 
 def export(
@@ -106,13 +107,13 @@ def _write_weights(
     directory: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, shard: int
 ) -> torch.dtype:
     """Write the weights, no more than a shard of them at a time in memory, and say of which dtype they are."""
-    seen: set[tuple[StorageWeakRef, int, torch.Size]] = set()  # what is computed as it is asked for is forgotten again
+    seen: set[tuple[Any, ...]] = set()  # what is computed as it is asked for is forgotten again
     where: dict[str, int] = {}
     held: dict[str, Tensor] = {}
     total, count, size = 0, 0, 0
     kept: torch.dtype | None = None
     for name, tensor in weights:
-        place = (StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape)
+        place = (_storage(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape)
         if place in seen:
             continue
         seen.add(place)

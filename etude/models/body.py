@@ -43,3 +43,7 @@ class Body(Protocol):
     def products(self) -> list[Multiplied]:
         """The weights whose products go through `layout.product`."""
         ...
+
+    def compile(self) -> None:
+        """Outside of inference, run the small steps between products by what torch.compile makes of them."""
+        ...

@@ -68,6 +68,13 @@ class Generic:
         """See `Body`: none, its modules multiply by themselves."""
         return []
 
+    def compile(self) -> None:
+        """See `Body`: refused, its steps are the model's own code."""
+        raise ConfigError(
+            f"`train.compile` compiles the steps of the Llama, Mistral, Qwen2 and Qwen3 families, and this is a "
+            f"{_kind(self.module)} model, which runs transformers' own code. Leave it out."
+        )
+
 
 def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A decoder layer's forward pass, to be made again in the backward pass where that is wanted."""

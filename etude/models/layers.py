@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint as again
 from transformers import PreTrainedModel
 
 from etude.models.body import Attend
+from etude.models.compiled import compiled
 from etude.models.layout import Multiplied, product
 from etude.models.lowrank import LowRank, adapted_linear, adapters_are_off, base_of, is_adapted
-from etude.models.steps import gated_silu, normed, rotated
+from etude.models.steps import BY_HAND, Steps
 from etude.models.storage import one_storage
 
 __all__ = ["Fused", "FusedLinear", "fits"]
@@ -140,29 +141,29 @@ class _Layer:
         self.gate_up = FusedLinear(mlp.gate_proj, mlp.up_proj)
         self.down = _linear(mlp.down_proj)
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, steps: Steps) -> Tensor:
         """[P, H] → [P, H]."""
         heads = self.heads
-        heads_apart = self.qkv(normed(x, self.before, heads.eps)).view(len(x), -1, heads.width)
-        if torch.is_grad_enabled():
+        heads_apart = self.qkv(steps.normed(x, self.before, heads.eps)).view(len(x), -1, heads.width)
+        if torch.is_grad_enabled() or steps is not BY_HAND:
             q, k, v = torch.split(heads_apart, [heads.query, heads.key, heads.key], 1)
             if self.q_norm is not None and self.k_norm is not None:
-                q, k = normed(q, self.q_norm, heads.eps), normed(k, self.k_norm, heads.eps)
-            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+                q, k = steps.normed(q, self.q_norm, heads.eps), steps.normed(k, self.k_norm, heads.eps)
+            q, k = steps.rotated(q, cos, sin), steps.rotated(k, cos, sin)
         else:
             asking, v = torch.split(heads_apart, [heads.query + heads.key, heads.key], 1)
             q, k = torch.split(self._turned(asking, cos, sin), [heads.query, heads.key], 1)
         seen = attend(self.index, q, k, v, scale=heads.scale, window=self.window, softcap=None)
         x = x + self.out(seen.reshape(len(x), -1))
-        return x + self.down(gated_silu(self.gate_up(normed(x, self.between, heads.eps))))
+        return x + self.down(steps.gated_silu(self.gate_up(steps.normed(x, self.between, heads.eps))))
 
     def _turned(self, asking: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[P, Hq + Hk, D]: queries and keys normed and rotated, in half as many steps as one after the other."""
         if self.q_norm is not None and self.k_norm is not None:
             heads = self.heads
             weight = torch.cat([self.q_norm.expand(heads.query, -1), self.k_norm.expand(heads.key, -1)])
-            asking = normed(asking, weight, heads.eps)
-        return rotated(asking, cos, sin)
+            asking = BY_HAND.normed(asking, weight, heads.eps)
+        return BY_HAND.rotated(asking, cos, sin)
 
     def products(self) -> list[Multiplied]:
         """See `Body`."""
@@ -188,15 +189,22 @@ class Fused:
         heads = _Heads(config.num_attention_heads, config.num_key_value_heads, width, width**-0.5, eps)
         self.embedding, self.rotary, self.norm, self.eps = body.embed_tokens, body.rotary_emb, body.norm, eps
         self.layers = [_Layer(layer, index, heads) for index, layer in enumerate(body.layers)]
+        self._compiled: Steps | None = None
+
+    def compile(self) -> None:
+        """See `Body`."""
+        self._compiled = compiled(self.embedding.weight.device)
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, *, checkpoint: bool) -> Tensor:
         """See `Body`."""
         x = embedding(ids, self.embedding.weight)
         cos, sin = (angle[0] for angle in self.rotary(x[None], positions[None]))
         sin = sin * _signs(sin)
+        steps = BY_HAND if self._compiled is None or torch.is_inference_mode_enabled() else self._compiled
         for layer in self.layers:
-            x = again(layer, x, cos, sin, attend, use_reentrant=False) if checkpoint else layer(x, cos, sin, attend)
-        return normed(x, self.norm.weight, self.eps)
+            rest = (cos, sin, attend, steps)
+            x = again(layer, x, *rest, use_reentrant=False) if checkpoint else layer(x, *rest)
+        return steps.normed(x, self.norm.weight, self.eps)
 
     def products(self) -> list[Multiplied]:
         """See `Body`."""

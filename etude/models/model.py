@@ -112,6 +112,10 @@ class Model:
         """The weights that a `Layout` may hold once more."""
         return [*self._body.products(), Multiplied(self.head_weight, self.head_weight.requires_grad)]
 
+    def compile(self) -> None:
+        """Have the trainer's small steps compiled. Whoever shares the model in inference runs those written by hand."""
+        self._body.compile()
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter once."""
         yield from self.module.parameters()

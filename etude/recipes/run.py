@@ -33,7 +33,7 @@ __all__ = ["FREE", "ModelSource", "Reference", "Run"]
 
 FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
-    *("judging.workers", "train.micro_tokens", "train.activation_checkpointing"),
+    *("judging.workers", "train.micro_tokens", "train.activation_checkpointing", "train.compile", "train.offload"),
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, and how much

@@ -103,6 +103,8 @@ class Learner:
                 f"The temperature is {temperature:g}: greedy answers have no log-prob to train on. Sample above 0."
             )
         self.model = model
+        if config.compile:
+            model.compile()
         model.activation_checkpointing = config.activation_checkpointing
         self._config, self._steps, self._peak = config, steps, peak
         self._forward = ForwardPass(model, pack, temperature)

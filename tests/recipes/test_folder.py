@@ -99,7 +99,8 @@ def test_another_run_is_told_by_what_differs(world: Path, tmp_path: Path) -> Non
 def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: Path) -> None:
     sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
     values = {"directory": "elsewhere", "train.activation_checkpointing": "true", "data.val": "[others.jsonl]"}
-    values |= {"rollout.prepack": "false", "lora.publish": "merged"}
+    values |= {"rollout.prepack": "false", "lora.publish": "merged", "train.compile": "true"}
+    values |= {"train.offload": "true"}
     beside = {"lora.rank": 2} if path == "lora.publish" else {}
     name, _, value = sections.get(path, f"{path}={values.get(path, '3')}").partition("=")
     run, other = run_of(world, **beside), run_of(world, **beside, **{name: value})
