@@ -136,6 +136,8 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         saved=step,
     )
     learners = Learners(crew, checks.from_the_model(run))
+    if run.train.offload:
+        learners.make_room = lambda: runner.run(engine.sleep())
     carrier, meter = LocalCarrier(engine), Meter(model.device)
     return Parts(directory, log, source, learners, scoring, saver, engine, carrier, store, meter, runner, overlong)
 
@@ -299,7 +301,7 @@ def _reference(run: Run, model: Model) -> Frozen:
     where = run.reference.path or run.model.path
     assert where is not None, "a run has a model"
     _check_model(where, "reference.path")
-    held = load(where, dtype=model.dtype, device=model.device)
+    held = load(where, dtype=model.dtype, device="cpu" if run.train.offload else model.device)
     if held.vocabulary != model.vocabulary:
         raise ConfigError(
             f"The reference in {where} knows {held.vocabulary} tokens, and the model in {run.model.path} knows "
@@ -307,7 +309,8 @@ def _reference(run: Run, model: Model) -> Frozen:
         )
     if run.reference.path is None and run.lora.path is not None:
         held = adapt(held, run.lora, seed=run.seed)
-    return Frozen(held, run.train.micro_tokens, temperature=run.sampling.temperature)
+    home = model.device if run.train.offload else None
+    return Frozen(held, run.train.micro_tokens, temperature=run.sampling.temperature, home=home)
 
 
 def _headline(run: Run) -> list[str]:

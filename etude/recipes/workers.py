@@ -87,9 +87,10 @@ class PolicyWorker:
         """Every optimizer step of this step, and what was seen since the batch came."""
         metrics, self._estimated = self._estimated, Metrics()
         before = self._learner.version
-        for _ in range(self._epochs):
-            for part in batch.split(self._updates, by=self._algorithm.loss.split_unit):
-                metrics.merge(self._learner.update(part, self._objective))
+        with self._learner.working():
+            for _ in range(self._epochs):
+                for part in batch.split(self._updates, by=self._algorithm.loss.split_unit):
+                    metrics.merge(self._learner.update(part, self._objective))
         metrics.add("optimizer_steps", Last.of(self._learner.version - before))
         return metrics
 

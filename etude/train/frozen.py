@@ -27,20 +27,24 @@ class Frozen:
         temperature: float = 1.0,
         pack: Callable[[Batch], Pack] = tree,
         unadapted: bool = False,
+        home: torch.device | None = None,
     ) -> None:
         """temperature: the sampler's, under which the policy's own log-probs are taken too. unadapted: the model is
-        another's, who trains its adapters; it is asked without them."""
+        another's, who trains its adapters; it is asked without them. home: where it computes, if it rests elsewhere:
+        a copy goes there for each question."""
         if not unadapted:
             for weight in model.parameters():
                 weight.requires_grad_(False)
         self.model, self._micro_tokens = model, micro_tokens
         self._apart = model.without_adapters if unadapted else nullcontext
-        self._forward = ForwardPass(model, pack, temperature)
+        self._pack, self._temperature, self._home = pack, temperature, home
 
     def logp(self, batch: Batch) -> Tensor:
         """[T]: the log-prob of each action token, NaN elsewhere."""
+        model = self.model if self._home is None else self.model.copy(device=self._home)
+        forward = ForwardPass(model, self._pack, self._temperature)
         found = torch.full((batch.tokens,), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32))
-        for micro, at in cut(batch, self._micro_tokens, "rollout", self.model.device):
+        for micro, at in cut(batch, self._micro_tokens, "rollout", model.device):
             with torch.no_grad(), self._apart():
-                found[at] = self._forward(micro, frozenset({"logp"})).columns["logp"].to(found)
+                found[at] = forward(micro, frozenset({"logp"})).columns["logp"].to(found)
         return found.to(batch.device)

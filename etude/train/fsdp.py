@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol
 
 import torch
@@ -32,6 +32,7 @@ from etude.protocols import Gather, Split, spread
 from etude.train.config import Train
 from etude.train.cost import Cost
 from etude.train.forward import ForwardPass, cut
+from etude.train.offload import Resting
 from etude.train.optim import PRECISIONS, Masters, rate
 
 __all__ = ["Learner", "Objective", "load_weights", "read_weights"]
@@ -111,6 +112,12 @@ class Learner:
         self._masters = Masters(model.trained_weights(), config, model.take_exact())
         self._version = torch.tensor(0)
         self._cost = Cost.of(model)
+        if config.offload and model.device.type == "cpu":
+            raise ConfigError(
+                "`train.offload` keeps the optimizer in the processor's memory while a GPU samples, and this run "
+                "computes on the processor, where it is already. Leave it out."
+            )
+        self._resting = Resting(self._masters.at_rest(), model.device, torch.device("cpu")) if config.offload else None
 
     @property
     def version(self) -> int:
@@ -136,9 +143,17 @@ class Learner:
                 column[at] = passed.columns[COLUMNS[name]].to(column)
         return batch.replace(**{name: column.to(batch.device) for name, column in found.items()})
 
+    def working(self) -> AbstractContextManager[None]:
+        """Within, all that updates need is on the device: several of them bring it there once."""
+        return nullcontext() if self._resting is None else self._resting.working()
+
     @spread(Split.GROUPS, Gather.METRICS)
     def update(self, batch: Batch, objective: Objective) -> Metrics:
         """One optimizer step over an update batch. If it cannot be made, the weights and the version stay."""
+        with self.working():
+            return self._update(batch, objective)
+
+    def _update(self, batch: Batch, objective: Objective) -> Metrics:
         begun = self._begin()
         whole, metrics, flops = Denominators.of(View(batch)), Metrics(), 0.0
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
@@ -186,10 +201,10 @@ class Learner:
                 f"This state is of another model or precision: only one of them has `{odd[0]}`. Restore it into what "
                 f"it was taken from."
             )
-        with torch.no_grad():
+        with torch.no_grad(), self.working():
             for name, tensor in mine.items():
                 tensor.copy_(given[name])
-        self._masters.refresh()
+            self._masters.refresh()
 
     # -- inside an update -----------------------------------------------------------------------------------------
 
