@@ -18,8 +18,8 @@ from etude.recipes.run import Run
 STEPS, TRAINED, HELD_OUT = 10, 2000, 300
 
 
-def accuracy(directory: Path, model: Path, preset: str, learning_rate: float) -> list[float]:
-    """What each held-out problem earned after a short run."""
+def accuracy(directory: Path, model: Path, preset: str, learning_rate: float, **more: object) -> list[float]:
+    """What each held-out problem earned after a short run; `lora__rank` stands for `lora.rank`."""
     directory.mkdir(parents=True)
     for name, count, held_out in (("train", TRAINED, False), ("held_out", HELD_OUT, True)):
         rows = digits.rows(0, count, held_out=held_out)
@@ -43,6 +43,7 @@ def accuracy(directory: Path, model: Path, preset: str, learning_rate: float) ->
         "observe.level": "error",
         "directory": directory / "run",
     } | ({"overlong.buffer": 2} if preset == "dapo" else {})
+    options |= {name.replace("__", "."): value for name, value in more.items()}
     run = compose(Run, [f"{key}={value}" for key, value in options.items()], preset=PRESETS[preset])
     with build(run) as parts:
         practise(parts)
@@ -50,11 +51,16 @@ def accuracy(directory: Path, model: Path, preset: str, learning_rate: float) ->
         return [answer.reward for answer in parts.evaluate.evaluator.answers()]
 
 
+def gained(trained: list[float], control: list[float]) -> tuple[float, float]:
+    """How much better each problem was answered than by the control: the mean, and its standard error."""
+    gains = [after - before for after, before in zip(trained, control, strict=True)]
+    mean = sum(gains) / len(gains)
+    return mean, math.sqrt(sum((gain - mean) ** 2 for gain in gains) / (len(gains) - 1) / len(gains))
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_beats_its_control_by_four_standard_errors(preset: str, warmed: Path, tmp_path: Path) -> None:
     trained = accuracy(tmp_path / "trained", warmed, preset, 3e-4)
     control = accuracy(tmp_path / "control", warmed, preset, 0.0)
-    gains = [after - before for after, before in zip(trained, control, strict=True)]
-    mean = sum(gains) / len(gains)
-    error = math.sqrt(sum((gain - mean) ** 2 for gain in gains) / (len(gains) - 1) / len(gains))
+    mean, error = gained(trained, control)
     assert mean > 4 * error > 0, f"{preset}: {sum(control) / HELD_OUT:.3f} became {sum(trained) / HELD_OUT:.3f}"

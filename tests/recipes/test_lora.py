@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,17 @@ def test_a_run_that_goes_on_ends_with_the_same_bits(options: dict[str, object], 
     half = train(world, tmp_path / "half", steps=2, **options)
     train(world, half, steps=4, **options)
     assert same(weights(whole), weights(half))
+
+
+def test_every_option_changes_what_is_learned(world: Path, tmp_path: Path) -> None:
+    require("lora")
+    flips: list[dict[str, object]] = [{}, {"alpha": 8}, {"rslora": "true"}, {"rank": 2}, {"targets": "[mlp]"}]
+    learned = []
+    for index, flip in enumerate(flips):
+        options = LORA | {f"lora.{name}": value for name, value in flip.items()}
+        run = train(world, tmp_path / str(index), steps=1, **options, **{"observe.level": "error"})
+        learned.append(dict(loaded(run).merged_weights()))
+    assert not any(same(one, other) for one, other in combinations(learned, 2))
 
 
 def test_it_is_held_to_the_model_it_adapts_without_a_second_copy(world: Path, tmp_path: Path) -> None:
