@@ -60,6 +60,16 @@ SHORT = 64
 """The longest answer unless another is asked for: what a first program wants to wait for."""
 
 
+ACTS = frozenset(
+    ["advantage", "loss", "kl", "correction", "entropy", "overlong", "mask_truncated", "critic.warmup"]
+) | {
+    *("critic.loss", "critic.loss.clip", "critic.loss.reduction", "critic.train", "critic.train.learning_rate"),
+    *("train", "rollout", "sampling", "judging", "steps", "updates", "epochs", "seed", "collect.tasks"),
+    "collect.group_size",
+}
+"""The options of a run, or their first words, that act here as well."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RLConfig:
     """What a short program sets of a run. Each field stands for an option of `etude train`; None leaves the preset's.
@@ -106,6 +116,12 @@ class RLConfig:
             raise UnknownChoiceError(
                 f"There is no algorithm '{self.algorithm}'. RLConfig(algorithm=…) is one of {', '.join(PRESETS)}."
             )
+        for option in self.options:
+            if option not in ACTS and option.partition(".")[0] not in ACTS:
+                raise ConfigError(
+                    f"`{option}` has no effect on a model that a program holds and drives itself. Leave it out, or "
+                    f"start the run with `etude train {option}=…`."
+                )
         asked = {option: getattr(self, name) for name, options in self.STANDS_FOR.items() for option in options}
         given = {option: value for option, value in asked.items() if value is not None} | dict(self.options) | more
         return compose(Run, [f"{option}={value}" for option, value in given.items()], preset=PRESETS[self.algorithm])
@@ -156,6 +172,8 @@ class PPOTrainer:
         self._dataset, self._reward = Dataset.load([_row(prompt) for prompt in asked]), env.reward
         longest = max(len(self._ids(self._dataset.task(row, row))) for row in range(len(self._dataset)))
         self.run = config.run(**{"train.precision": _precision(model), "data.max_prompt": longest})
+        if checks.imitates(self.run):
+            raise ConfigError("A teacher is a model directory: learn from one with `etude train distillation`.")
         checks.algorithm(self.run)
         checks.room(self.run, model)
         self._order = self.run.data.sampler.start(len(self._dataset), self.run.seed, self._dataset.sources)
@@ -311,8 +329,6 @@ def _judged(reward: Any) -> Any:
 
 def _worker(run: Run, model: Model) -> PolicyWorker:
     """The learner, and what stands beside it; each begins from the model that was handed over."""
-    if checks.imitates(run):
-        raise ConfigError("A teacher is a model directory: learn from one with `etude train distillation`.")
     held = {}
     if checks.compares(run):
         frozen = Frozen(model.copy(), run.train.micro_tokens, temperature=run.sampling.temperature)
@@ -327,7 +343,7 @@ def _worker(run: Run, model: Model) -> PolicyWorker:
         run.train,
         temperature=run.sampling.temperature,
         steps=run.steps * run.updates * run.epochs,
-        reference=held["ref_logp"].model if "full_kl" in run.outputs() else None,
+        reference=held["ref_logp"] if "full_kl" in run.outputs() else None,
     )
     beside = Beside(held, critic, Foresee(run.critic.loss), alone)
     return PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs, beside=beside)

@@ -98,7 +98,8 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     checks.room(run, model)
     train, overlong = tasks(run, chat, "data.train", run.data.train)
     judge = stack.enter_context(Judge(run.reward, run.judging))
-    engine = stack.enter_context(closing(TorchEngine(model, chat.tokenizer, run.rollout)))
+    merge = run.lora.publish == "merged"
+    engine = stack.enter_context(closing(TorchEngine(model, chat.tokenizer, run.rollout, merge=merge)))
     runner = stack.enter_context(asyncio.Runner())
     evaluator = evaluator_of(run, chat, engine, judge, runner)
     crew = stack.enter_context(closing(LocalCrew(_worker(run, model))))
@@ -134,6 +135,8 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         saved=step,
     )
     learners = Learners(crew, checks.from_the_models(run))
+    if run.train.offload:
+        learners.make_room = lambda: runner.run(engine.sleep())
     carrier, meter = LocalCarrier(engine), Meter(model.device)
     return Parts(directory, log, source, learners, scoring, saver, engine, carrier, store, meter, runner, overlong)
 
@@ -161,8 +164,9 @@ def _conclude(run: Run, seconds: float) -> None:
 
 
 def policy(run: Run, *, trained: bool = False) -> tuple[Model, Chat]:
-    """The model of a run, and how it is spoken to. To be trained, it brings its weights as exactly as its files do."""
-    from etude.models import load
+    """The model of a run, and how it is spoken to: with the adapters that are trained in place of its weights, and with
+    what is frozen frozen. To be trained, it brings its weights as exactly as its files do."""
+    from etude.models import adapt, load
     from etude.recipes.folder import check_model
     from etude.train.optim import PRECISIONS
 
@@ -170,12 +174,16 @@ def policy(run: Run, *, trained: bool = False) -> tuple[Model, Chat]:
         raise ConfigError("A run needs a model: give a Hugging Face model directory with `model.path=…`.")
     check_model(run.model.path)
     tokenizer = Tokenizer.load(run.model.tokenizer or run.model.path)
-    model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained)
+    model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained and not run.lora.on)
     if tokenizer.size > model.vocabulary:
         raise ConfigError(
             f"The tokenizer in {tokenizer.directory} has {tokenizer.size} tokens, and the model in {run.model.path} "
             f"knows {model.vocabulary}: they belong to different models. Set `model.tokenizer`."
         )
+    if run.lora.on:
+        model = adapt(model, run.lora, seed=run.seed)
+    if run.model.freeze:
+        model.freeze(run.model.freeze)
     return model, run.chat.chat(tokenizer)
 
 
@@ -258,7 +266,7 @@ def _worker(run: Run, model: Model) -> PolicyWorker:
         temperature=run.sampling.temperature,
         steps=(run.steps - alone) * run.updates * run.epochs,
         peak=peak,
-        reference=reference.model if reference is not None and "full_kl" in run.outputs() else None,
+        reference=reference if reference is not None and "full_kl" in run.outputs() else None,
     )
     beside = Beside(held | taught, critic, Foresee(run.critic.loss), alone)
     return PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs, beside=beside)
@@ -273,7 +281,9 @@ def _headline(run: Run) -> list[str]:
 def _introduce(run: Run, model: Model, count: int, step: int, written: int, replays: int) -> None:
     log = get_log("recipes")
     size = sum(p.numel() for p in model.parameters())
-    log.info("A model of %s parameters; tasks: %d.", f"{size:,}", count)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    told = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
+    log.info("A model of %s; tasks: %d.", told, count)
     if step >= run.steps:
         log.info("All %d steps are done. To go on, ask for more of them: `steps=%d`.", step, 2 * step)
     elif step:

@@ -20,6 +20,7 @@ from etude.checkpoint import CheckpointConfig
 from etude.config import Choice, Config
 from etude.data import Data
 from etude.errors import ConfigError
+from etude.models import Lora
 from etude.observe import Observe
 from etude.recipes.evaluate import Evaluation
 from etude.recipes.names import KNOWN_AS
@@ -33,9 +34,10 @@ __all__ = ["FREE", "Critic", "ModelSource", "Reference", "Run", "Teacher"]
 
 FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
-    *("judging.workers", "train.micro_tokens", "train.activation_checkpointing"),
+    *("judging.workers", "train.micro_tokens", "train.activation_checkpointing", "train.compile", "train.offload"),
     *("critic.train.micro_tokens", "critic.train.activation_checkpointing"),
-    *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack"),
+    *("critic.train.compile", "critic.train.offload"),
+    *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, and how much
 memory is used. `steps` is among them only while the schedule is constant, which does not depend on it. None changes
@@ -47,6 +49,9 @@ class ModelSource(Config):
 
     path: Path | None = Field(None, description="a Hugging Face model directory: config.json, weights, tokenizer")
     tokenizer: Path | None = Field(None, description="another directory to read the tokenizer and template from")
+    freeze: tuple[str, ...] = Field(
+        (), description="parts that stay as they are, such as embed_tokens or layers.0; they cost no optimizer state"
+    )
 
 
 class Reference(Config):
@@ -82,6 +87,7 @@ class Run(Algorithm):
     known_as: ClassVar[Mapping[str, str]] = KNOWN_AS
 
     model: ModelSource = Field(ModelSource(), description="the policy to train")
+    lora: Lora = Field(Lora(), description="low-rank adapters, trained in place of the policy's weights")
     reference: Reference = Field(Reference(), description="the policy that `kl` compares with")
     teacher: Teacher = Field(Teacher(), description="the policy that `advantage=distillation` learns from")
     critic: Critic = Field(Critic(), description="what `advantage=gae` compares with")
@@ -120,6 +126,11 @@ class Run(Algorithm):
             raise ConfigError(
                 f"`critic.warmup={self.critic.warmup}` leaves the policy none of the {self.steps} `steps` to learn in. "
                 f"Shorten it, or ask for more steps."
+            )
+        if self.lora.on and self.model.freeze:
+            raise ConfigError(
+                "`model.freeze` does nothing beside `lora`, which trains its adapters and leaves all of the model as "
+                "it is. Leave it out, or choose by `lora.targets` what gets an adapter."
             )
         rollouts = self.collect.tasks * self.collect.group_size
         if rollouts < self.updates:
