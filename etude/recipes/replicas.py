@@ -1,0 +1,80 @@
+"""The processes of a run that several ranks share: started, and spoken to as one engine.
+
+Each rank holds the whole model and an engine that samples from it. The controller holds neither: tasks, order, rewards
+and journal are its own, and what needs the model it asks of the ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from etude.data.share import shares
+from etude.dispatch.processes import ProcessCrew
+from etude.observe import Metrics, get_log
+from etude.protocols import Ids
+from etude.recipes.run import Run
+from etude.recipes.workers import PolicyWorker
+from etude.records import Completion, SamplingParams
+from etude.rollout.router import Router
+
+__all__ = ["Replicas", "start"]
+
+
+def start(rank: Callable[[Run], PolicyWorker], run: Run, logs: Path) -> ProcessCrew:
+    """Start the ranks of a run, and wait until each has made its worker."""
+    threads = run.threads or max(1, torch.get_num_threads() // run.ranks)
+    cores = os.cpu_count() or 1
+    if run.ranks * threads > cores:
+        get_log("recipes").warning(
+            "`ranks=%d` with %d threads each want %d processors, and this machine has %d: they will wait for each "
+            "other. Lower `ranks` or `threads`.",
+            *(run.ranks, threads, run.ranks * threads, cores),
+        )
+    if run.collect.tasks < run.ranks:
+        get_log("recipes").warning(
+            "A step has %d groups, which are not divided, and there are %d ranks: some have nothing to train on. Lower "
+            "`ranks`, or raise `collect.tasks`.",
+            *(run.collect.tasks, run.ranks),
+        )
+    return ProcessCrew(
+        rank,
+        run,
+        ranks=run.ranks,
+        share=shares,
+        logs=logs,
+        config=run.crew,
+        threads=threads,
+        level=run.observe.level,
+    )
+
+
+class Replicas(Router):
+    """The engines of all ranks."""
+
+    def __init__(self, crew: ProcessCrew) -> None:
+        super().__init__([_Replica(crew, rank) for rank in range(crew.ranks)])
+        self._crew = crew
+
+    def stats(self) -> Metrics:
+        """What they did since this was last asked, together."""
+        return self._crew.call(PolicyWorker.sampled)
+
+
+class _Replica:
+    """The engine of one rank."""
+
+    def __init__(self, crew: ProcessCrew, rank: int) -> None:
+        self._crew, self._rank = crew, rank
+
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+    ) -> Completion:
+        """Sample one continuation there. Cancelling the wait aborts the request."""
+        asked = self._crew.ask(self._rank, PolicyWorker.generate, prompt, sampling, begun=begun)
+        answer: Completion = await asyncio.wrap_future(asked)
+        return answer
