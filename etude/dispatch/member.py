@@ -21,8 +21,11 @@ from etude.errors import CrewError
 
 __all__ = ["Member", "Raised"]
 
+# First of all, on Linux, the process asks to be killed when the thread that started it ends: PR_SET_PDEATHSIG, SIGKILL.
+# Elsewhere the end of the pipe ends it, unless it is stopped.
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "import ctypes, json, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "
+    "sys.path[:] = json.loads(sys.argv[2]); "
     "from etude.dispatch.rank import main; main(int(sys.argv[1]))"
 )
 _LINES, _WIDTH = 5, 300

@@ -11,13 +11,11 @@ Signals that ask a run to stop are the controller's to answer: a rank goes on un
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import logging
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -37,13 +35,11 @@ from etude.observe import configure, get_log
 
 __all__ = ["main"]
 
-_DEATH = 1  # PR_SET_PDEATHSIG
 _PACKAGE = str(Path(__file__).parents[1])
 
 
 def main(descriptor: int) -> None:
     """Be the rank that the first message through the pipe of this descriptor speaks of, until the pipe ends."""
-    _die_with_parent()
     line = Line(Connection(descriptor))
     begin = line.receive()
     assert isinstance(begin, Begin), "the pipe ended before it began"
@@ -102,13 +98,6 @@ def _meet(begin: Begin) -> None:
     )
     backend = "cpu:gloo,cuda:nccl" if begin.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=begin.rank, world_size=begin.ranks, timeout=bound)
-
-
-def _die_with_parent() -> None:
-    """Have the system kill this process when the thread that started it ends. Elsewhere than on Linux the end of the
-    pipe does, unless the process is stopped."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DEATH, signal.SIGKILL)
 
 
 def _beat(line: Line, every: float) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
+import torch
 
 from etude.algorithms import Advantage, State, View
 from etude.batch import Batch
+from etude.dispatch import CrewConfig
 from etude.errors import BatchError, ConfigError, DataError
 from etude.models import Model
 from etude.observe import get_log
@@ -14,7 +18,7 @@ from etude.recipes.run import Run
 from etude.records import Rollout, Sample
 from etude.rollout.kv import block_bytes
 
-__all__ = ["before", "compares", "fits", "from_the_model", "room"]
+__all__ = ["before", "compares", "fits", "from_the_model", "room", "threads_of"]
 
 COLLECTED = frozenset(
     ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
@@ -78,6 +82,7 @@ def before(run: Run) -> None:
         warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")
     if not run.observe.mlflow.enabled and run.observe.mlflow != type(run.observe.mlflow)():
         warnings.append("`observe.mlflow.enabled` is false, so nothing is sent there.")
+    warnings += _of_ranks(run)
     if run.collect.group_size == 1:
         alone = _alone(run.advantage)
         if alone is not None and not any(alone):
@@ -92,6 +97,31 @@ def before(run: Run) -> None:
             )
     for warning in warnings:
         get_log("recipes").warning("%s", warning)
+
+
+def threads_of(run: Run) -> int:
+    """With how many threads each rank computes."""
+    return run.threads or max(1, torch.get_num_threads() // run.ranks)
+
+
+def _of_ranks(run: Run) -> list[str]:
+    """What more ranks than one may not be good for."""
+    if run.ranks == 1:
+        alone = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
+        return [alone] if run.crew != CrewConfig() else []
+    told: list[str] = []
+    cores, threads = os.cpu_count() or 1, threads_of(run)
+    if run.ranks * threads > cores:
+        told.append(
+            f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has {cores}: "
+            f"they will get in each other's way. Lower `ranks` or `threads`."
+        )
+    if run.collect.tasks < run.ranks:
+        told.append(
+            f"A step has {run.collect.tasks} groups, each of which one rank trains on, and there are {run.ranks} "
+            f"ranks: some will be idle. Lower `ranks`, or raise `collect.tasks`."
+        )
+    return told
 
 
 def room(run: Run, model: Model) -> None:

@@ -7,16 +7,14 @@ and journal are its own, and what needs the model it asks of the ranks.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from etude.data.share import shares
 from etude.dispatch.processes import ProcessCrew
-from etude.observe import Metrics, get_log
+from etude.observe import Metrics
 from etude.protocols import Ids
+from etude.recipes.checks import threads_of
 from etude.recipes.run import Run
 from etude.recipes.workers import PolicyWorker
 from etude.records import Completion, SamplingParams
@@ -27,20 +25,6 @@ __all__ = ["Replicas", "start"]
 
 def start(rank: Callable[[Run], PolicyWorker], run: Run, logs: Path) -> ProcessCrew:
     """Start the ranks of a run, and wait until each has made its worker."""
-    threads = run.threads or max(1, torch.get_num_threads() // run.ranks)
-    cores = os.cpu_count() or 1
-    if run.ranks * threads > cores:
-        get_log("recipes").warning(
-            "`ranks=%d` with %d threads each want %d processors, and this machine has %d: they will wait for each "
-            "other. Lower `ranks` or `threads`.",
-            *(run.ranks, threads, run.ranks * threads, cores),
-        )
-    if run.collect.tasks < run.ranks:
-        get_log("recipes").warning(
-            "A step has %d groups, which are not divided, and there are %d ranks: some have nothing to train on. Lower "
-            "`ranks`, or raise `collect.tasks`.",
-            *(run.collect.tasks, run.ranks),
-        )
     return ProcessCrew(
         rank,
         run,
@@ -48,7 +32,7 @@ def start(rank: Callable[[Run], PolicyWorker], run: Run, logs: Path) -> ProcessC
         share=shares,
         logs=logs,
         config=run.crew,
-        threads=threads,
+        threads=threads_of(run),
         level=run.observe.level,
     )
 

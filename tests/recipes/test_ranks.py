@@ -235,7 +235,7 @@ def test_an_exchange_takes_two_buckets_at_most(many: ProcessCrew) -> None:
     for _ in range(2):  # the first time round, pages are still being found
         found = many.call(Pupil.spent, 192, bucket)
     for each in found:
-        assert each["gradients"] <= 2.1 and each["weights"] <= 2.1, found
+        assert each["gradients"] <= 2.3 and each["weights"] <= 2, found
 
 
 def test_shares_are_whole_groups_of_about_the_same_tokens() -> None:
