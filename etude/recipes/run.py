@@ -19,6 +19,7 @@ from etude.chat import ChatConfig
 from etude.checkpoint import CheckpointConfig
 from etude.config import Choice, Config
 from etude.data import Data
+from etude.dispatch import CrewConfig
 from etude.errors import ConfigError
 from etude.models import Lora
 from etude.observe import Observe
@@ -36,12 +37,13 @@ FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
     *("judging.workers", "train.micro_tokens", "train.activation_checkpointing", "train.compile", "train.offload"),
     *("critic.train.micro_tokens", "critic.train.activation_checkpointing"),
-    *("critic.train.compile", "critic.train.offload"),
+    *("critic.train.compile", "critic.train.offload", "ranks", "crew.silence", "crew.timeout"),
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
 )
-"""Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, and how much
-memory is used. `steps` is among them only while the schedule is constant, which does not depend on it. None changes
-what is trained on, but that a timeout decides which answers fail; those of memory may change the last bits."""
+"""Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, how much memory
+is used, and by how many processes. `steps` is among them only while the schedule is constant, which does not depend on
+it. None changes what is trained on, but that a timeout decides which answers fail; those of memory and processes may
+change the last bits."""
 
 
 class ModelSource(Config):
@@ -109,7 +111,11 @@ class Run(Algorithm):
     steps: int = Field(100, ge=1, description="how often rollouts are collected and trained on")
     updates: int = Field(1, ge=1, description="optimizer steps a step; from the second on, the policy is off its data")
     epochs: int = Field(1, ge=1, description="passes over the rollouts of a step")
-    threads: int | None = Field(None, ge=1, description="CPU threads that compute; null leaves it to torch")
+    ranks: int = Field(1, ge=1, description="processes that share the work, each with the whole model")
+    crew: CrewConfig = Field(CrewConfig(), description="how long they may be silent, and wait for each other")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads that compute in each process; null shares out what torch would take"
+    )
     max_staleness: int = Field(0, ge=0, description="how many versions old a rollout may be; 0 is on-policy")
     directory: Path | None = Field(
         None, description="the run's own directory; a run that is there is taken up. By default a new one in `runs`"
