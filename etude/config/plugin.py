@@ -48,12 +48,13 @@ def load_plugin(spec: str, base: type | None) -> Any:
 def load_named(path: str, what: str, example: str) -> Any:
     """What `path/to/file.py:name` or `module:name` names. A file is run once in a process, whatever is asked of it.
 
-    what: how errors call it, such as `reward function`. example: how it is asked for, such as `reward.path=mine.py:score`.
+    what: how errors call it, such as `reward function`. example: how it is asked for, as in `reward.path=x.py:y`.
     """
     place, _, name = path.rpartition(":")
     if path.endswith(".py") or not (place and name):
         raise PlugInError(
-            f"The {what} '{path}' is not named whole. Write the file or module, a colon, and its name there: `{example}`."
+            f"The {what} '{path}' is not named whole. Write the file or module, a colon, and the name that it has "
+            f"there: `{example}`."
         )
     if not place.endswith(".py"):
         return load_plugin(path, None)
