@@ -14,11 +14,11 @@ from etude.recipes.run import Run
 from etude.records import Rollout, Sample
 from etude.rollout.kv import block_bytes
 
-__all__ = ["before", "compares", "fits", "from_the_model", "room"]
+__all__ = ["before", "compares", "fits", "from_the_model", "longest", "room"]
 
 COLLECTED = frozenset(
     ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
-) | {"trainer_version", "rollout_id", "role", "observation"}
+) | {"trainer_version", "rollout_id", "role", "observation", "greedy_reward"}
 """Columns that come with the rollouts."""
 
 BY_THE_MODEL = frozenset({"old_logp", "entropy", "sum_pi_squared"})
@@ -33,10 +33,11 @@ MISSING = {
     "teacher_logp": "a teacher",
     "teacher_topk_ids": "a teacher",
     "teacher_topk_logp": "a teacher",
-    "greedy_reward": "greedy answers beside the sampled ones",
-    "anchor": "states that an environment names",
 }
 """Columns that nobody can give yet, and what would."""
+
+BY_AN_ENVIRONMENT = frozenset({"anchor"})
+"""Columns that an environment tells."""
 
 ALONE = [0.0, 1.0]
 """What two rollouts earn in which an advantage is tried on groups of one."""
@@ -46,7 +47,8 @@ def before(run: Run) -> None:
     """Refuse what this run cannot do, and say what it may not mean."""
     if not run.data.train:
         raise ConfigError("A run needs tasks: give files with `data.train=[tasks.parquet]`.")
-    for name in sorted(run.needs() - COLLECTED - BY_THE_MODEL - BY_THE_REFERENCE):
+    _environment(run)
+    for name in sorted(run.needs() - COLLECTED - BY_THE_MODEL - BY_THE_REFERENCE - BY_AN_ENVIRONMENT):
         raise ConfigError(
             f"This algorithm needs the column `{name}`, which takes {MISSING.get(name, 'somebody to compute it')}; a "
             f"run has none yet. Choose another advantage, loss or KL: `etude config show` lists them."
@@ -68,6 +70,12 @@ def before(run: Run) -> None:
             "`evaluate.sampling` may have others."
         )
     warnings = run.warnings()
+    overlong = run.overlong
+    if run.env.asked and run.env.max_turns > 1 and overlong and overlong.max_length <= run.sampling.max_tokens:
+        warnings.append(
+            f"`overlong.max_length={overlong.max_length}` counts the tokens of all turns of a rollout, and one turn "
+            f"alone may have {run.sampling.max_tokens}. Raise it to what a whole rollout may have."
+        )
     if run.evaluate != Evaluation() and not run.data.val:
         warnings.append(
             "`evaluate` says how to score on held-out tasks, and there are none, so nothing is scored. Give them with "
@@ -94,6 +102,33 @@ def before(run: Run) -> None:
         get_log("recipes").warning("%s", warning)
 
 
+def _environment(run: Run) -> None:
+    """Refuse an environment that cannot be made, and options that would need one."""
+    missing = sorted(run.needs() & BY_AN_ENVIRONMENT)
+    if not run.env.asked:
+        if run.env != type(run.env)():
+            raise ConfigError(
+                "`env` has options, and names nobody to speak with: they would do nothing. Give `env.path` or "
+                "`env.tools`, or leave them out."
+            )
+        if missing:
+            raise ConfigError(
+                f"This algorithm needs the column `{missing[0]}`: the states in which turns began, which an "
+                f"environment tells. Give one with `env.path` or `env.tools`, or choose another advantage."
+            )
+    if run.env.path is None and not run.reward.judges:
+        raise ConfigError(
+            "`reward=environment` leaves rewards to the environment, and there is none that pays. Give one with "
+            "`env.path`, or choose a reward."
+        )
+    if run.env.asked and run.data.overlong == "truncate":
+        raise ConfigError(
+            "`data.overlong=truncate` cuts off the beginning of a prompt, and a rollout of several turns keeps its "
+            "own. Choose `data.overlong=filter`."
+        )
+    run.env.prepare()
+
+
 def room(run: Run, model: Model) -> None:
     """Refuse prompts and answers that the model or its engine has no room for."""
     fits(run, model, "sampling.max_tokens", run.sampling.max_tokens)
@@ -103,18 +138,28 @@ def room(run: Run, model: Model) -> None:
 
 def fits(run: Run, model: Model, name: str, answer: int) -> None:
     """Refuse answers of this length, named by the option that sets it."""
-    longest, size = run.data.max_prompt + answer, run.rollout.block_size
+    longest = run.data.max_prompt + answer
     if longest > model.context:
         raise ConfigError(
             f"`data.max_prompt` + `{name}` = {longest} tokens ({run.data.max_prompt} and {answer}) do not fit into "
             f"this model's context of {model.context}. Lower one of them."
         )
-    held = int(run.rollout.kv_gib * 2**30) // block_bytes(model, size) * size
+    held = _held(run, model)
     if longest > held:
         raise ConfigError(
             f"`data.max_prompt` + `{name}` = {longest} tokens do not fit into the engine's memory, which holds {held} "
             f"tokens with `rollout.kv_gib={run.rollout.kv_gib:g}`. Raise that, or lower one of them."
         )
+
+
+def longest(run: Run, model: Model) -> int:
+    """How many tokens model and engine have room for, prompt and answers together."""
+    return min(model.context, _held(run, model))
+
+
+def _held(run: Run, model: Model) -> int:
+    size = run.rollout.block_size
+    return int(run.rollout.kv_gib * 2**30) // block_bytes(model, size) * size
 
 
 def compares(run: Run) -> bool:

@@ -20,6 +20,7 @@ from etude.config import Choice, Config
 from etude.data import Data
 from etude.errors import ConfigError
 from etude.observe import Observe
+from etude.recipes.environment import EnvConfig
 from etude.recipes.evaluate import Evaluation
 from etude.recipes.names import KNOWN_AS
 from etude.recipes.sampling import Sampling
@@ -32,6 +33,7 @@ __all__ = ["FREE", "ModelSource", "Reference", "Run"]
 
 FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
+    *("env.timeout", "env.at_once"),
     *("judging.workers", "train.micro_tokens", "train.activation_checkpointing"),
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack"),
 )
@@ -64,8 +66,10 @@ class Run(Algorithm):
     reference: Reference = Field(Reference(), description="the policy that `kl` compares with")
     chat: ChatConfig = Field(ChatConfig(), description="how conversations are shown to it")
     data: Data = Field(Data(), description="the tasks")
+    env: EnvConfig = Field(EnvConfig(), description="whom it speaks with, where a rollout is more than one answer")
     reward: Annotated[RewardFunction, Choice(REWARDS)] = Field(
-        REWARDS["exact"](), description="what an answer earns; `function` calls one of your own"
+        REWARDS["exact"](),
+        description="what an answer earns; `function` calls one of your own, `environment` leaves it to `env`",
     )
     judging: Judging = Field(Judging(), description="how rewards are computed, and what their failures mean")
     sampling: Sampling = Field(Sampling(), description="how answers are drawn for training")

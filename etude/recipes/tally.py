@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from etude.observe import Mean, Metrics, Sum, format_seconds, get_log
+from etude.recipes.play import Played
 from etude.records import Rollout
 
 __all__ = ["Notices", "Tally"]
@@ -23,9 +24,22 @@ class Tally:
     failed: Counter[str] = field(default_factory=Counter)
     judged: float = 0.0
     error: str = ""
+    waited: float = 0.0
+    """Seconds that environments and tools took."""
+    calls: int = 0
+    failed_calls: int = 0
 
-    def metrics(self, level: int, groups: int) -> Metrics:
-        """The numbers; `level` is in how many of the admitted groups all earned the same."""
+    def of(self, played: Played) -> None:
+        """Count what an attempt cost, however it ended."""
+        self.judged += played.verdict.seconds
+        self.tokens += sum(len(turn.completion.ids) for turn in played.turns)
+        self.waited += played.waited
+        self.calls += played.calls
+        self.failed_calls += played.failed_calls
+
+    def metrics(self, level: int, groups: int, *, episodic: bool = False) -> Metrics:
+        """The numbers; `level` is in how many of the admitted groups all earned the same. episodic: whether rollouts
+        may have several turns."""
         metrics = Metrics(
             {
                 "sampled_tokens": Sum.of(self.tokens),
@@ -35,6 +49,10 @@ class Tally:
                 "failed_attempts": Sum.of(self.failed.total()),
             }
         )
+        if episodic:
+            metrics.add("environment_seconds", Sum.of(self.waited))
+            metrics.add("tool_calls", Sum.of(self.calls))
+            metrics.add("failed_tool_calls", Sum.of(self.failed_calls))
         for cause, count in self.failed.items():
             metrics.add(f"failed_attempts/{cause}", Sum.of(count))
         for cause, count in self.dropped.items():

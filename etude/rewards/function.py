@@ -36,6 +36,7 @@ class Adapted:
 
     quick: ClassVar[bool] = False
     processes: ClassVar[int] = 0
+    judges: ClassVar[bool] = True
 
     def __init__(self, function: Callable[..., Any], title: str = "") -> None:
         self.function = function

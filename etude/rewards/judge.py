@@ -87,6 +87,11 @@ class Judge:
         """Whether it judges one answer at a time, though it might judge several."""
         return self._pool is not None and self._judging.workers is None and not self._reward.processes
 
+    @property
+    def judges(self) -> bool:
+        """Whether its reward says anything of an answer, and does not leave all to the environment."""
+        return self._reward.judges
+
     async def judge(self, task: Task, answer: str) -> Verdict:
         """What this answer earns. Raises `RewardError` where a failure stops the run."""
         if self._pool is not None:
