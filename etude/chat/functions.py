@@ -32,6 +32,7 @@ __all__ = ["Tool", "WrongCallError", "shown"]
 _SECTION = re.compile(r"^(args|arguments|parameters|returns?|yields|raises|examples?|notes?):\s*$", re.IGNORECASE)
 _GIVEN = ("args", "arguments", "parameters")
 _ENTRY = re.compile(r"^(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+_OTHER = re.compile(r"^\s*:(returns?|rtype|raises|yields)\b")
 _FIELD = re.compile(r"^\s*:param\s+(?:[\w\[\], |.]+\s+)?(\w+)\s*:\s*(.*)$")
 _READING = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 _NAME = re.compile(r"[A-Za-z_][\w-]{0,63}")
@@ -93,8 +94,8 @@ class Tool:
         for each in parameters:
             if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
                 raise PlugInError(
-                    f"The tool `{self.name}` takes `{each}`, and a model gives every argument by its name. Leave it "
-                    f"out."
+                    f"The tool `{self.name}` takes `{each.name}` as {each.kind.description}, and a model gives every "
+                    f"argument by its name. Leave it out."
                 )
             if each.name not in hints:
                 raise PlugInError(
@@ -147,6 +148,8 @@ def _documented(text: str) -> tuple[str, dict[str, str]]:
         elif named := _FIELD.match(line):
             section, last = "field", named[1]
             told[last] = [named[2]]
+        elif _OTHER.match(line):
+            section, last = "field", ""
         elif section in _GIVEN and (entry := _ENTRY.match(line)) and indent in ("", entry[1]):
             indent, last = entry[1], entry[2]
             told[last] = [entry[3]]
