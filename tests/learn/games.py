@@ -58,10 +58,10 @@ def lookups(count: int, seed: int) -> list[dict[str, object]]:
     return rows
 
 
-def make_speaker(directory: Path, steps: int = 200) -> Path:
-    """A model that imitates a teacher who looks things up now and then, and guesses else."""
-    directory.mkdir(parents=True)
-    words = {token: i for i, token in enumerate(["<pad>", *ROLES, *CALL, *KEYS, *DIGITS])}
+def make_tokenizer(directory: Path, more: str = "") -> Chats:
+    """A tokenizer of characters and the pieces of a call, with a chat template, as Hugging Face lays it out."""
+    directory.mkdir(parents=True, exist_ok=True)
+    words = {token: i for i, token in enumerate(["<pad>", *ROLES, *CALL, *KEYS, *DIGITS, *more])}
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     inner.decoder = Fuse()
@@ -71,10 +71,16 @@ def make_speaker(directory: Path, steps: int = 200) -> Path:
     told = {"pad_token": "<pad>", "eos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (directory / "tokenizer_config.json").write_text(json.dumps(told))
     (directory / "chat_template.jinja").write_text(TEMPLATE)
-    config = tiny(len(words), layers=1, hidden=48, heads=4, kv_heads=1, head_dim=12, intermediate=96, context=48)
+    return Chats.load(directory)
+
+
+def make_speaker(directory: Path, steps: int = 200) -> Path:
+    """A model that imitates a teacher who looks things up now and then, and guesses else."""
+    tokenizer = make_tokenizer(directory)
+    config = tiny(tokenizer.size, layers=1, hidden=48, heads=4, kv_heads=1, head_dim=12, intermediate=96, context=48)
     model = create(config, seed=0, dtype=torch.float32)
     training = Train(precision="fp32", learning_rate=1e-2, schedule="cosine", warmup=10)
-    learner, shown = Learner(model, training, steps=steps), _shown(Chats.load(directory))
+    learner, shown = Learner(model, training, steps=steps), _shown(tokenizer)
     for _ in range(steps):
         learner.update(next(shown), Imitate())
     save(model, directory)
