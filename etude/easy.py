@@ -174,6 +174,11 @@ class PPOTrainer:
         self.run = config.run(**{"train.precision": _precision(model), "data.max_prompt": longest})
         if checks.imitates(self.run):
             raise ConfigError("A teacher is a model directory: learn from one with `etude train distillation`.")
+        if self.run.needs() & {"greedy_reward", "anchor"}:
+            raise ConfigError(
+                f"`{config.algorithm}` wants more than answers and rewards (greedy answers, or states that an "
+                f"environment names): run it with `etude train`."
+            )
         checks.algorithm(self.run)
         checks.room(self.run, model)
         self._order = self.run.data.sampler.start(len(self._dataset), self.run.seed, self._dataset.sources)

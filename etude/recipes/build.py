@@ -10,6 +10,7 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,11 @@ from etude.dispatch import LocalCrew
 from etude.errors import ConfigError, DataError
 from etude.observe import RunInfo, configure, format_seconds, get_log, last_step, open_run_log
 from etude.protocols import Crew, Generate, Ids
+from etude.recipes.episodes import Episodes
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.interrupt import Interrupt
-from etude.recipes.sources import EngineSource, PromptIds
+from etude.recipes.play import PromptIds
+from etude.recipes.sources import EngineSource
 from etude.records import Task
 from etude.rewards import Judge, RewardFunction
 from etude.store import open_store
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from etude.recipes.workers import PolicyWorker
     from etude.rollout import TorchEngine
 
-__all__ = ["build", "chat_of", "evaluator_of", "policy", "prompts", "rank", "tasks"]
+__all__ = ["build", "chat_of", "episodes_of", "evaluator_of", "policy", "prompts", "rank", "tasks"]
 
 
 @contextmanager
@@ -98,7 +101,8 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     judge = stack.enter_context(Judge(run.reward, run.judging))
     crew, engine = _crew(run, chat, directory, stack)
     runner = stack.enter_context(asyncio.Runner())
-    evaluator = evaluator_of(run, chat, engine, judge, runner)
+    episodes = episodes_of(run, crew.call(PolicyWorker.longest), chat)
+    evaluator = evaluator_of(run, chat, engine, judge, runner, episodes)
     store = stack.enter_context(closing(open_store(directory / "journal.sqlite")))
     source = EngineSource(
         run.collect,
@@ -112,6 +116,8 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         store=store,
         runner=runner,
         at_once=run.rollout.max_running * run.ranks,
+        episodes=episodes,
+        greedy="greedy_reward" in run.needs(),
     )
     kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
     step = taken_up(run.checkpoint, kept, crew, source, run.steps)
@@ -236,10 +242,28 @@ def prompts(run: Run, chat: Chat) -> PromptIds:
     return ids
 
 
+def episodes_of(run: Run, longest: int, chat: Chat) -> Episodes | None:
+    """Who plays rollouts of several turns, where there is anybody to speak with; of so many tokens at most."""
+    if run.env.tools and chat.calls is None:
+        raise ConfigError(
+            "`env.tools` offers functions to a model whose chat template teaches no form of calls that is known here "
+            "(Hermes' and Qwen's `<tool_call>`, Llama 3.1's JSON), so none would ever be called. Set `chat.template`, "
+            "or read calls of another form in an environment: a `ToolEnv` with `calls` of its own."
+        )
+    return Episodes(run.env, chat, longest) if run.env.asked else None
+
+
 def tasks(run: Run, chat: Chat, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
     """The tasks of some files, without those whose prompts are too long, if that is wanted; and how many those are."""
     whole = _judged(run, Dataset.load(files, run.data.columns), name)
-    fitting, counts = whole.fitting(chat.prompt_ids, run.data.max_prompt, run.data.overlong)
+    toolbox = run.env.toolbox()
+    if toolbox is not None and run.env.path is None and isinstance(whole.task(0, 0).fields["prompt"], str):
+        raise ConfigError(
+            f"`env.tools` offers functions by the chat template, and {whole.where(0)} has text for a prompt, which is "
+            f"continued without one. Give prompts as messages."
+        )
+    asked = partial(chat.prompt_ids, tools=() if toolbox is None else toolbox.schemas)
+    fitting, counts = whole.fitting(asked, run.data.max_prompt, run.data.overlong)
     over = int(counts.reduce()["overlong_prompts"])
     if over:
         done = "left out" if run.data.overlong == "filter" else "cut at the beginning"
@@ -262,13 +286,18 @@ def _judged(run: Run, dataset: Dataset, name: str) -> Dataset:
     if wanted.all():
         return dataset
     if not wanted.any():
-        raise DataError(f"None of the {len(dataset)} tasks in {name} can be judged. {why}")
+        remedy = " Where the environment pays, and nothing else is to be judged: `reward=environment`."
+        raise DataError(
+            f"None of the {len(dataset)} tasks in {name} can be judged. {why}{remedy if run.env.path else ''}"
+        )
     left = int((~wanted).sum())
     get_log("recipes").warning(f"{left} of {len(dataset)} tasks in {name} cannot be judged: left out. {why}")
     return dataset.only(wanted)
 
 
-def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge, runner: asyncio.Runner) -> Evaluator | None:
+def evaluator_of(
+    run: Run, chat: Chat, engine: Generate, judge: Judge, runner: asyncio.Runner, episodes: Episodes | None
+) -> Evaluator | None:
     """Whoever scores the policy on `data.val`, if there are such tasks."""
     if not run.data.val:
         return None
@@ -284,6 +313,7 @@ def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge, runner: a
         timeout=run.collect.timeout,
         runner=runner,
         at_once=run.rollout.max_running * run.ranks,
+        episodes=episodes,
     )
 
 
@@ -308,7 +338,9 @@ def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
         reference=reference if reference is not None and "full_kl" in run.outputs() else None,
     )
     beside = Beside(held | taught, critic, Foresee(run.critic.loss), alone)
-    return PolicyWorker(run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine)
+    return PolicyWorker(
+        run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine, longest=checks.longest(run, model)
+    )
 
 
 def _headline(run: Run) -> list[str]:

@@ -146,10 +146,17 @@ def rooted(run: Run) -> Run:
         "data": run.data.model_copy(update={"train": data(run.data.train), "val": data(run.data.val)}),
     }
     if isinstance(run.reward, Function):
-        file, _, name = run.reward.path.rpartition(":")
-        if file.endswith(".py"):
-            parts["reward"] = run.reward.model_copy(update={"path": f"{_absolute(Path(file))}:{name}"})
+        parts["reward"] = run.reward.model_copy(update={"path": _named(run.reward.path)})
+    env = run.env
+    told = {"path": env.path and _named(env.path), "tools": tuple(_named(tool) for tool in env.tools)}
+    parts["env"] = env.model_copy(update=told)
     return run.model_copy(update=parts)
+
+
+def _named(path: str) -> str:
+    """`path/to/file.py:name` with the file as it is seen from anywhere; `module:name` as it is."""
+    file, _, name = path.rpartition(":")
+    return f"{_absolute(Path(file))}:{name}" if file.endswith(".py") else path
 
 
 def _absolute(path: Path) -> Path:

@@ -23,6 +23,7 @@ from etude.dispatch import CrewConfig
 from etude.errors import ConfigError
 from etude.models import Lora
 from etude.observe import Observe
+from etude.recipes.environment import EnvConfig
 from etude.recipes.evaluate import Evaluation
 from etude.recipes.names import KNOWN_AS
 from etude.recipes.sampling import Sampling
@@ -39,6 +40,7 @@ FREE = (
     *("critic.train.micro_tokens", "critic.train.activation_checkpointing"),
     *("critic.train.compile", "critic.train.offload", "ranks", "crew.silence", "crew.timeout"),
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
+    *("env.timeout", "env.at_once"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, how much memory
 is used, and by how many processes. `steps` is among them only while the schedule is constant, which does not depend on
@@ -95,8 +97,10 @@ class Run(Algorithm):
     critic: Critic = Field(Critic(), description="what `advantage=gae` compares with")
     chat: ChatConfig = Field(ChatConfig(), description="how conversations are shown to it")
     data: Data = Field(Data(), description="the tasks")
+    env: EnvConfig = Field(EnvConfig(), description="whom it speaks with, where a rollout is more than one answer")
     reward: Annotated[RewardFunction, Choice(REWARDS)] = Field(
-        REWARDS["exact"](), description="what an answer earns; `function` calls one of your own"
+        REWARDS["exact"](),
+        description="what an answer earns; `function` calls one of your own, `environment` leaves it to `env`",
     )
     judging: Judging = Field(Judging(), description="how rewards are computed, and what their failures mean")
     sampling: Sampling = Field(Sampling(), description="how answers are drawn for training")

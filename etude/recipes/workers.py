@@ -102,10 +102,13 @@ class PolicyWorker:
         epochs: int,
         beside: Beside | None = None,
         engine: TorchEngine | None = None,
+        longest: int = 0,
     ) -> None:
-        """engine: what samples from the learner's model."""
+        """engine: what samples from the learner's model. longest: the tokens that both have room for, prompt and
+        answers together."""
         self._algorithm, self._learner, self._beside, self._engine = algorithm, learner, beside or Beside(), engine
         self._seed, self._epochs, self._ranks = seed, epochs, of_group()
+        self._longest = longest
         self._meter = Meter(learner.model.device)
         self._objective = Improve(algorithm)
         self._following = State()
@@ -156,6 +159,11 @@ class PolicyWorker:
         """How many weights the model has, and how many of them are trained."""
         weights = list(self._learner.model.parameters())
         return sum(w.numel() for w in weights), sum(w.numel() for w in weights if w.requires_grad)
+
+    @spread()
+    def longest(self) -> int:
+        """How many tokens a rollout may have."""
+        return self._longest
 
     @spread()
     def weights(self) -> Iterable[tuple[str, Tensor]]:
