@@ -14,7 +14,7 @@ What works on samples and batches is imported from its own file; `collate` and `
 
 from __future__ import annotations
 
-from etude.data.config import Data
+from etude.data.config import Data, Files
 from etude.data.dataset import Columns, Dataset
 from etude.data.prompts import spoken
 from etude.data.sampler import SAMPLERS, Order, Sampler
@@ -24,6 +24,7 @@ __all__ = [
     "Columns",
     "Data",
     "Dataset",
+    "Files",
     "Order",
     "Sampler",
     "spoken",

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from etude.batch import Batch
 from etude.data.collate import collate
@@ -42,6 +43,18 @@ class Learners:
     def update(self, batch: Batch) -> Metrics:
         """Every optimizer step that this batch is good for."""
         return self.crew.call(PolicyWorker.update, batch)
+
+    def tensors(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps of them in tensors."""
+        return self.crew.call(PolicyWorker.tensors)
+
+    def facts(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps of them in plain numbers."""
+        return self.crew.call(PolicyWorker.facts)
+
+    def restore(self, tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.crew.call(PolicyWorker.restore, tensors, facts)
 
 
 @dataclass
