@@ -2,6 +2,7 @@
 
     files.py       files, directories and iterables → rows, in Arrow memory
     prompts.py     prompts as files write them → messages
+    table.py       the rows of several files, some left out
     dataset.py     rows → tasks
     sampler.py     in which order rows are asked
     adapt.py       turns → rows to train on
