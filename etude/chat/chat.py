@@ -16,6 +16,7 @@ from etude.chat.reasoning import CLOSE, OPEN, split_reasoning
 from etude.chat.template import Template
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.chat.tools import FORMATS, PYTHON_TAG, Found, format_of
+from etude.chat.written import Text, ended, written
 from etude.config import Config
 from etude.errors import ChatError, ConfigError
 from etude.records import Message, ToolCall
@@ -94,6 +95,33 @@ class Chat:
             reasoning=reasoning,
             tool_calls=tuple(ToolCall(id, name, text) for id, (name, text) in zip(ids, calls, strict=True)),
         )
+
+    def completion_ids(self, messages: Sequence[Message], answer: Message, tools: Tools = ()) -> Ids:
+        """The ids that the model would have to write to give this answer after these messages, the one that ends its
+        turn among them."""
+        template = self._template(tools)
+
+        def text(shown: Sequence[Message], generate: bool) -> str:
+            check_roles(shown)
+            return template.text(shown, tools, generate=generate, **self._variables)
+
+        asked, said = written(text, messages, answer, self._reasons)
+        ends = self.tokenizer.ends
+        said, end = ended(said, answer, list(ends))
+        if end is None:
+            end = self._following([*messages, answer], text, bool(answer.tool_calls))
+        last = next(iter(self.tokenizer.eos_ids)) if end is None else ends[end]
+        return np.append(self.tokenizer.encode_after(asked, said), np.int32(last))
+
+    def _following(self, messages: Sequence[Message], text: Text, called: bool) -> str | None:
+        """The end that a template shows where somebody else speaks next, if it shows it only there."""
+        after = Message("tool", "?") if called else Message("user", "?")
+        try:
+            whole, more = text(messages, False), text([*messages, after], True)
+        except ChatError:
+            return None
+        rest = more[len(whole) :] if more.startswith(whole) else ""
+        return next((end for end in self.tokenizer.ends if rest.startswith(end)), None)
 
     def conversation(self) -> Conversation:
         """A conversation that keeps the very ids it was served with."""
