@@ -19,7 +19,7 @@ from etude.errors import ConfigError
 from etude.observe import Observe
 from etude.train import Train
 
-__all__ = ["ModelSource", "Recipe", "Reference"]
+__all__ = ["ModelSource", "Recipe", "Reference", "Teacher"]
 
 
 class ModelSource(Config):
@@ -35,6 +35,12 @@ class Reference(Config):
     path: Path | None = Field(
         None, description="a model directory; null is the model that the run begins with. Its weights never change"
     )
+
+
+class Teacher(Config):
+    """Whom the policy imitates."""
+
+    path: Path | None = Field(None, description="a model directory of the policy's tokenizer; its weights never change")
 
 
 class Recipe(Config):

@@ -8,27 +8,31 @@ loop, and the length of its groups.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from etude.algorithms import Algorithm
-from etude.config import Choice
+from etude.algorithms.losses.supervised import Value
+from etude.config import Choice, Config
 from etude.data import Data
 from etude.errors import ConfigError
 from etude.recipes.evaluate import Evaluation
 from etude.recipes.names import KNOWN_AS
-from etude.recipes.recipe import Recipe, Reference
+from etude.recipes.recipe import Recipe, Reference, Teacher
 from etude.recipes.sampling import Sampling
 from etude.recipes.sources import Collection
 from etude.rewards import REWARDS, Judging, RewardFunction
 from etude.rollout import EngineConfig
+from etude.train import Train
 
-__all__ = ["FREE", "Run"]
+__all__ = ["FREE", "Critic", "Run"]
 
 FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
     *("judging.workers", "train.micro_tokens", "train.activation_checkpointing"),
+    *("critic.train.micro_tokens", "critic.train.activation_checkpointing"),
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, and how much
@@ -36,15 +40,34 @@ memory is used. `steps` is among them only while the schedule is constant, which
 what is trained on, but that a timeout decides which answers fail; those of memory may change the last bits."""
 
 
+class Critic(Config):
+    """Who foresees what will be earned, for advantages that compare with that."""
+
+    path: Path | None = Field(
+        None,
+        description="a model directory to begin from; null is the policy's. What it foresees begins at 0, unless it "
+        "has a score head",
+    )
+    warmup: int = Field(0, ge=0, description="steps at the beginning in which the critic learns and the policy rests")
+    loss: Value = Field(Value(), description="how it is brought to the returns")
+    train: Train = Field(Train(learning_rate=1e-5), description="its own optimizer and precision")
+
+
 class Run(Recipe, Algorithm):
     """Everything `etude train` needs to know."""
 
     known_as: ClassVar[Mapping[str, str]] = KNOWN_AS
     free: ClassVar[tuple[str, ...]] = FREE
-    places: ClassVar[dict[str, str]] = Recipe.places | {"reference": "reference.path"}
+    places: ClassVar[dict[str, str]] = Recipe.places | {
+        "reference": "reference.path",
+        "teacher": "teacher.path",
+        "critic": "critic.path",
+    }
 
     recipe: Literal["train"] = Field("train", description="the command that these options are for")
     reference: Reference = Field(Reference(), description="the policy that `kl` compares with")
+    teacher: Teacher = Field(Teacher(), description="the policy that `advantage=distillation` learns from")
+    critic: Critic = Field(Critic(), description="what `advantage=gae` compares with")
     data: Data = Field(Data(), description="the tasks")
     reward: Annotated[RewardFunction, Choice(REWARDS)] = Field(
         REWARDS["exact"](), description="what an answer earns; `function` calls one of your own"
@@ -66,6 +89,11 @@ class Run(Recipe, Algorithm):
             raise ConfigError(
                 f"`max_staleness={self.max_staleness}` asks for collecting while training, which is not built yet. "
                 f"Leave it at 0."
+            )
+        if 0 < self.steps <= self.critic.warmup:
+            raise ConfigError(
+                f"`critic.warmup={self.critic.warmup}` leaves the policy none of the {self.steps} `steps` to learn in. "
+                f"Shorten it, or ask for more steps."
             )
         rollouts = self.collect.tasks * self.collect.group_size
         if rollouts < self.updates:

@@ -11,6 +11,7 @@ from etude.rewards.function import Function
 from etude.rewards.gsm8k import Gsm8k
 from etude.rewards.judge import Judge, Judging
 from etude.rewards.maths import Math
+from etude.rewards.nothing import Nothing
 from etude.rewards.text import F1, Exact, Format, Regex
 from etude.rewards.verdict import Verdict
 
@@ -24,6 +25,7 @@ __all__ = [
     "Judge",
     "Judging",
     "Math",
+    "Nothing",
     "Regex",
     "RewardFunction",
     "Score",
@@ -39,4 +41,5 @@ REWARDS: dict[str, type[RewardFunction]] = {
     "gsm8k": Gsm8k,
     "math": Math,
     "function": Function,
+    "nothing": Nothing,
 }

@@ -117,6 +117,11 @@ class Learner:
         self._cost = Cost.of(model)
 
     @property
+    def columns(self) -> frozenset[str]:
+        """The batch columns that its model can tell."""
+        return frozenset(self._columns)
+
+    @property
     def version(self) -> int:
         """How many updates were made: the policy version of the weights."""
         return int(self._version)
