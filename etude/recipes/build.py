@@ -193,7 +193,7 @@ def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge, runner: a
 
 def _worker(run: Run, model: Model) -> PolicyWorker:
     from etude.recipes import checks, models
-    from etude.recipes.workers import Beside, Foresee, PolicyWorker
+    from etude.recipes.workers import Beside, Minimise, PolicyWorker
     from etude.train import Learner, matmul_rate
 
     size, seconds = (8192, 0.2) if model.device.type == "cuda" else (512, 0.05)
@@ -211,7 +211,7 @@ def _worker(run: Run, model: Model) -> PolicyWorker:
         peak=peak,
         reference=reference.model if reference is not None and "full_kl" in run.outputs() else None,
     )
-    beside = Beside(held | taught, critic, Foresee(run.critic.loss), alone)
+    beside = Beside(held | taught, critic, Minimise(run.critic.loss), alone)
     return PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs, beside=beside)
 
 

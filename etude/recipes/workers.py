@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from etude.algorithms import Algorithm, Denominators, LossValue, Outputs, State, View
+from etude.algorithms import Algorithm, Denominators, Loss, LossValue, Outputs, State, View
 from etude.algorithms.losses.supervised import Value
 from etude.batch import Batch
 from etude.observe import Last, Metrics
 from etude.protocols import Gather, Split, spread
 from etude.train import Frozen, Learner
 
-__all__ = ["Beside", "Foresee", "Improve", "PolicyWorker"]
+__all__ = ["Beside", "Improve", "Minimise", "PolicyWorker"]
 
 CRITIC = "critic"
 """What the critic's tensors are kept under, beside the policy's."""
@@ -50,11 +50,15 @@ class Improve:
 
 
 @dataclass(frozen=True)
-class Foresee:
-    """What a critic's update minimises: a loss of its own."""
+class Minimise:
+    """What an update minimises that has no algorithm around it: a loss, and nothing besides."""
 
-    wrapped: Value
-    split_unit: Literal["rollout", "group"] = "rollout"
+    wrapped: Loss
+
+    @property
+    def split_unit(self) -> Literal["rollout", "group"]:
+        """What must stay in one micro-batch."""
+        return self.wrapped.split_unit
 
     def needs(self) -> frozenset[str]:
         """The batch columns it reads."""
@@ -76,7 +80,7 @@ class Beside:
     frozen: Mapping[str, Frozen] = field(default_factory=dict)
     """Who tells a column of log-probs and never learns: the reference, the teacher."""
     critic: Learner | None = None
-    foresee: Foresee = Foresee(Value())
+    foresee: Minimise = Minimise(Value())
     warmup: int = 0
     """Steps at the beginning in which the critic learns alone."""
 
