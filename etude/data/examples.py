@@ -110,6 +110,10 @@ class Examples:
     def __getitem__(self, row: int) -> Example:
         return self._examples[row]
 
+    def first(self, count: int | None) -> Sequence[Example]:
+        """The first so many of them, or all."""
+        return self._examples[:count]
+
     def sources(self) -> list[str]:
         """The data source of each."""
         return self._sources

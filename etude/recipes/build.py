@@ -121,7 +121,7 @@ def policy(run: Recipe, *, trained: bool = False) -> tuple[Model, Chat]:
         raise ConfigError("A run needs a model: give a Hugging Face model directory with `model.path=…`.")
     check_model(run.model.path)
     tokenizer = Tokenizer.load(run.model.tokenizer or run.model.path)
-    model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained)
+    model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained, head=run.head)
     if tokenizer.size > model.vocabulary:
         raise ConfigError(
             f"The tokenizer in {tokenizer.directory} has {tokenizer.size} tokens, and the model in {run.model.path} "
@@ -193,11 +193,10 @@ def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge, runner: a
 
 def _worker(run: Run, model: Model) -> PolicyWorker:
     from etude.recipes import checks, models
+    from etude.recipes.meter import peak_of
     from etude.recipes.workers import Beside, Minimise, PolicyWorker
-    from etude.train import Learner, matmul_rate
+    from etude.train import Learner
 
-    size, seconds = (8192, 0.2) if model.device.type == "cuda" else (512, 0.05)
-    peak = matmul_rate(model.dtype, model.device, size, seconds)
     reference = models.reference(run, model) if checks.compares(run) else None
     held = {"ref_logp": reference} if reference is not None else {}
     taught = {"teacher_logp": models.teacher(run, model)} if checks.imitates(run) else {}
@@ -208,7 +207,7 @@ def _worker(run: Run, model: Model) -> PolicyWorker:
         run.train,
         temperature=run.sampling.temperature,
         steps=(run.steps - alone) * run.updates * run.epochs,
-        peak=peak,
+        peak=peak_of(model),
         reference=reference.model if reference is not None and "full_kl" in run.outputs() else None,
     )
     beside = Beside(held | taught, critic, Minimise(run.critic.loss), alone)

@@ -8,7 +8,7 @@ from etude.algorithms import Advantage, State, View
 from etude.batch import Batch
 from etude.errors import BatchError, ConfigError, DataError
 from etude.models import Model
-from etude.observe import get_log
+from etude.observe import MlflowConfig, Observe, WandbConfig, get_log
 from etude.recipes.evaluate import Evaluation
 from etude.recipes.recipe import Reference, Teacher
 from etude.recipes.run import Critic, Run
@@ -16,7 +16,7 @@ from etude.records import Rollout, Sample
 from etude.rewards import Nothing
 from etude.rollout.kv import block_bytes
 
-__all__ = ["before", "compares", "fits", "foresees", "from_the_models", "imitates", "room"]
+__all__ = ["before", "compares", "fits", "foresees", "from_the_models", "idle_trackers", "imitates", "room"]
 
 COLLECTED = frozenset(
     ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
@@ -74,11 +74,7 @@ def before(run: Run) -> None:
             "`evaluate` says how to score on held-out tasks, and there are none, so nothing is scored. Give them with "
             "`data.val=[held_out.parquet]`."
         )
-    wandb = run.observe.wandb
-    if wandb.mode == "disabled" and wandb != type(wandb)():
-        warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")
-    if not run.observe.mlflow.enabled and run.observe.mlflow != type(run.observe.mlflow)():
-        warnings.append("`observe.mlflow.enabled` is false, so nothing is sent there.")
+    warnings += idle_trackers(run.observe)
     if run.collect.group_size == 1:
         alone = _alone(run.advantage)
         if alone is not None and not any(alone):
@@ -93,6 +89,16 @@ def before(run: Run) -> None:
             )
     for warning in warnings:
         get_log("recipes").warning("%s", warning)
+
+
+def idle_trackers(observe: Observe) -> list[str]:
+    """What to say of trackers that were given options and are off."""
+    warnings = []
+    if observe.wandb.mode == "disabled" and observe.wandb != WandbConfig():
+        warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")
+    if not observe.mlflow.enabled and observe.mlflow != MlflowConfig():
+        warnings.append("`observe.mlflow.enabled` is false, so nothing is sent there.")
+    return warnings
 
 
 def _refuse_idle_models(run: Run) -> None:

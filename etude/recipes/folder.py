@@ -27,6 +27,7 @@ from etude.config.secrets import mask
 from etude.config.show import to_yaml
 from etude.config.tree import to_tree
 from etude.errors import ConfigError, RunError
+from etude.recipes.commands import RECIPES
 from etude.recipes.inputs import is_module, place_of
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
@@ -36,6 +37,7 @@ __all__ = [
     "OPTIONS",
     "compare",
     "differences",
+    "kind_of",
     "new_directory",
     "occupy",
     "read_kind",
@@ -106,6 +108,16 @@ def recipe_of(directory: Path) -> str:
         )
     found = yaml.safe_load(file.read_text(encoding="utf-8"))
     return str(found.get("recipe", "train")) if isinstance(found, dict) else "train"
+
+
+def kind_of(directory: Path) -> type[Recipe]:
+    """The recipe of the run that a directory holds."""
+    name = recipe_of(directory)
+    if name not in RECIPES:
+        raise RunError(
+            f"{directory} holds a run of `etude {name}`, which this version does not have. It has {', '.join(RECIPES)}."
+        )
+    return RECIPES[name]
 
 
 def read_run(directory: Path, overrides: Sequence[str] = (), *, masked: Callable[[str], object] | None = None) -> Run:

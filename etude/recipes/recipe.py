@@ -16,6 +16,7 @@ from etude.checkpoint import CheckpointConfig
 from etude.config import Config
 from etude.data import Files
 from etude.errors import ConfigError
+from etude.models import Head
 from etude.observe import Observe
 from etude.train import Train
 
@@ -57,8 +58,9 @@ class Recipe(Config):
         "template": "chat.template",
     }
     """Options that say where files lie, by what the files are to the run: it is known by what they hold."""
+    head: ClassVar[Head] = "language"
+    """What its model has on its hidden states."""
 
-    recipe: str = Field(description="the command that these options are for")
     model: ModelSource = Field(ModelSource(), description="the model to train")
     chat: ChatConfig = Field(ChatConfig(), description="how conversations are shown to it")
     data: Files = Field(Files(), description="what it learns from")
@@ -71,6 +73,7 @@ class Recipe(Config):
     directory: Path | None = Field(
         None, description="the run's own directory; a run that is there is taken up. By default a new one in `runs`"
     )
+    recipe: str = Field(description="the command that these options are for")
 
     @field_validator("recipe", mode="before")
     @classmethod
