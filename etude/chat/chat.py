@@ -99,12 +99,7 @@ class Chat:
     def completion_ids(self, messages: Sequence[Message], answer: Message, tools: Tools = ()) -> Ids:
         """The ids that the model would have to write to give this answer after these messages, the one that ends its
         turn among them."""
-        template = self._template(tools)
-
-        def text(shown: Sequence[Message], generate: bool) -> str:
-            check_roles(shown)
-            return template.text(shown, tools, generate=generate, **self._variables)
-
+        text = self._shown(tools)
         asked, said = written(text, messages, answer, self._reasons)
         ends = self.tokenizer.ends
         said, end = ended(said, answer, list(ends))
@@ -112,6 +107,21 @@ class Chat:
             end = self._following([*messages, answer], text, bool(answer.tool_calls))
         last = next(iter(self.tokenizer.eos_ids)) if end is None else ends[end]
         return np.append(self.tokenizer.encode_after(asked, said), np.int32(last))
+
+    def shows_reasoning(self) -> bool:
+        """Whether an answer's reasoning is among what the model has to write for it."""
+        question, answer = Message("user", "?"), Message("assistant", "!", reasoning="etudethought")
+        return answer.reasoning in written(self._shown(()), [question], answer, self._reasons)[1]
+
+    def _shown(self, tools: Tools) -> Text:
+        """How a conversation is shown, up to where the assistant is to speak or to its end."""
+        template = self._template(tools)
+
+        def text(messages: Sequence[Message], generate: bool) -> str:
+            check_roles(messages)
+            return template.text(messages, tools, generate=generate, **self._variables)
+
+        return text
 
     def _following(self, messages: Sequence[Message], text: Text, called: bool) -> str | None:
         """The end that a template shows where somebody else speaks next, if it shows it only there."""

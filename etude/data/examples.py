@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from etude.chat import Chat
+from etude.chat.messages import REASONING_KEYS
 from etude.config import Choice, Config
 from etude.data.config import Files
 from etude.data.dataset import Overlong
@@ -71,7 +72,7 @@ class Shown(Files, ABC):
     ) -> Examples:
         """The examples of some files, named by the option that gave them; advance: is called after each row."""
         table, limit = Table(opened(files)), self.longest(context)
-        found = Examples(name, len(table))
+        found, thoughts = Examples(name, len(table)), 0
         for row in range(len(table)):
             values, where = table.row(row), table.where(row)
             example = self.example(values, chat, where)
@@ -85,7 +86,13 @@ class Shown(Files, ABC):
                 example, why = _cut(example, limit), LONG
             cut = why == LONG and self.overlong == "truncate"
             found.add(example, self._source(values), where, why, stays=cut and _unfit(example) is None)
+            thoughts += _thinks(values)
             advance()
+        if thoughts and not chat.shows_reasoning():
+            get_log("data").warning(
+                f"{thoughts} of {len(table)} rows in {name} have reasoning beside their answers, which the chat "
+                f"template leaves out: nothing of it is learned. A template that shows it is set by `chat.template`."
+            )
         found.tell(limit, self.overlong, given=self.max_tokens is not None)
         return found
 
@@ -160,6 +167,13 @@ def _unfit(example: Example) -> str | None:
 
 def _same(one: Answer, other: Answer) -> bool:
     return len(one) == len(other) and all(np.array_equal(a.ids, b.ids) for a, b in zip(one, other, strict=True))
+
+
+def _thinks(values: Mapping[str, Any]) -> bool:
+    """Whether a row has messages with reasoning."""
+    lists = (value for value in values.values() if isinstance(value, list))
+    messages = (message for each in lists for message in each if isinstance(message, Mapping))
+    return any(message.get(key) for message in messages for key in REASONING_KEYS)
 
 
 def _length(example: Example) -> int:
