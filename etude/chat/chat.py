@@ -96,9 +96,11 @@ class Chat:
             tool_calls=tuple(ToolCall(id, name, text) for id, (name, text) in zip(ids, calls, strict=True)),
         )
 
-    def completion_ids(self, messages: Sequence[Message], answer: Message, tools: Tools = ()) -> Ids:
+    def completion_ids(
+        self, messages: Sequence[Message], answer: Message, tools: Tools = (), *, asked_ids: Ids | None = None
+    ) -> Ids:
         """The ids that the model would have to write to give this answer after these messages, the one that ends its
-        turn among them."""
+        turn among them. asked_ids: what `render` gives for the messages, where it was called already."""
         text = self._shown(tools)
         asked, said = written(text, messages, answer, self._reasons)
         ends = self.tokenizer.ends
@@ -106,7 +108,7 @@ class Chat:
         if end is None:
             end = self._following([*messages, answer], text, bool(answer.tool_calls))
         last = next(iter(self.tokenizer.eos_ids)) if end is None else ends[end]
-        return np.append(self.tokenizer.encode_after(asked, said), np.int32(last))
+        return np.append(self.tokenizer.encode_after(asked, said, known=asked_ids), np.int32(last))
 
     def shows_reasoning(self) -> bool:
         """Whether an answer's reasoning is among what the model has to write for it."""

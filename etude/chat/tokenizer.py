@@ -105,13 +105,14 @@ class Tokenizer:
         bos = self.bos_id if special and self.adds_bos else None
         return np.array(ids if bos is None else [bos, *ids], dtype=np.int32)
 
-    def encode_after(self, before: str, text: str, special: bool = False) -> Ids:
+    def encode_after(self, before: str, text: str, special: bool = False, *, known: Ids | None = None) -> Ids:
         """The ids of a text that follows another, which was encoded by itself: what would have to be written after it.
 
         Where the two encoded together begin with the ids of the first, they are the rest of those. Where a token would
-        reach over the border, they are the text's own.
+        reach over the border, they are the text's own. known: the ids of the first, where they are.
         """
-        first, whole = self.encode(before, special), self.encode(before + text, special)
+        first = self.encode(before, special) if known is None else known
+        whole = self.encode(before + text, special)
         if len(first) <= len(whole) and np.array_equal(whole[: len(first)], first):
             return whole[len(first) :]
         return self.encode(text)

@@ -79,7 +79,7 @@ def of_completion(chat: Chat, prompt: str, completion: str) -> Answer:
     if not completion:
         return ()
     asked = chat.tokenizer.encode(prompt, special=True)
-    return _row(chat, asked, chat.tokenizer.encode_after(prompt, completion, special=True))
+    return _row(chat, asked, chat.tokenizer.encode_after(prompt, completion, special=True, known=asked))
 
 
 def of_messages(
@@ -95,7 +95,8 @@ def of_messages(
         if message.role != "assistant" or place == 0:
             continue
         before = messages[:place]
-        asked, said = conversation.render(before, tools), chat.completion_ids(before, message, tools)
+        asked = conversation.render(before, tools)
+        said = chat.completion_ids(before, message, tools, asked_ids=None if turns else asked)
         conversation.served(before, tools, asked, said, message)
         if place >= first and _says(message) and forms[place].get("weight", 1) != 0:
             learned.append(len(turns))
