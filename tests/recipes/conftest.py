@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.recipes.lessons import make_examples
 from tests.recipes.runs import train
 from tests.worlds import make_model, make_tasks
 
@@ -18,6 +19,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tasks(directory / "tasks.jsonl", 40)
     make_tasks(directory / "held_out.jsonl", 5, seed=1)
     return directory
+
+
+@pytest.fixture(scope="session")
+def school(world: Path) -> Path:
+    """The same directory, with `teacher`, another model, and examples to learn from."""
+    make_model(world / "teacher", seed=1)
+    make_examples(world)
+    return world
 
 
 @pytest.fixture(scope="session")
