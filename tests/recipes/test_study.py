@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from etude.recipes.supervised import FREE
 from tests.recipes.lessons import RECIPES, learned, options, refusal, run_of, stopping, sums, weights, write
 from tests.recipes.runs import Captured, measured, refused, same
 
+Finished = Callable[[str], Path]
 EVERY = pytest.mark.parametrize("recipe", RECIPES)
 
 
@@ -97,22 +99,22 @@ def test_options_are_shown_and_read_back(recipe: str, tmp_path: Path, capsys: Ca
 
 
 @EVERY
-def test_a_run_learns_and_says_what_it_measured(recipe: str, school: Path, tmp_path: Path) -> None:
-    run = learned(recipe, school, tmp_path / "run", steps=3)
+def test_a_run_learns_and_says_what_it_measured(recipe: str, school: Path, finished: Finished, tmp_path: Path) -> None:
+    run = finished(recipe)
     steps = measured(run)
-    assert [step["step"] for step in steps] == [1, 2, 3] and steps[-1]["epoch"] == pytest.approx(24 / 40)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4] and steps[-1]["epoch"] == pytest.approx(32 / 40)
     assert all({"loss", "grad_norm", "learning_rate", "trained_tokens", "time/update"} <= step.keys() for step in steps)
     assert {step["examples"] for step in steps} == {8} and {step["left_out_rows"] for step in steps} == {0}
     assert sorted(path.name for path in run.iterdir() if path.name[0] != ".") == [
         *("checkpoints", "inputs.json", "metrics.jsonl", "run.yaml"),
     ]
-    idle = learned(recipe, school, tmp_path / "idle", steps=3, train__learning_rate=0)
+    idle = learned(recipe, school, tmp_path / "idle", steps=1, train__learning_rate=0)
     assert not same(weights(run), weights(idle))
 
 
 @EVERY
 def test_the_weights_do_not_depend_on_how_a_batch_is_cut(recipe: str, school: Path, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"train.precision": "fp64", "steps": 3}
+    given: dict[str, Any] = {"train.precision": "fp64", "steps": 2}
     whole, cut = (
         weights(learned(recipe, school, tmp_path / str(size), train__micro_tokens=size, **given)) for size in (9000, 1)
     )
@@ -151,8 +153,10 @@ def test_examples_of_several_sources_come_in_their_shares(school: Path, tmp_path
 
 
 @EVERY
-def test_a_run_that_goes_on_is_the_run_that_nobody_stopped(recipe: str, school: Path, tmp_path: Path) -> None:
-    whole = learned(recipe, school, tmp_path / "whole", steps=4)
+def test_a_run_that_goes_on_is_the_run_that_nobody_stopped(
+    recipe: str, school: Path, finished: Finished, tmp_path: Path
+) -> None:
+    whole = finished(recipe)
     half = learned(recipe, school, tmp_path / "half", steps=2)
     assert main([recipe, "--resume", str(half), "steps=4"]) == 0
     assert same(weights(whole), weights(half))
@@ -214,7 +218,9 @@ def test_a_run_of_another_command_is_told(school: Path, tmp_path: Path, capsys: 
     assert "a run of `etude sing`, which this version does not have" in refused(capsys, "export", str(run), "x")
 
 
-def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(school: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
+    school: Path, finished: Finished, tmp_path: Path, capsys: Captured
+) -> None:
     run = tmp_path / "a run"
     with pytest.raises(KeyboardInterrupt), build(run_of("sft", school, directory=run, steps=4)) as parts:
         update, calls = parts.pupil.update, iter(range(9))
@@ -230,18 +236,19 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(school: Path, tmp_pa
     assert "Stopping after this step" in told and "Stopped after step 2 of 4. Go on with: " in told
     words = shlex.split(told.partition("Go on with: ")[2].splitlines()[0])
     assert words[1:3] == ["sft", "--resume"] and main(words[1:]) == 0
-    assert same(weights(run), weights(learned("sft", school, tmp_path / "whole", steps=4)))
+    assert same(weights(run), weights(finished("sft")))
 
 
 @pytest.mark.parametrize("point", ["updated", "checkpoint.writing", "checkpoint.renaming", "saved"])
-def test_a_run_that_ends_anywhere_goes_on_bit_for_bit(point: str, school: Path, tmp_path: Path) -> None:
+def test_a_run_that_ends_anywhere_goes_on_bit_for_bit(
+    point: str, school: Path, finished: Finished, tmp_path: Path
+) -> None:
     given: dict[str, Any] = {"steps": 4, "checkpoint.every": 2}
-    whole = learned("sft", school, tmp_path / "whole", **given)
     with suppress(Killed), build(run_of("sft", school, directory=tmp_path / "run", **given)) as parts:
         learn(_mortal(parts, point))
     assert len(measured(tmp_path / "run")) < 4
     again = learned("sft", school, tmp_path / "run", **given)
-    assert same(weights(again), weights(whole)) and [s["step"] for s in measured(again)] == [1, 2, 3, 4]
+    assert same(weights(again), weights(finished("sft"))) and [s["step"] for s in measured(again)] == [1, 2, 3, 4]
 
 
 def _mortal(parts: Study, point: str) -> Study:
@@ -292,15 +299,16 @@ def _lines(run: Path) -> int:
 
 
 @EVERY
-def test_held_out_examples_are_measured_when_they_are_due(recipe: str, school: Path, tmp_path: Path) -> None:
+def test_held_out_examples_are_measured_when_they_are_due(
+    recipe: str, school: Path, finished: Finished, tmp_path: Path
+) -> None:
     name = "held_out_pairs" if recipe in ("dpo", "reward-model") else "held_out_shown"
-    given = {"data.val": f"[{school / name}.jsonl]", "evaluate.every": 2, "steps": 5}
+    given = {"data.val": f"[{school / name}.jsonl]", "evaluate.every": 3, "steps": 4}
     run = learned(recipe, school, tmp_path / "run", **given)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "eval/loss" in line] == [0, 2, 4, 5]
+    assert [line["step"] for line in lines if "eval/loss" in line] == [0, 3, 4]
     assert ("eval/accuracy" in lines[0]) is (recipe in ("dpo", "reward-model"))
-    plain = learned(recipe, school, tmp_path / "plain", steps=5)
-    assert same(weights(run), weights(plain)), "nothing is learned from them"
+    assert same(weights(run), weights(finished(recipe))), "nothing is learned from them"
 
 
 def test_the_best_checkpoint_is_that_of_the_least_loss(school: Path, tmp_path: Path) -> None:
@@ -330,8 +338,8 @@ def test_measuring_without_anything_to_measure_on_is_told(school: Path, tmp_path
 # -- what may be done with a run --------------------------------------------------------------------------------------
 
 
-def test_a_run_is_asked_scored_written_and_drawn(school: Path, tmp_path: Path, capsys: Captured) -> None:
-    run = learned("sft", school, tmp_path / "run", steps=3)
+def test_a_run_is_asked_scored_written_and_drawn(finished: Finished, tmp_path: Path, capsys: Captured) -> None:
+    run = finished("sft")
     capsys.readouterr()
     assert main(["generate", str(run), "--raw", "3+4=", "sampling.max_tokens=4", "sampling.temperature=0"]) == 0
     assert capsys.readouterr().out.strip()
@@ -341,7 +349,7 @@ def test_a_run_is_asked_scored_written_and_drawn(school: Path, tmp_path: Path, c
     words = [f"data.val=[{tasks}]", "reward=exact", "sampling.max_tokens=4", "observe.console=plain", "--json"]
     assert main(["eval", str(run), *words]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["step"] == 3 and told["tasks"] == 5 and Path(told["answers"]).parent == run / "evaluations"
+    assert told["step"] == 4 and told["tasks"] == 5 and Path(told["answers"]).parent == run / "evaluations"
     assert main(["export", str(run), str(tmp_path / "model")]) == 0
     assert main(["plot", str(run)]) == 0 and (run / "plot.png").is_file()
     assert "batch_size is not an option" in refused(capsys, "generate", str(run), "x", "batch_size=3")
@@ -376,16 +384,23 @@ def test_the_run_is_written_as_it_was_asked_for(school: Path, tmp_path: Path) ->
 def test_what_is_missing_is_told(recipe: str, school: Path, tmp_path: Path, capsys: Captured) -> None:
     for changes, told in (
         ({"data.train": None}, "`data.train=[examples.parquet]`"),
+        ({"data.train": f"[{school / 'tasks.jsonl'}]"}, "it has prompt, answer, data_source"),
+    ):
+        assert told in refusal(capsys, recipe, school, tmp_path / "run", **changes), changes
+
+
+def test_what_cannot_be_is_told(school: Path, tmp_path: Path, capsys: Captured) -> None:
+    given: list[tuple[dict[str, Any], str]] = [
         ({"model.path": None}, "`model.path=…`"),
         ({"model.path": tmp_path / "nowhere"}, "is no directory"),
-        ({"data.train": f"[{school / 'tasks.jsonl'}]"}, "it has prompt, answer, data_source"),
         ({"data.train": "[nowhere.jsonl]"}, "no such file"),
         ({"data.max_tokens": 4000}, "does not fit into this model's context of 128"),
-        ({"steps": 3, "epochs": 2}, "both say how long the run is"),
+        ({"epochs": 2}, "both say how long the run is"),
         ({"data.sampler": "curriculum"}, "there is no 'curriculum'"),
         ({"train.schedule": "linear", "train.warmup": 2}, "leaves nothing of the 2 updates"),
-    ):
-        assert told in refusal(capsys, recipe, school, tmp_path / "run", **changes), changes  # type: ignore[arg-type]
+    ]
+    for changes, told in given:
+        assert told in refusal(capsys, "sft", school, tmp_path / "run", **changes), changes
 
 
 def test_a_loss_that_nobody_feeds_is_refused(school: Path, tmp_path: Path, capsys: Captured) -> None:
