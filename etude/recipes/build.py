@@ -68,7 +68,8 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     checks.room(run, model)
     train, overlong = tasks(run, chat, "data.train", run.data.train)
     judge = stack.enter_context(Judge(run.reward, run.judging))
-    engine = stack.enter_context(closing(TorchEngine(model, chat.tokenizer, run.rollout)))
+    merge = run.lora.publish == "merged"
+    engine = stack.enter_context(closing(TorchEngine(model, chat.tokenizer, run.rollout, merge=merge)))
     runner = stack.enter_context(asyncio.Runner())
     evaluator = evaluator_of(run, chat, engine, judge, runner)
     crew = stack.enter_context(closing(LocalCrew(_worker(run, model))))
@@ -107,13 +108,16 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     if source.replays:
         told = "The answers of what was collected since, up to step %d, are read back and not drawn again."
         get_log("recipes").info(told, source.replays)
+    if run.train.offload:
+        learners.make_room = lambda: runner.run(engine.sleep())
     carrier, meter = LocalCarrier(engine), Meter(model.device)
     return Parts(directory, log, source, learners, scoring, saver, engine, carrier, store, meter, runner, overlong)
 
 
 def policy(run: Recipe, *, trained: bool = False) -> tuple[Model, Chat]:
-    """The model of a run, and how it is spoken to. To be trained, it brings its weights as exactly as its files do."""
-    from etude.models import load
+    """The model of a run, and how it is spoken to: with the adapters that are trained in place of its weights, and with
+    what is frozen frozen. To be trained, it brings its weights as exactly as its files do."""
+    from etude.models import adapt, load
     from etude.recipes.folder import check_model
     from etude.train.optim import PRECISIONS
 
@@ -121,12 +125,18 @@ def policy(run: Recipe, *, trained: bool = False) -> tuple[Model, Chat]:
         raise ConfigError("A run needs a model: give a Hugging Face model directory with `model.path=…`.")
     check_model(run.model.path)
     tokenizer = Tokenizer.load(run.model.tokenizer or run.model.path)
-    model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained, head=run.head)
+    model = load(
+        run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained and not run.lora.on, head=run.head
+    )
     if tokenizer.size > model.vocabulary:
         raise ConfigError(
             f"The tokenizer in {tokenizer.directory} has {tokenizer.size} tokens, and the model in {run.model.path} "
             f"knows {model.vocabulary}: they belong to different models. Set `model.tokenizer`."
         )
+    if run.lora.on:
+        model = adapt(model, run.lora, seed=run.seed)
+    if run.model.freeze:
+        model.freeze(run.model.freeze)
     return model, run.chat.chat(tokenizer)
 
 
@@ -197,18 +207,20 @@ def _worker(run: Run, model: Model) -> PolicyWorker:
     from etude.recipes.workers import Beside, Minimise, PolicyWorker
     from etude.train import Learner
 
-    reference = models.reference(run, model) if checks.compares(run) else None
+    warmth = run.sampling.temperature
+    reference = models.reference(run, model, run.reference.path, warmth) if checks.compares(run) else None
     held = {"ref_logp": reference} if reference is not None else {}
-    taught = {"teacher_logp": models.teacher(run, model)} if checks.imitates(run) else {}
+    teacher = models.frozen(run, model, "teacher", run.teacher.path, warmth) if checks.imitates(run) else None
+    taught = {"teacher_logp": teacher} if teacher is not None else {}
     critic = models.critic(run, model) if checks.foresees(run) else None
     alone = run.critic.warmup if critic is not None else 0
     learner = Learner(
         model,
         run.train,
-        temperature=run.sampling.temperature,
+        temperature=warmth,
         steps=(run.steps - alone) * run.updates * run.epochs,
         peak=peak_of(model),
-        reference=reference.model if reference is not None and "full_kl" in run.outputs() else None,
+        reference=reference if reference is not None and "full_kl" in run.outputs() else None,
     )
     beside = Beside(held | taught, critic, Minimise(run.critic.loss), alone)
     return PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs, beside=beside)

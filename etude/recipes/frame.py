@@ -92,7 +92,9 @@ def introduce(model: Model, what: str, saver: Saver, written: int) -> None:
     """The first words of a run: what it has, and from where it goes on; up to `written` its steps were measured."""
     log, step = get_log("recipes"), saver.step
     size = sum(p.numel() for p in model.parameters())
-    log.info("A model of %s parameters; %s.", f"{size:,}", what)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    told = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
+    log.info("A model of %s; %s.", told, what)
     if step >= saver.steps:
         log.info("All %d steps are done. To go on, ask for more of them: `steps=%d`.", step, 2 * step)
     elif step:

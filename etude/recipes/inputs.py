@@ -18,7 +18,7 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
 from etude.rewards import Function
 
-__all__ = ["INPUTS", "check_inputs", "is_module", "keep_inputs", "place_of", "yardstick"]
+__all__ = ["INPUTS", "check_base", "check_inputs", "is_module", "keep_inputs", "place_of", "yardstick"]
 
 INPUTS = "inputs.json"
 REWARD = "reward"
@@ -50,6 +50,24 @@ def check_inputs(directory: Path, run: Recipe) -> None:
             f"{directory} holds a run that was started on other files: {listed} changed, came or went since. What it "
             f"would go on to train is another run. Bring the files back, say where they lie now (`model.path`, "
             f"`data.train`, …), or start a new run in another `directory`."
+        )
+
+
+def check_base(directory: Path, run: Recipe) -> None:
+    """Refuse a model of which a run trained a part, and whose other parts are not what they were then."""
+    kept = directory / INPUTS
+    if not (run.lora.on or run.model.freeze) or not kept.exists():
+        return
+    before = json.loads(kept.read_text(encoding="utf-8"))
+    parts = ("model/", "adapter/")
+    now = {name: path for name, path in _files(run) if name.startswith(parts) and isinstance(path, Path)}
+    changed = sorted(name for name, path in now.items() if before.get(name) != _print_of(path))
+    changed += sorted(name for name in before if name.startswith(parts) and name not in now)
+    if changed:
+        raise RunError(
+            f"The run in {directory} trained a part of a model, and the rest is read from {run.model.path}, where "
+            f"{', '.join(changed[:5])} changed, came or went since. Bring the files back, or say where they lie now by "
+            f"`model.path`."
         )
 
 

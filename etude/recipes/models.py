@@ -6,24 +6,24 @@ from pathlib import Path
 
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
-from etude.models import Model, load
+from etude.models import Model, adapt, load
 from etude.recipes.folder import check_model
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
 from etude.train import Frozen, Learner
 from etude.train.optim import PRECISIONS
 
-__all__ = ["critic", "frozen", "reference", "teacher"]
+__all__ = ["critic", "frozen", "reference"]
 
 
-def reference(run: Run, policy: Model) -> Frozen:
-    """What the policy is held to: by default the model that the run began with, whatever it has learned since."""
-    return frozen(run, policy, "reference", run.reference.path, run.sampling.temperature)
+def reference(run: Recipe, policy: Model, path: Path | None, temperature: float = 1.0) -> Frozen:
+    """What the policy is held to: by default the model that the run began with, whatever it has learned since.
 
-
-def teacher(run: Run, policy: Model) -> Frozen:
-    """Whom the policy imitates."""
-    return frozen(run, policy, "teacher", run.teacher.path, run.sampling.temperature)
+    A new adapter begins as nothing, so that this is the policy without it. One that goes on is read once more.
+    """
+    if path is None and run.lora.rank:
+        return Frozen(policy, run.train.micro_tokens, temperature=temperature, unadapted=True)
+    return frozen(run, policy, "reference", path, temperature)
 
 
 def critic(run: Run, policy: Model) -> Learner:
@@ -38,9 +38,12 @@ def critic(run: Run, policy: Model) -> Learner:
 def frozen(run: Recipe, policy: Model, role: str, path: Path | None, temperature: float = 1.0) -> Frozen:
     """A model beside the policy that never learns: the policy's own as it was at first, unless another is named."""
     where = _checked(run, role, path)
-    model = load(where, dtype=policy.dtype, device=policy.device)
+    model = load(where, dtype=policy.dtype, device="cpu" if run.train.offload else policy.device)
     _refuse_other_tokens(run, policy, role, where, model)
-    return Frozen(model, run.train.micro_tokens, temperature=temperature)
+    if path is None and run.lora.path is not None:
+        model = adapt(model, run.lora, seed=run.seed)
+    home = policy.device if run.train.offload else None
+    return Frozen(model, run.train.micro_tokens, temperature=temperature, home=home)
 
 
 def _checked(run: Recipe, role: str, path: Path | None) -> Path:

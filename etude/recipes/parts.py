@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,12 @@ class Learners:
     crew: Crew
     columns: frozenset[str]
     """What the model itself must tell of a batch before advantages can be estimated."""
+    make_room: Callable[[], None] = field(default=lambda: None)
+    """Has whoever shares the device give up its memory, before there is work."""
 
     def annotate(self, batch: Batch) -> Batch:
-        """The batch with what the run's algorithms declared they need of the model."""
+        """The batch with what the run's algorithms declared they need of the model. Work on a batch begins with it."""
+        self.make_room()
         return self.crew.call(PolicyWorker.annotate, batch, self.columns) if self.columns else batch
 
     def estimate(self, batch: Batch, step: int) -> Batch:
@@ -176,7 +179,9 @@ class Parts:
     def publish(self, version: int) -> Metrics:
         """Hand the weights to every engine, under a new version."""
         weights = self.learners.crew.call(PolicyWorker.weights)
-        return self.runner.run(self.carrier.publish(weights, version))
+        metrics = self.runner.run(self.carrier.publish(weights, version))
+        self.runner.run(self.engine.wake())  # where it slept, to make room
+        return metrics
 
     def measure(self, groups: Groups, batch: Batch) -> Metrics:
         """What is seen of a step's rollouts, of the engine that drew them, and of the device."""

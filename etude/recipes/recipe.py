@@ -16,7 +16,7 @@ from etude.checkpoint import CheckpointConfig
 from etude.config import Config
 from etude.data import Files
 from etude.errors import ConfigError
-from etude.models import Head
+from etude.models import Head, Lora
 from etude.observe import Observe
 from etude.train import Train
 
@@ -28,6 +28,9 @@ class ModelSource(Config):
 
     path: Path | None = Field(None, description="a Hugging Face model directory: config.json, weights, tokenizer")
     tokenizer: Path | None = Field(None, description="another directory to read the tokenizer and template from")
+    freeze: tuple[str, ...] = Field(
+        (), description="parts that stay as they are, such as embed_tokens or layers.0; they cost no optimizer state"
+    )
 
 
 class Reference(Config):
@@ -55,6 +58,7 @@ class Recipe(Config):
     places: ClassVar[dict[str, str]] = {
         "model": "model.path",
         "tokenizer": "model.tokenizer",
+        "adapter": "lora.path",
         "template": "chat.template",
     }
     """Options that say where files lie, by what the files are to the run: it is known by what they hold."""
@@ -62,6 +66,7 @@ class Recipe(Config):
     """What its model has on its hidden states."""
 
     model: ModelSource = Field(ModelSource(), description="the model to train")
+    lora: Lora = Field(Lora(), description="low-rank adapters, trained in place of the model's weights")
     chat: ChatConfig = Field(ChatConfig(), description="how conversations are shown to it")
     data: Files = Field(Files(), description="what it learns from")
     train: Train = Field(Train(), description="the optimizer and its precision")

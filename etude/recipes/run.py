@@ -31,9 +31,10 @@ __all__ = ["FREE", "Critic", "Run"]
 
 FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
-    *("judging.workers", "train.micro_tokens", "train.activation_checkpointing"),
+    *("judging.workers", "train.micro_tokens", "train.activation_checkpointing", "train.compile", "train.offload"),
     *("critic.train.micro_tokens", "critic.train.activation_checkpointing"),
-    *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack"),
+    *("critic.train.compile", "critic.train.offload"),
+    *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, and how much
 memory is used. `steps` is among them only while the schedule is constant, which does not depend on it. None changes
@@ -94,6 +95,11 @@ class Run(Recipe, Algorithm):
             raise ConfigError(
                 f"`critic.warmup={self.critic.warmup}` leaves the policy none of the {self.steps} `steps` to learn in. "
                 f"Shorten it, or ask for more steps."
+            )
+        if self.lora.on and self.model.freeze:
+            raise ConfigError(
+                "`model.freeze` does nothing beside `lora`, which trains its adapters and leaves all of the model as "
+                "it is. Leave it out, or choose by `lora.targets` what gets an adapter."
             )
         rollouts = self.collect.tasks * self.collect.group_size
         if rollouts < self.updates:

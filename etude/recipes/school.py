@@ -72,6 +72,10 @@ def _checked(run: Supervised) -> None:
         raise ConfigError(f"This loss needs the model's `{name}`, which a model of `etude {run.recipe}` does not tell.")
     if isinstance(run, DistillRun) and run.teacher.path is None:
         raise ConfigError("Nobody teaches: give the teacher's model directory with `teacher.path=…`.")
+    if run.lora.publish != "adapter":
+        raise ConfigError(
+            "`lora.publish` is how an engine is told of an adapter, and nothing samples here. Leave it out."
+        )
     warnings = checks.idle_trackers(run.observe)
     if run.evaluate != Validation() and not run.data.val:
         warnings.append(
@@ -123,7 +127,7 @@ def _read(run: Supervised, name: str, files: Sequence[str], chat: Chat, model: M
 def _others(run: Supervised, model: Model) -> Annotate | None:
     """Who tells what the loss reads and the model itself does not tell."""
     if isinstance(run, DPORun) and "ref_logp" in run.loss.needs():
-        return by_reference(models.frozen(run, model, "reference", run.reference.path))
+        return by_reference(models.reference(run, model, run.reference.path))
     if isinstance(run, DistillRun):
         teacher = models.frozen(run, model, "teacher", run.teacher.path, run.temperature)
         among = min(model.vocabulary, teacher.model.vocabulary)

@@ -24,7 +24,7 @@ __all__ = ["FREE", "Supervised", "Validation"]
 
 FREE = (
     *("steps", "epochs", "directory", "observe", "evaluate", "data.val", "checkpoint", "train.micro_tokens"),
-    "train.activation_checkpointing",
+    *("train.activation_checkpointing", "train.compile", "train.offload"),
 )
 """Options that a resumed run may change: how long it is, what is measured, kept and shown, and how much memory is used.
 None changes what is learned from; those of memory may change the last bits."""

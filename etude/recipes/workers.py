@@ -6,6 +6,7 @@ The controller speaks to these through a crew. Token columns come in and go out 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -131,13 +132,16 @@ class PolicyWorker:
         """Every optimizer step of this step, and what was seen since the batch came."""
         metrics, self._estimated = self._estimated, Metrics()
         before = self._learner.version
-        for _ in range(self._epochs):
-            for part in batch.split(self._updates, by=self._algorithm.loss.split_unit):
-                if self._beside.critic is not None:
-                    told = self._beside.critic.update(part, self._beside.foresee)
-                    metrics.merge({f"critic/{name}": metric for name, metric in told.items()})
-                if self._step > self._beside.warmup:
-                    metrics.merge(self._learner.update(part, self._objective))
+        critic = self._beside.critic
+        resting = nullcontext() if critic is None else critic.working()
+        with self._learner.working(), resting:
+            for _ in range(self._epochs):
+                for part in batch.split(self._updates, by=self._algorithm.loss.split_unit):
+                    if critic is not None:
+                        told = critic.update(part, self._beside.foresee)
+                        metrics.merge({f"critic/{name}": metric for name, metric in told.items()})
+                    if self._step > self._beside.warmup:
+                        metrics.merge(self._learner.update(part, self._objective))
         metrics.add("optimizer_steps", Last.of(self._learner.version - before))
         return metrics
 

@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol
 
 import torch
@@ -32,10 +32,11 @@ from etude.observe import Last, Max, Mean, Metrics, Sum
 from etude.protocols import Gather, Split, spread
 from etude.train.config import Train
 from etude.train.cost import Cost
-from etude.train.forward import ForwardPass, cut
+from etude.train.forward import Compared, ForwardPass, cut
+from etude.train.offload import Resting
 from etude.train.optim import PRECISIONS, Masters, rate
 
-__all__ = ["Learner", "Objective", "load_weights"]
+__all__ = ["Learner", "Objective", "load_weights", "read_weights"]
 
 LANGUAGE = {"old_logp": "logp", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"}
 SCORING = {"value": "value", "final_value": "score"}
@@ -81,7 +82,7 @@ class Learner:
         steps: int | None = None,
         peak: float | None = None,
         pack: Callable[[Batch], Pack] = tree,
-        reference: Model | None = None,
+        reference: Compared | None = None,
     ) -> None:
         """`temperature` is the sampler's; `steps` is how many updates the schedule is for; `peak` is what the device
         can do in operations a second, where the share of it that is used shall be told. Without `steps` there is no
@@ -106,15 +107,23 @@ class Learner:
                 f"The temperature is {temperature:g}: greedy answers have no log-prob to train on. Sample above 0."
             )
         self.model = model
+        if config.compile:
+            model.compile()
         model.activation_checkpointing = config.activation_checkpointing
         self._config, self._steps, self._peak = config, steps, peak
         self._forward = ForwardPass(model, pack, temperature, reference)
         self._columns = SCORING if model.scores else LANGUAGE
         self._outputs = {"value", "score"} if model.scores else {"logp", "entropy", "topk_logp"}
         self._outputs |= set() if reference is None else {"full_kl"}
-        self._masters = Masters(model.named_weights(), config, model.take_exact())
+        self._masters = Masters(model.trained_weights(), config, model.take_exact())
         self._version = torch.tensor(0)
         self._cost = Cost.of(model)
+        if config.offload and model.device.type == "cpu":
+            raise ConfigError(
+                "`train.offload` keeps the optimizer in the processor's memory while a GPU samples, and this run "
+                "computes on the processor, where it is already. Leave it out."
+            )
+        self._resting = Resting(self._masters.at_rest(), model.device, torch.device("cpu")) if config.offload else None
 
     @property
     def columns(self) -> frozenset[str]:
@@ -145,9 +154,17 @@ class Learner:
                 column[at[KINDS[name]]] = passed.columns[self._columns[name]].to(column)
         return batch.replace(**{name: column.to(batch.device) for name, column in found.items()})
 
+    def working(self) -> AbstractContextManager[None]:
+        """Within, all that updates need is on the device: several of them bring it there once."""
+        return nullcontext() if self._resting is None else self._resting.working()
+
     @spread(Split.GROUPS, Gather.METRICS)
     def update(self, batch: Batch, objective: Objective) -> Metrics:
         """One optimizer step over an update batch. If it cannot be made, the weights and the version stay."""
+        with self.working():
+            return self._update(batch, objective)
+
+    def _update(self, batch: Batch, objective: Objective) -> Metrics:
         begun = self._begin()
         whole, metrics, flops = Denominators.of(View(batch)), Metrics(), 0.0
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
@@ -207,10 +224,10 @@ class Learner:
                 f"This state is of another model or precision: only one of them has `{odd[0]}`. Restore it into what "
                 f"it was taken from."
             )
-        with torch.no_grad():
+        with torch.no_grad(), self.working():
             for name, tensor in mine.items():
                 tensor.copy_(given[name])
-        self._masters.refresh()
+            self._masters.refresh()
 
     # -- inside an update -----------------------------------------------------------------------------------------
 
@@ -229,7 +246,7 @@ class Learner:
         value = objective.loss(micro, Outputs(**passed.columns), whole)
         if value.loss.requires_grad:
             (value.loss * float(self._masters.scale)).backward()  # type: ignore[no-untyped-call]
-        return value, 3 * self._cost.forward(passed.pack, passed.judged) if passed.judged else 0.0
+        return value, self._cost.update(passed.pack, passed.judged) if passed.judged else 0.0
 
     def _micro_batches(
         self, batch: Batch, by: Literal["rollout", "group"]
@@ -294,12 +311,22 @@ def _unknown(name: str, batch: Batch, dtype: torch.dtype) -> Tensor:
 
 
 def load_weights(model: Model, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
-    """Bring a model to the weights of a learner's checkpoint, to sample from or to export, without an optimizer."""
+    """Bring a model to the weights of a learner's checkpoint, to sample from or to export, without an optimizer.
+
+    A checkpoint holds what is trained. The model must have been loaded as it was to be trained: with what was frozen
+    frozen, and with adapters if it had any.
+    """
+    kept = read_weights(model, checkpoints, checkpoint)
+    with torch.no_grad():
+        for name, weight in model.trained_weights():
+            weight.copy_(kept[name])
+
+
+def read_weights(model: Model, checkpoints: Checkpoints, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The trained weights of a learner's checkpoint, by their published names, in float32 or wider."""
     kept = {
-        name: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for name, weight in model.named_weights()
+        name: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32), requires_grad=False)
+        for name, weight in model.trained_weights()
     }
     checkpoints.load(checkpoint, {"weights": kept})
-    with torch.no_grad():
-        for name, weight in model.named_weights():
-            weight.copy_(kept[name])
+    return kept

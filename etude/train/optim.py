@@ -33,6 +33,8 @@ PRECISIONS: dict[Precision, torch.dtype] = {
     "fp64": torch.float64,
 }
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each weight, in its size."""
 FIRST_SCALE, LARGEST_SCALE, GROW_AFTER = 2.0**16, 2.0**24, 500
 """fp16: what the loss is multiplied by at first and at most, and after how many good steps in a row it is doubled."""
 
@@ -94,7 +96,7 @@ class Masters:
             fused=True,
         )
         for weight in self._weights.values():
-            moments = {name: torch.zeros_like(weight, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+            moments = {name: torch.zeros_like(weight, requires_grad=False) for name in MOMENTS}
             self._adam.state[weight] = {"step": torch.zeros((), device=weight.device), **moments}
 
     def begin(self) -> None:
@@ -138,10 +140,15 @@ class Masters:
         """
         kept = {
             kind: {name: self._adam.state[weight][kind] for name, weight in self._weights.items()}
-            for kind in ("exp_avg", "exp_avg_sq", "step")
+            for kind in (*MOMENTS, "step")
         }
         weights = {name: weight.detach() for name, weight in self._weights.items()}
         return {"weights": weights, **kept, "scaling": {"scale": self.scale, "good_steps": self._good_steps}}
+
+    def at_rest(self) -> list[Tensor]:
+        """What is needed for a step alone: the moments, and the masters where the model computes with a copy."""
+        moments = [self._adam.state[weight][kind] for weight in self._weights.values() for kind in MOMENTS]
+        return [*moments, *(self._weights.values() if self.half else ())]
 
     def _overflowed(self, norm: float) -> Taken:
         names = [name for name, gradient in self.gradients().items() if not bool(torch.isfinite(gradient).all())]
