@@ -12,16 +12,17 @@ from etude.batch import Batch
 from etude.dispatch import CrewConfig
 from etude.errors import BatchError, ConfigError, DataError
 from etude.models import Model
-from etude.observe import get_log
+from etude.observe import MlflowConfig, Observe, WandbConfig, get_log
 from etude.recipes.evaluate import Evaluation
-from etude.recipes.run import Critic, Reference, Run, Teacher
+from etude.recipes.recipe import Reference, Teacher
+from etude.recipes.run import Critic, Run
 from etude.records import Rollout, Sample
 from etude.rewards import Nothing
 from etude.rollout.kv import block_bytes
 
 __all__ = [
-    *("algorithm", "before", "compares", "fits", "foresees", "from_the_models", "imitates", "longest", "room"),
-    "threads_of",
+    *("algorithm", "before", "compares", "fits", "foresees", "from_the_models", "idle_trackers", "imitates"),
+    *("longest", "room", "threads_of"),
 ]
 
 COLLECTED = frozenset(
@@ -127,19 +128,24 @@ def _of_ranks(run: Run) -> list[str]:
     return told
 
 
+def idle_trackers(observe: Observe) -> list[str]:
+    """What to say of trackers that were given options and are off."""
+    warnings = []
+    if observe.wandb.mode == "disabled" and observe.wandb != WandbConfig():
+        warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")
+    if not observe.mlflow.enabled and observe.mlflow != MlflowConfig():
+        warnings.append("`observe.mlflow.enabled` is false, so nothing is sent there.")
+    return warnings
+
+
 def _idle_options(run: Run) -> list[str]:
     """What is spoken of and does nothing, a sentence each."""
-    warnings = _of_ranks(run)
+    warnings = [*_of_ranks(run), *idle_trackers(run.observe)]
     if run.evaluate != Evaluation() and not run.data.val:
         warnings.append(
             "`evaluate` says how to score on held-out tasks, and there are none, so nothing is scored. Give them with "
             "`data.val=[held_out.parquet]`."
         )
-    wandb = run.observe.wandb
-    if wandb.mode == "disabled" and wandb != type(wandb)():
-        warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")
-    if not run.observe.mlflow.enabled and run.observe.mlflow != type(run.observe.mlflow)():
-        warnings.append("`observe.mlflow.enabled` is false, so nothing is sent there.")
     return warnings
 
 

@@ -42,6 +42,11 @@ class Evaluation(Config):
     limit: int | None = Field(None, ge=1, description="score on the first n tasks only")
     sampling: ScoringSampling = Field(ScoringSampling(), description="how answers are drawn for scoring")
 
+    def yardstick(self, training: Sampling) -> Mapping[str, Any]:
+        """What decides a score besides the model and the tasks."""
+        sampling = self.sampling.beside(training).model_dump(mode="json")
+        return {"samples": self.samples, "limit": self.limit, "sampling": sampling}
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from etude.errors import RunError
 from etude.observe import get_log
+from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
 from etude.rewards import Function
 
-__all__ = ["INPUTS", "check_base", "check_inputs", "is_module", "keep_inputs", "yardstick"]
+__all__ = ["INPUTS", "check_base", "check_inputs", "is_module", "keep_inputs", "place_of", "yardstick"]
 
 INPUTS = "inputs.json"
 MENDED = ("reward", "environment", "tools")
@@ -25,7 +27,7 @@ PART = 1 << 20
 """Bytes at either end of a file that are hashed."""
 
 
-def keep_inputs(directory: Path, run: Run) -> None:
+def keep_inputs(directory: Path, run: Recipe) -> None:
     """Write down what a run is started on, once."""
     kept, writing = directory / INPUTS, directory / f".{INPUTS}"
     if not kept.exists():
@@ -33,7 +35,7 @@ def keep_inputs(directory: Path, run: Run) -> None:
         writing.replace(kept)
 
 
-def check_inputs(directory: Path, run: Run) -> None:
+def check_inputs(directory: Path, run: Recipe) -> None:
     """Refuse to go on with a run whose files are others now than when it was started, and name them."""
     kept = directory / INPUTS
     if not kept.exists():
@@ -54,7 +56,7 @@ def check_inputs(directory: Path, run: Run) -> None:
         )
 
 
-def check_base(directory: Path, run: Run) -> None:
+def check_base(directory: Path, run: Recipe) -> None:
     """Refuse a model of which a run trained a part, and whose other parts are not what they were then."""
     kept = directory / INPUTS
     if not (run.lora.on or run.model.freeze) or not kept.exists():
@@ -72,17 +74,23 @@ def check_base(directory: Path, run: Run) -> None:
         )
 
 
-def yardstick(run: Run) -> str:
-    """What the scores of a run's evaluations are measured with, in a word: scores with another do not compare."""
+def yardstick(run: Recipe, asked: Mapping[str, Any]) -> str:
+    """What a run's scores on `data.val` are measured with, in a word: scores with another do not compare.
+
+    asked: what besides the files decides a score.
+    """
     files = [each for name in run.data.val for each in _of_data("data.val", name)]
-    asked = run.evaluate
-    told = {
-        "tasks": [[name, _print_of(path) if isinstance(path, Path) else path] for name, path in files],
-        "samples": asked.samples,
-        "limit": asked.limit,
-        "sampling": asked.sampling.beside(run.sampling).model_dump(mode="json"),
-    }
+    told = {"tasks": [[name, _print_of(path) if isinstance(path, Path) else path] for name, path in files], **asked}
     return f"val-{hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()}"
+
+
+def place_of(run: Recipe, path: str) -> Path | None:
+    """Where the files lie that an option of a run names, by the option's dotted path."""
+    found: Any = run
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found is None or isinstance(found, Path), f"`{path}` names no place"
+    return found
 
 
 def is_module(name: str) -> bool:
@@ -90,8 +98,10 @@ def is_module(name: str) -> bool:
     return ":" in name and not Path(name).expanduser().exists()
 
 
-def _prints(run: Run) -> dict[str, str]:
+def _prints(run: Recipe) -> dict[str, str]:
     prints = {name: _print_of(path) if isinstance(path, Path) else path for name, path in _files(run)}
+    if not isinstance(run, Run):
+        return prints
     rewards = [run.reward.path] if isinstance(run.reward, Function) else []
     environments = [run.env.path] if run.env.path else []
     for name, paths in zip(MENDED, (rewards, environments, run.env.tools), strict=True):
@@ -101,22 +111,15 @@ def _prints(run: Run) -> dict[str, str]:
     return prints
 
 
-def _files(run: Run) -> Iterator[tuple[str, Path | str]]:
+def _files(run: Recipe) -> Iterator[tuple[str, Path | str]]:
     """Every file that decides what is trained, under a name that does not depend on where it lies; of data that Python
     makes, its name."""
-    for role, path in (
-        ("model", run.model.path),
-        ("tokenizer", run.model.tokenizer),
-        ("adapter", run.lora.path),
-        ("reference", run.reference.path),
-        ("teacher", run.teacher.path),
-        ("critic", run.critic.path),
-        ("template", run.chat.template),
-    ):
-        if path is not None:
-            yield from _within(role, path)
-    for place, name in enumerate(run.data.train):
-        yield from _of_data(f"data.train[{place}]", name)
+    for role, path in run.places.items():
+        place = place_of(run, path)
+        if place is not None:
+            yield from _within(role, place)
+    for number, name in enumerate(run.data.train):
+        yield from _of_data(f"data.train[{number}]", name)
 
 
 def _of_data(role: str, name: str) -> Iterator[tuple[str, Path | str]]:

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from etude.batch import Batch
+from etude.checkpoint import Checkpoint, Checkpoints
 from etude.data.collate import collate
 from etude.observe import Last, Max, Mean, Metrics, RunLog, Sum, get_log
 from etude.protocols import Crew, Generate
@@ -57,6 +58,18 @@ class Learners:
     def update(self, batch: Batch) -> Metrics:
         """Every optimizer step that this batch is good for."""
         return self.crew.call(PolicyWorker.update, batch.split(self.updates, by=self.unit))
+
+    def facts(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps of them in plain numbers."""
+        return self.crew.call(PolicyWorker.facts)
+
+    def save(self, checkpoints: Checkpoints, step: int, facts: Mapping[str, Any]) -> Checkpoint:
+        """Write a checkpoint, each rank its share."""
+        return self.crew.call(PolicyWorker.save, checkpoints, step, facts)
+
+    def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
+        """Go on from one."""
+        self.crew.call(PolicyWorker.resume, checkpoints, checkpoint)
 
 
 @dataclass
