@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _flush()
             raise
         debug = "debug" in arguments
-        arguments.command(arguments)
+        code: int | None = arguments.command(arguments)
         _flush()
     except EtudeError as error:
         if debug:
@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f" at {error.filename}" if error.filename else ""
         _complain(f"The system refused to read or write{where}: {error.strerror or error}.")
         return FAILED
-    return 0
+    return code or 0
 
 
 def _flush() -> None:

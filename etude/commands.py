@@ -131,6 +131,12 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
     show.add_argument("--model", type=Path, metavar="DIRECTORY", help="a model, whose template and tokens are shown")
     show.set_defaults(command=_data_show)
 
+    doctor = commands.add_parser("doctor", help="look for what stands in the way of a run", parents=[debug])
+    where = "where runs are to be kept; by default here"
+    doctor.add_argument("directory", nargs="?", type=Path, default=Path(), metavar="DIRECTORY", help=where)
+    doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
+    doctor.set_defaults(command=_doctor)
+
     about = commands.add_parser("version", help="what is installed, and which devices were found", parents=[debug])
     about.add_argument("--json", action="store_true", help="print one JSON object instead")
     about.set_defaults(command=_version)
@@ -169,6 +175,17 @@ def _data_show(arguments: argparse.Namespace) -> None:
     file, options = _named(arguments, "a file of tasks", "etude data show data/gsm8k/train.parquet")
     shown = compose(Shown, options, file=arguments.config)
     show(file, shown, first=arguments.row, tasks=arguments.n, model=arguments.model)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from etude.tools.doctor import examine, healthy, show, tree
+
+    if arguments.json:
+        findings = examine(arguments.directory)
+        print(json.dumps(tree(findings)))
+    else:
+        findings = show(arguments.directory)
+    return 0 if healthy(findings) else 1
 
 
 def _version(arguments: argparse.Namespace) -> None:
