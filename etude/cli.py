@@ -123,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--demo", action="store_true", help="the options of `etude demo algorithms` instead")
     show.set_defaults(command=_config_show)
 
-    add(commands, debug)
+    add(top, commands, debug)
     return top
 
 

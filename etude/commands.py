@@ -54,6 +54,16 @@ SETS = {
 """The sets that can be prepared, and the classes whose fields are their options, without importing them."""
 
 
+SHELLS = ("bash", "zsh", "fish")
+COMPLETION = """\
+put it where your shell starts:
+  ~/.bashrc                     source <(etude completion bash)
+  ~/.zshrc, after compinit      source <(etude completion zsh)
+  ~/.config/fish/config.fish    etude completion fish | source
+
+Commands, flags, presets, options and what they can be set to, files: each is offered after a press of the key."""
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that can leave words without a dash to the run, wherever they stand, as its `overrides`."""
 
@@ -97,13 +107,13 @@ def of_a_run(
         allow_abbrev=False,
     )
     command.of_a_run = True
-    command.set_defaults(roots=dict(roots))
+    command.set_defaults(roots=dict(roots), words=words)
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML that the options start from")
     return command
 
 
-def add(commands: Any, debug: argparse.ArgumentParser) -> None:
-    """Add the commands of this file to those of `etude`."""
+def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentParser) -> None:
+    """Add the commands of this file to those of `etude`, whose parser is `top`."""
     plot = commands.add_parser("plot", help="draw the curves of runs, here and as a PNG", parents=[debug])
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of runs, drawn over each other")
     plot.add_argument("--metrics", default="", metavar="A,B", help="which metrics; by default the most telling ones")
@@ -136,6 +146,21 @@ def add(commands: Any, debug: argparse.ArgumentParser) -> None:
     doctor.add_argument("directory", nargs="?", type=Path, default=Path(), metavar="DIRECTORY", help=where)
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
     doctor.set_defaults(command=_doctor)
+
+    completion = commands.add_parser(
+        "completion",
+        help="print what makes a shell complete words after `etude`",
+        epilog=COMPLETION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[debug],
+    )
+    completion.add_argument("shell", choices=SHELLS, help="which shell")
+    completion.set_defaults(command=_completion)
+    complete = commands.add_parser("complete")  # what those scripts call; not for people, hence without help
+    complete.add_argument("for_", choices=(*SHELLS, "read"))
+    complete.add_argument("cache", type=Path)
+    complete.add_argument("words", nargs=argparse.REMAINDER)
+    complete.set_defaults(command=_complete, top=top)
 
     about = commands.add_parser("version", help="what is installed, and which devices were found", parents=[debug])
     about.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -186,6 +211,33 @@ def _doctor(arguments: argparse.Namespace) -> int:
     else:
         findings = show(arguments.directory)
     return 0 if healthy(findings) else 1
+
+
+def _completion(arguments: argparse.Namespace) -> None:
+    from etude.config.env import cache_directory
+    from etude.tools.completion.offers import refresh, script
+
+    print(script(arguments.shell, cache_directory()), end="")
+    refresh(cache_directory())
+
+
+def _complete(arguments: argparse.Namespace) -> None:
+    from etude.tools.completion import offers
+
+    if arguments.for_ == "read":
+        from etude.tools.completion.words import write
+
+        write(arguments.cache, offers.roots_of(arguments.top))
+    elif arguments.for_ == "bash":
+        program, breaks, line = arguments.words
+        words = offers.typed(line, program)
+        found = [] if words is None else offers.offers(arguments.top, words, arguments.cache)
+        print("\n".join(offers.for_bash(found, words[-1] if words else "", breaks)))
+    else:
+        *before, current = (offers.unquoted(word) for word in arguments.words)
+        for offer in offers.offers(arguments.top, [*before, current], arguments.cache):
+            text = offer.text.rstrip() if arguments.for_ == "fish" else offer.text  # fish ends words itself
+            print(f"{text}\t{offer.meaning}")
 
 
 def _version(arguments: argparse.Namespace) -> None:

@@ -54,7 +54,20 @@ def in_shell(command: str, environment: str = "") -> subprocess.CompletedProcess
 # -- what it shows ---------------------------------------------------------------------------------------------------
 
 
-NAMES = ("train", "eval", "generate", "export", "plot", "answers", "version", "config", "demo", "data", "doctor")
+NAMES = (
+    "train",
+    "eval",
+    "generate",
+    "export",
+    "plot",
+    "answers",
+    "version",
+    "config",
+    "demo",
+    "data",
+    "doctor",
+    "completion",
+)
 DATA = [["data", "prepare"], ["data", "show"]]
 COMMANDS = [*([name] for name in NAMES), ["config", "show"], ["demo", "language"], ["demo", "algorithms"], *DATA]
 SWEPT = {"--multirun", "generate"}  # several runs, or words that are no options
