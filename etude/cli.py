@@ -50,7 +50,10 @@ options of the run are written key=value:
 
 TRAIN = f"""\
 {OVERRIDES}
-presets: grpo, dapo
+presets, each a published recipe (`etude config show NAME` tells what it sets):
+  cispo, clip_cov, dapo, decoupled_ppo, distillation, dppo, dr_grpo, gdpo, gmpo, gpg,
+  grpo, gspo, high_entropy, kl_cov, lite_ppo, m2po, maxrl, opo, pass_at_k, ppo,
+  reinforce_pp, reinforce_pp_baseline, remax, rloo, sapo, scalerl, vespo
 
 examples:
   etude train grpo model.path=Qwen3-0.6B data.train=[gsm8k/train.parquet] data.val=[gsm8k/test.parquet] reward=gsm8k

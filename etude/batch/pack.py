@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ class Pack:
     offsets: Tensor  # [S + 1] int64: segment s is packed tokens offsets[s] to offsets[s + 1]
     parent: Tensor  # [S] int64: an earlier segment, or -1 for a root
     source: Tensor  # [T] int64: for each batch token, the packed token that predicts it; -1 for the first of a row
+    ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """[R] int64: the packed token that each row of the batch ends with, -1 for an empty one; [0] where the pack was not
+    made of a batch."""
 
     def __post_init__(self) -> None:
         segments = torch.arange(len(self.parent), device=self.parent.device)
@@ -52,6 +55,7 @@ class Pack:
             offsets=batch.offsets,
             parent=torch.full_like(lengths, -1),
             source=torch.where(position > 0, token - 1, -1),
+            ends=torch.where(lengths > 0, batch.offsets[1:] - 1, -1),
         )
 
     def unpack(self, values: Tensor, fill: float = float("nan")) -> Tensor:

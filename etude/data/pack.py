@@ -45,12 +45,14 @@ def tree(batch: Batch) -> Pack:
     source = torch.cat([place.new_full((1,), -1), place[:-1]])[: len(place)]
     first = batch.offsets.cpu()
     source[first[:-1][first[1:] > first[:-1]]] = -1
+    ends = torch.where(first[1:] > first[:-1], torch.cat([place, place.new_full((1,), -1)])[first[1:] - 1], -1)
     return Pack(
         ids=batch.ids[ranges(starts, lengths).to(batch.device)],
         positions=ranges(depths, lengths).to(batch.device),
         offsets=offsets.to(batch.device),
         parent=torch.tensor(forest.parent, dtype=torch.int64, device=batch.device),
         source=source.to(batch.device),
+        ends=ends.to(batch.device),
     )
 
 

@@ -181,7 +181,7 @@ def examine(model: Model) -> None:
     try:
         hidden = model.hidden(ids, positions, alone)
         with attending(_Alone()):
-            logits = module(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+            logits = _answered(model, ids, positions)
     except ConfigError:
         raise
     except Exception as error:
@@ -208,6 +208,17 @@ def examine(model: Model) -> None:
             f"This {_kind(module)} model makes its logits in a way that Etude does not know, so that its log-probs "
             f"would be wrong. Choose another model."
         )
+
+
+def _answered(model: Model, ids: Tensor, positions: Tensor) -> Tensor:
+    """[N, V]: what transformers says of these tokens. Of a model that scores it would say it of the last one alone."""
+    module = model.module
+    asked = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
+    if model.scores:
+        scores: Tensor = module.score(module.base_model(**asked).last_hidden_state)[0]
+        return scores
+    logits: Tensor = module(**asked).logits[0]
+    return logits
 
 
 def _note(outputs: list[Tensor]) -> Callable[..., None]:

@@ -6,31 +6,44 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.utils import logging
 
 from etude.errors import ConfigError
 from etude.models.generic import ATTENTION, offer, refuse
 from etude.models.model import Model, cast
 
-__all__ = ["create", "load", "save"]
+__all__ = ["Head", "create", "load", "save"]
+
+Head = Literal["language", "score", "value"]
+"""What stands on the hidden states: logits; one number, as a reward model's files have it; or one number that begins at
+0 where the files have none, as a critic's does."""
 
 _auto: Any = AutoModelForCausalLM
+_judging: Any = AutoModelForSequenceClassification
 _logging: Any = logging
+
+SCORE = "score.weight"
+"""What transformers calls the head of a model that gives a number."""
 
 
 def load(
-    directory: Path | str, *, dtype: torch.dtype, device: torch.device | str = "cpu", exact: bool = False
+    directory: Path | str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    exact: bool = False,
+    head: Head = "language",
 ) -> Model:
     """The model of a Hugging Face directory. Every weight it needs must be there, in the shape its config says.
 
     With `exact` it holds, beside the weights that half precision rounds, what they were in float32, until a learner
-    takes them.
+    takes them. With another `head` the same files are read as transformers' sequence classification with one label.
     """
     where = Path(directory)
     if not where.is_dir():
@@ -43,9 +56,11 @@ def load(
     config = _config(where)
     refuse(config)
     offer()
+    if head != "language":
+        config.num_labels = 1
     try:
         with _quiet():
-            module, told = _auto.from_pretrained(
+            module, told = (_auto if head == "language" else _judging).from_pretrained(
                 where,
                 config=config,
                 dtype=torch.promote_types(dtype, torch.float32) if exact else dtype,
@@ -56,7 +71,16 @@ def load(
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ConfigError(f"The model in {where} cannot be loaded: {error}") from error
-    _refuse_gaps(where, sorted(told["missing_keys"]), sorted(told["mismatched_keys"]))
+    missing = set(told["missing_keys"])
+    if head != "language" and SCORE in missing:
+        if head == "score":
+            raise ConfigError(
+                f"The model in {where} has no score head (`{SCORE}`), so that it judges nothing. Give the directory of "
+                f"a reward model; `etude reward-model` trains one from preferences."
+            )
+        missing.remove(SCORE)
+        nn.init.zeros_(module.score.weight)
+    _refuse_gaps(where, sorted(missing), sorted(told["mismatched_keys"]))
     _refuse_large_tokenizer(where, len(module.get_input_embeddings().weight))
     module.to(device)
     finer = _rounded_away(module, dtype) if exact else {}
@@ -70,13 +94,17 @@ def create(
     seed: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    head: Literal["language", "score"] = "language",
 ) -> Model:
     """A model with random weights. The same seed gives the same weights, rounded to the dtype asked for."""
     refuse(config)
     offer()
+    if head != "language":
+        config.num_labels = 1
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = _auto.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
+        auto = _auto if head == "language" else _judging
+        module = auto.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
     cast(module, dtype, torch.device(device))
     return Model(module)
 

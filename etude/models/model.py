@@ -1,4 +1,4 @@
-"""A causal language model over flat lists of tokens: no batch dimension, no padding, attention from the caller."""
+"""A causal model over flat lists of tokens: no batch dimension, no padding, attention from the caller."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ class Model:
     a parameter other memory (`param.data = …`, `module.to(…)`) would part it from the storage that is multiplied.
 
     Dropout never acts, in training neither: the probability trained must be the probability sampled.
+
+    A critic and a reward model are models as well, whose head gives one number where a language model's gives a logit
+    for each word: transformers' sequence classification with one label, read at any token.
     """
 
     def __init__(self, module: PreTrainedModel, exact: Mapping[str, Tensor] | None = None) -> None:
@@ -41,9 +44,10 @@ class Model:
         self.layers: int = config.num_hidden_layers
         self.activation_checkpointing = False
         """Whether a layer's activations are computed again for its backward pass instead of kept."""
-        self.logit_scale: float = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0)
-        self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
-        self._head: Any = self.module.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.scores: bool = isinstance(getattr(module, "score", None), nn.Linear)
+        """Whether its head gives a number and not logits."""
+        self._head: Any = self.module.score if self.scores else self.module.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.logit_scale, self.logit_cap = (1.0, None) if self.scores else _finish(config)
         self._body: Body = Fused(module) if fits(module) else Generic(module)
         if isinstance(self._body, Generic):
             examine(self)
@@ -67,8 +71,8 @@ class Model:
 
     @property
     def vocabulary(self) -> int:
-        """How many logits there are: the tokenizer's size, or a little more."""
-        return int(self.head_weight.shape[0])
+        """How many tokens it knows: as many as the tokenizer has, or a little more."""
+        return int((self.module.get_input_embeddings().weight if self.scores else self.head_weight).shape[0])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,6 +133,12 @@ class Model:
         made = Model(module)
         made.activation_checkpointing = self.activation_checkpointing
         return made
+
+
+def _finish(config: Any) -> tuple[float, float | None]:
+    """What an architecture does with its logits in the end: what it multiplies them with, and where it caps them."""
+    scale = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0)
+    return scale, getattr(config, "final_logit_softcapping", None)
 
 
 class _Product(torch.autograd.Function):

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from etude.recipes.parts import Parts
     from etude.recipes.run import Run
     from etude.recipes.workers import PolicyWorker
-    from etude.train import Frozen
 
 __all__ = ["build", "evaluator_of", "policy", "prompts", "tasks"]
 
@@ -134,7 +133,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         step=step,
         saved=step,
     )
-    learners = Learners(crew, checks.from_the_model(run))
+    learners = Learners(crew, checks.from_the_models(run))
     carrier, meter = LocalCarrier(engine), Meter(model.device)
     return Parts(directory, log, source, learners, scoring, saver, engine, carrier, store, meter, runner, overlong)
 
@@ -164,11 +163,12 @@ def _conclude(run: Run, seconds: float) -> None:
 def policy(run: Run, *, trained: bool = False) -> tuple[Model, Chat]:
     """The model of a run, and how it is spoken to. To be trained, it brings its weights as exactly as its files do."""
     from etude.models import load
+    from etude.recipes.folder import check_model
     from etude.train.optim import PRECISIONS
 
     if run.model.path is None:
         raise ConfigError("A run needs a model: give a Hugging Face model directory with `model.path=…`.")
-    _check_model(run.model.path)
+    check_model(run.model.path)
     tokenizer = Tokenizer.load(run.model.tokenizer or run.model.path)
     model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained)
     if tokenizer.size > model.vocabulary:
@@ -177,32 +177,6 @@ def policy(run: Run, *, trained: bool = False) -> tuple[Model, Chat]:
             f"knows {model.vocabulary}: they belong to different models. Set `model.tokenizer`."
         )
     return model, run.chat.chat(tokenizer)
-
-
-def _check_model(path: Path, name: str = "model.path") -> None:
-    """Refuse a path that is no model's directory, and say what to give instead."""
-    from etude.recipes.folder import OPTIONS
-
-    if not path.is_dir():
-        fetch = ""
-        hub = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        if len(hub.parts) == 2 and not hub.is_absolute() and not hub.parent.exists():
-            fetch = f" A model of the Hugging Face hub is fetched by `hf download {hub} --local-dir {hub.name}`."
-        raise ConfigError(
-            f"`{name}={path}` is no directory (seen from {Path.cwd()}). Give one that holds a model's config.json, "
-            f"weights and tokenizer; nothing is downloaded.{fetch}"
-        )
-    if (path / OPTIONS).is_file():
-        raise ConfigError(
-            f"`{name}={path}` is the directory of a run, not of a model. Write its model with `{etude_command()} "
-            f"export {path} my-model` and give that; to go on with the run, `{etude_command()} train --resume {path}`."
-        )
-    if not (path / "config.json").is_file():
-        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-        raise ConfigError(
-            f"`{name}={path}` is no model's directory: it has no config.json. It holds {found}. Give one that "
-            f"holds a model's config.json, weights and tokenizer."
-        )
 
 
 def prompts(run: Run, chat: Chat) -> PromptIds:
@@ -267,34 +241,27 @@ def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge, runner: a
 
 
 def _worker(run: Run, model: Model) -> PolicyWorker:
-    from etude.recipes import checks
-    from etude.recipes.workers import PolicyWorker
+    from etude.recipes import checks, models
+    from etude.recipes.workers import Beside, Foresee, PolicyWorker
     from etude.train import Learner, matmul_rate
 
     size, seconds = (8192, 0.2) if model.device.type == "cuda" else (512, 0.05)
     peak = matmul_rate(model.dtype, model.device, size, seconds)
+    reference = models.reference(run, model) if checks.compares(run) else None
+    held = {"ref_logp": reference} if reference is not None else {}
+    taught = {"teacher_logp": models.teacher(run, model)} if checks.imitates(run) else {}
+    critic = models.critic(run, model) if checks.foresees(run) else None
+    alone = run.critic.warmup if critic is not None else 0
     learner = Learner(
-        model, run.train, temperature=run.sampling.temperature, steps=run.steps * run.updates * run.epochs, peak=peak
+        model,
+        run.train,
+        temperature=run.sampling.temperature,
+        steps=(run.steps - alone) * run.updates * run.epochs,
+        peak=peak,
+        reference=reference.model if reference is not None and "full_kl" in run.outputs() else None,
     )
-    reference = _reference(run, model) if checks.compares(run) else None
-    return PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs, reference=reference)
-
-
-def _reference(run: Run, model: Model) -> Frozen:
-    """What the policy is held to: by default the model that the run began with, whatever it has learned since."""
-    from etude.models import load
-    from etude.train import Frozen
-
-    where = run.reference.path or run.model.path
-    assert where is not None, "a run has a model"
-    _check_model(where, "reference.path")
-    held = load(where, dtype=model.dtype, device=model.device)
-    if held.vocabulary != model.vocabulary:
-        raise ConfigError(
-            f"The reference in {where} knows {held.vocabulary} tokens, and the model in {run.model.path} knows "
-            f"{model.vocabulary}: their log-probs do not compare. Give a `reference.path` of the same tokenizer."
-        )
-    return Frozen(held, run.train.micro_tokens, temperature=run.sampling.temperature)
+    beside = Beside(held | taught, critic, Foresee(run.critic.loss), alone)
+    return PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs, beside=beside)
 
 
 def _headline(run: Run) -> list[str]:

@@ -10,11 +10,12 @@ from etude.errors import BatchError, ConfigError, DataError
 from etude.models import Model
 from etude.observe import get_log
 from etude.recipes.evaluate import Evaluation
-from etude.recipes.run import Run
+from etude.recipes.run import Critic, Reference, Run, Teacher
 from etude.records import Rollout, Sample
+from etude.rewards import Nothing
 from etude.rollout.kv import block_bytes
 
-__all__ = ["before", "compares", "fits", "from_the_model", "room"]
+__all__ = ["before", "compares", "fits", "foresees", "from_the_models", "imitates", "room"]
 
 COLLECTED = frozenset(
     ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
@@ -27,12 +28,15 @@ BY_THE_MODEL = frozenset({"old_logp", "entropy", "sum_pi_squared"})
 BY_THE_REFERENCE = frozenset({"ref_logp"})
 """Columns that the reference policy tells."""
 
+BY_THE_TEACHER = frozenset({"teacher_logp"})
+"""Columns that the teacher tells."""
+
+BY_THE_CRITIC = frozenset({"value", "final_value"})
+"""Columns that the critic tells."""
+
+BY_MODELS = BY_THE_MODEL | BY_THE_REFERENCE | BY_THE_TEACHER | BY_THE_CRITIC
+
 MISSING = {
-    "value": "a critic",
-    "final_value": "a critic",
-    "teacher_logp": "a teacher",
-    "teacher_topk_ids": "a teacher",
-    "teacher_topk_logp": "a teacher",
     "greedy_reward": "greedy answers beside the sampled ones",
     "anchor": "states that an environment names",
 }
@@ -46,21 +50,17 @@ def before(run: Run) -> None:
     """Refuse what this run cannot do, and say what it may not mean."""
     if not run.data.train:
         raise ConfigError("A run needs tasks: give files with `data.train=[tasks.parquet]`.")
-    for name in sorted(run.needs() - COLLECTED - BY_THE_MODEL - BY_THE_REFERENCE):
+    for name in sorted(run.needs() - COLLECTED - BY_MODELS):
         raise ConfigError(
             f"This algorithm needs the column `{name}`, which takes {MISSING.get(name, 'somebody to compute it')}; a "
             f"run has none yet. Choose another advantage, loss or KL: `etude config show` lists them."
         )
-    if "full_kl" in run.outputs():
+    if isinstance(run.reward, Nothing) and "reward" in run.needs():
         raise ConfigError(
-            "`kl=full` compares whole distributions with the reference's, which a run does not compute yet. Choose "
-            "another, such as `kl=reverse`."
+            "`reward=nothing` gives every answer 0, and this advantage reads the reward: nothing would be learned. "
+            "Choose a reward, or `advantage=distillation`."
         )
-    if run.reference.path is not None and not compares(run):
-        raise ConfigError(
-            "`reference.path` names a reference policy, and nothing here compares with one. Choose a `kl`, such as "
-            "`kl=reverse`, or leave it out."
-        )
+    _refuse_idle_models(run)
     if run.sampling.top_p < 1 or run.sampling.top_k > 0:
         raise ConfigError(
             "`sampling.top_p` and `sampling.top_k` cut tokens off that training does not know to be cut off: the "
@@ -94,6 +94,28 @@ def before(run: Run) -> None:
         get_log("recipes").warning("%s", warning)
 
 
+def _refuse_idle_models(run: Run) -> None:
+    """Refuse models beside the policy that would do nothing, and an algorithm that lacks one."""
+    if run.reference != Reference() and not compares(run):
+        raise ConfigError(
+            "`reference.path` names a reference policy, and nothing here compares with one. Choose a `kl`, such as "
+            "`kl=reverse`, or leave it out."
+        )
+    if run.critic != Critic() and not foresees(run):
+        raise ConfigError(
+            "`critic` says how a critic learns, and this advantage asks none. Choose `advantage=gae`, or leave it out."
+        )
+    if run.teacher != Teacher() and not imitates(run):
+        raise ConfigError(
+            "`teacher.path` names a teacher, and this advantage asks none. Choose `advantage=distillation`, or leave "
+            "it out."
+        )
+    if imitates(run) and run.teacher.path is None:
+        raise ConfigError(
+            "This advantage is taken from a teacher, and none is named: give a model directory with `teacher.path=…`."
+        )
+
+
 def room(run: Run, model: Model) -> None:
     """Refuse prompts and answers that the model or its engine has no room for."""
     fits(run, model, "sampling.max_tokens", run.sampling.max_tokens)
@@ -122,13 +144,24 @@ def compares(run: Run) -> bool:
     return bool(run.needs() & BY_THE_REFERENCE)
 
 
-def from_the_model(run: Run) -> frozenset[str]:
-    """The columns that the policy, and its reference, are asked for before a step's estimates.
+def imitates(run: Run) -> bool:
+    """Whether the policy learns from a teacher."""
+    return bool(run.needs() & BY_THE_TEACHER)
+
+
+def foresees(run: Run) -> bool:
+    """Whether a critic says what it expects."""
+    return bool(run.needs() & BY_THE_CRITIC)
+
+
+def from_the_models(run: Run) -> frozenset[str]:
+    """The columns that the policy and the models beside it are asked for before a step's estimates.
 
     π_old is asked for even where no loss reads it, because the sampler is compared with it at every step; it is left
-    out where μ stands in for it.
+    out where μ stands in for it. What a critic is trained on is what it said before.
     """
-    asked = run.needs() & (BY_THE_MODEL | BY_THE_REFERENCE)
+    asked = run.needs() & BY_MODELS
+    asked |= run.critic.loss.needs() & BY_THE_CRITIC if foresees(run) else frozenset()
     return asked if run.correction.policies == "two" else asked | {"old_logp"}
 
 

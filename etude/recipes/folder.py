@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.config.compose import compose
+from etude.config.env import etude_command
 from etude.config.secrets import mask
 from etude.config.show import to_yaml
 from etude.config.tree import to_tree
@@ -41,7 +42,9 @@ __all__ = [
 ]
 
 OPTIONS, LOCK = "run.yaml", ".lock"
-PLACES = ("model.path", "model.tokenizer", "reference.path", "data.train", "chat.template")
+PLACES = (
+    *("model.path", "model.tokenizer", "reference.path", "teacher.path", "critic.path", "data.train", "chat.template"),
+)
 """Options that say where files lie, all of them known by what they hold."""
 
 
@@ -135,6 +138,8 @@ def rooted(run: Run) -> Run:
             update={"path": path(run.model.path), "tokenizer": path(run.model.tokenizer)},
         ),
         "reference": run.reference.model_copy(update={"path": path(run.reference.path)}),
+        "teacher": run.teacher.model_copy(update={"path": path(run.teacher.path)}),
+        "critic": run.critic.model_copy(update={"path": path(run.critic.path)}),
         "chat": run.chat.model_copy(update={"template": path(run.chat.template)}),
         "data": run.data.model_copy(update={"train": data(run.data.train), "val": data(run.data.val)}),
     }
@@ -202,3 +207,27 @@ def _values(run: Run, *, shown: bool = True) -> dict[str, object]:
 
 def _is_one_of(path: str, names: Sequence[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in names)
+
+
+def check_model(path: Path, name: str = "model.path") -> None:
+    """Refuse a path that is no model's directory, and say what to give instead."""
+    if not path.is_dir():
+        fetch = ""
+        hub = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        if len(hub.parts) == 2 and not hub.is_absolute() and not hub.parent.exists():
+            fetch = f" A model of the Hugging Face hub is fetched by `hf download {hub} --local-dir {hub.name}`."
+        raise ConfigError(
+            f"`{name}={path}` is no directory (seen from {Path.cwd()}). Give one that holds a model's config.json, "
+            f"weights and tokenizer; nothing is downloaded.{fetch}"
+        )
+    if (path / OPTIONS).is_file():
+        raise ConfigError(
+            f"`{name}={path}` is the directory of a run, not of a model. Write its model with `{etude_command()} "
+            f"export {path} my-model` and give that; to go on with the run, `{etude_command()} train --resume {path}`."
+        )
+    if not (path / "config.json").is_file():
+        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise ConfigError(
+            f"`{name}={path}` is no model's directory: it has no config.json. It holds {found}. Give one that "
+            f"holds a model's config.json, weights and tokenizer."
+        )

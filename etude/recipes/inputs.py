@@ -82,6 +82,8 @@ def _files(run: Run) -> Iterator[tuple[str, Path | str]]:
         ("model", run.model.path),
         ("tokenizer", run.model.tokenizer),
         ("reference", run.reference.path),
+        ("teacher", run.teacher.path),
+        ("critic", run.critic.path),
         ("template", run.chat.template),
     ):
         if path is not None:

@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, model_validator
 
 from etude.algorithms import Algorithm
+from etude.algorithms.losses.supervised import Value
 from etude.chat import ChatConfig
 from etude.checkpoint import CheckpointConfig
 from etude.config import Choice, Config
@@ -28,11 +29,12 @@ from etude.rewards import REWARDS, Judging, RewardFunction
 from etude.rollout import EngineConfig
 from etude.train import Train
 
-__all__ = ["FREE", "ModelSource", "Reference", "Run"]
+__all__ = ["FREE", "Critic", "ModelSource", "Reference", "Run", "Teacher"]
 
 FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
     *("judging.workers", "train.micro_tokens", "train.activation_checkpointing"),
+    *("critic.train.micro_tokens", "critic.train.activation_checkpointing"),
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, and how much
@@ -55,6 +57,25 @@ class Reference(Config):
     )
 
 
+class Teacher(Config):
+    """Whom the policy imitates on its own answers, where an advantage is taken from a teacher."""
+
+    path: Path | None = Field(None, description="a model directory of the policy's tokenizer; its weights never change")
+
+
+class Critic(Config):
+    """Who foresees what will be earned, for advantages that compare with that."""
+
+    path: Path | None = Field(
+        None,
+        description="a model directory to begin from; null is the policy's. What it foresees begins at 0, unless it "
+        "has a score head",
+    )
+    warmup: int = Field(0, ge=0, description="steps at the beginning in which the critic learns and the policy rests")
+    loss: Value = Field(Value(), description="how it is brought to the returns")
+    train: Train = Field(Train(learning_rate=1e-5), description="its own optimizer and precision")
+
+
 class Run(Algorithm):
     """Everything `etude train` needs to know."""
 
@@ -62,6 +83,8 @@ class Run(Algorithm):
 
     model: ModelSource = Field(ModelSource(), description="the policy to train")
     reference: Reference = Field(Reference(), description="the policy that `kl` compares with")
+    teacher: Teacher = Field(Teacher(), description="the policy that `advantage=distillation` learns from")
+    critic: Critic = Field(Critic(), description="what `advantage=gae` compares with")
     chat: ChatConfig = Field(ChatConfig(), description="how conversations are shown to it")
     data: Data = Field(Data(), description="the tasks")
     reward: Annotated[RewardFunction, Choice(REWARDS)] = Field(
@@ -92,6 +115,11 @@ class Run(Algorithm):
             raise ConfigError(
                 f"`max_staleness={self.max_staleness}` asks for collecting while training, which is not built yet. "
                 f"Leave it at 0."
+            )
+        if 0 < self.steps <= self.critic.warmup:
+            raise ConfigError(
+                f"`critic.warmup={self.critic.warmup}` leaves the policy none of the {self.steps} `steps` to learn in. "
+                f"Shorten it, or ask for more steps."
             )
         rollouts = self.collect.tasks * self.collect.group_size
         if rollouts < self.updates:

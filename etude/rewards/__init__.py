@@ -12,6 +12,7 @@ from etude.rewards.function import Function
 from etude.rewards.gsm8k import Gsm8k
 from etude.rewards.judge import Judge, Judging
 from etude.rewards.maths import Math
+from etude.rewards.nothing import Nothing
 from etude.rewards.text import F1, Exact, Format, Regex
 from etude.rewards.verdict import Verdict
 
@@ -26,6 +27,7 @@ __all__ = [
     "Judge",
     "Judging",
     "Math",
+    "Nothing",
     "Regex",
     "RewardFunction",
     "Score",
@@ -42,4 +44,5 @@ REWARDS: dict[str, type[RewardFunction]] = {
     "math": Math,
     "countdown": Countdown,
     "function": Function,
+    "nothing": Nothing,
 }

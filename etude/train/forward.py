@@ -30,15 +30,20 @@ JUDGED: dict[str, Judge] = {
     "entropy": lambda logits, _, __, t: of_logits.entropy(logits, t),
     "sum_pi_squared": lambda logits, _, __, t: of_logits.sum_pi_squared(logits, t),
     "topk_logp": lambda logits, _, top, t: of_logits.topk_and_rest(logits, _there(top), t),
+    "value": lambda scores, _, __, ___: scores[:, 0],
 }
-"""What can be said of tokens from one model: by its logits, their ids, the teacher's top ids, the temperature."""
+"""What can be said of tokens from one model: by its logits (a critic's are one number), their ids, the teacher's top
+ids, the temperature."""
+OF_ROLLOUTS = frozenset({"score"})
+"""What is said of whole rollouts, read at their last token."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What one pass found: flat columns [T, …] of the micro-batch, NaN where nothing was judged."""
+    """What one pass found: flat columns of the micro-batch, NaN where nothing was judged."""
 
     columns: dict[str, Tensor]
+    """[T, …] each, and [U] what is said of rollouts."""
     pack: Pack
     judged: int
 
@@ -50,6 +55,8 @@ class ForwardPass:
     model: Model
     pack: Callable[[Batch], Pack]
     temperature: float
+    reference: Model | None = None
+    """Whose distributions the model's are compared with, where whole ones are."""
 
     def __call__(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> Passed:
         """Judge the action tokens, and the tool output too if asked."""
@@ -66,20 +73,45 @@ class ForwardPass:
                 f"Row {row} begins with a token that is to be learned, and nothing comes before it to predict it from. "
                 f"Give the model's tokenizer a beginning-of-sequence token, or the prompt at least one token."
             )
-        if not len(at) or not wanted:
-            return Passed({name: self._nothing(name, batch) for name in wanted}, pack, 0)
-        hidden = self.model.hidden(pack.ids, pack.positions, PackedAttention(pack)).index_select(0, source)
-        top = batch.need("teacher_topk_ids", by="Distillation")[at] if "topk_logp" in wanted else None
-        judged = self._judged(hidden, batch.ids[at], top, wanted)
-        return Passed({name: _spread(values, at, batch.tokens) for name, values in judged.items()}, pack, len(at))
+        silent = OF_ROLLOUTS if not batch.tokens else frozenset()
+        silent |= wanted - OF_ROLLOUTS if not len(at) else frozenset()
+        found = {name: self._nothing(name, batch) for name in wanted & silent}
+        of_tokens = wanted - found.keys() - OF_ROLLOUTS
+        if wanted == found.keys():
+            return Passed(found, pack, 0)
+        hidden = self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
+        if of_tokens:
+            top = batch.need("teacher_topk_ids", by="Distillation")[at] if "topk_logp" in wanted else None
+            theirs = self._theirs(pack, source) if "full_kl" in wanted else None
+            judged = self._judged(hidden.index_select(0, source), batch.ids[at], top, of_tokens, theirs)
+            found |= {name: _spread(values, at, batch.tokens) for name, values in judged.items()}
+        if "score" in wanted - found.keys():
+            found["score"] = self._score(hidden, pack, batch)
+        return Passed(found, pack, len(at))
+
+    def _theirs(self, pack: Pack, source: Tensor) -> Tensor:
+        """[N, H]: the reference's hidden states of the same tokens."""
+        assert self.reference is not None, "whoever compares whole distributions has a reference"
+        with torch.no_grad():
+            return self.reference.hidden(pack.ids, pack.positions, PackedAttention(pack)).index_select(0, source)
+
+    def _score(self, hidden: Tensor, pack: Pack, batch: Batch) -> Tensor:
+        """[U]: what the head says of each rollout at its last token; NaN of one without a token."""
+        rows = batch.unit_rows
+        empty = rows[1:] == rows[:-1]
+        last = torch.where(empty, -1, pack.ends[rows[1:] - 1])
+        scores = self.model.logits(hidden.index_select(0, last.clamp(min=0)))[:, 0]
+        return torch.where(last < 0, torch.nan, scores)
 
     def _nothing(self, name: str, batch: Batch) -> Tensor:
         """The column of a micro-batch that has no token to judge."""
         top = batch.need("teacher_topk_ids", by="Distillation") if name == "topk_logp" else None
-        shape = (batch.tokens,) if top is None else (batch.tokens, top.shape[1] + 1)
-        return torch.full(shape, torch.nan, device=batch.device)
+        shape: tuple[int, ...] = (batch.rollouts if name in OF_ROLLOUTS else batch.tokens,)
+        return torch.full(shape if top is None else (*shape, top.shape[1] + 1), torch.nan, device=batch.device)
 
-    def _judged(self, hidden: Tensor, ids: Tensor, top: Tensor | None, wanted: frozenset[str]) -> dict[str, Tensor]:
+    def _judged(
+        self, hidden: Tensor, ids: Tensor, top: Tensor | None, wanted: frozenset[str], theirs: Tensor | None
+    ) -> dict[str, Tensor]:
         """[N, …] of each; the common two have a gradient written by hand."""
         if wanted == {"logp"}:
             return {"logp": token_logp(self.model, hidden, ids, self.temperature)}
@@ -90,20 +122,26 @@ class ForwardPass:
 
         def judge(logits: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
             rows = ids[start:stop], None if top is None else top[start:stop]
-            return tuple(JUDGED[name](logits, *rows, self.temperature) for name in names)
+            said = {name: JUDGED[name](logits, *rows, self.temperature) for name in names if name in JUDGED}
+            if theirs is not None and self.reference is not None:
+                said["full_kl"] = of_logits.full_kl(logits, self.reference.logits(theirs[start:stop]), self.temperature)
+            return tuple(said[name] for name in names)
 
         return dict(zip(names, over_chunks(self.model, hidden, judge), strict=True))
 
 
 def cut(
     batch: Batch, tokens: int, by: Literal["rollout", "group"], device: torch.device
-) -> Iterator[tuple[Batch, Tensor]]:
-    """Micro-batches of about so many tokens on a device, each with where its tokens stand in the batch, whatever order
-    its rollouts were put in."""
-    place = Column(Kind.TOKEN, torch.arange(batch.tokens, device=batch.device))
-    marked = batch.replace(extra={**batch.extra, "token_of_batch": place})
+) -> Iterator[tuple[Batch, dict[Kind, Tensor]]]:
+    """Micro-batches of about so many tokens on a device, each with where its tokens and its rollouts stand in the
+    batch, whatever order they were put in."""
+    places = {
+        "token_of_batch": Column(Kind.TOKEN, torch.arange(batch.tokens, device=batch.device)),
+        "rollout_of_batch": Column(Kind.UNIT, torch.arange(batch.rollouts, device=batch.device)),
+    }
+    marked = batch.replace(extra={**batch.extra, **places})
     for micro in micro_batches(marked, tokens, by):
-        yield micro.to(device), micro.extra["token_of_batch"].tensor.cpu()
+        yield micro.to(device), {place.kind: micro.extra[name].tensor.cpu() for name, place in places.items()}
 
 
 def _spread(values: Tensor, at: Tensor, tokens: int) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from etude.batch import Batch, Pack
+from etude.batch import Batch, Kind, Pack
 from etude.data.pack import tree
 from etude.models import Model
 from etude.train.forward import ForwardPass, cut
@@ -32,5 +32,5 @@ class Frozen:
         found = torch.full((batch.tokens,), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32))
         for micro, at in cut(batch, self._micro_tokens, "rollout", self.model.device):
             with torch.no_grad():
-                found[at] = self._forward(micro, frozenset({"logp"})).columns["logp"].to(found)
+                found[at[Kind.TOKEN]] = self._forward(micro, frozenset({"logp"})).columns["logp"].to(found)
         return found.to(batch.device)

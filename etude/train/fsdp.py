@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from etude.algorithms import Denominators, LossValue, Outputs, View
-from etude.batch import Batch, Pack
+from etude.batch import COLUMNS as KINDS
+from etude.batch import Batch, Kind, Pack
 from etude.checkpoint import Checkpoint, Checkpoints, Tree, flat
 from etude.data.pack import tree
 from etude.errors import ConfigError, TrainingError
@@ -36,10 +37,10 @@ from etude.train.optim import PRECISIONS, Masters, rate
 
 __all__ = ["Learner", "Objective", "load_weights"]
 
-COLUMNS = {"old_logp": "logp", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"}
-"""The batch columns that the model itself can tell, and what they are called while they are computed."""
-OUTPUTS = {"logp", "entropy", "topk_logp"}
-"""The fields of `Outputs` that need no second model and no second head."""
+LANGUAGE = {"old_logp": "logp", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"}
+SCORING = {"value": "value", "final_value": "score"}
+"""The batch columns that a model of either head can tell, and what they are called while they are computed: what the
+state after a rollout's last token is worth is read where a score is."""
 
 
 class Objective(Protocol):
@@ -80,10 +81,12 @@ class Learner:
         steps: int | None = None,
         peak: float | None = None,
         pack: Callable[[Batch], Pack] = tree,
+        reference: Model | None = None,
     ) -> None:
         """`temperature` is the sampler's; `steps` is how many updates the schedule is for; `peak` is what the device
         can do in operations a second, where the share of it that is used shall be told. Without `steps` there is no
-        schedule to follow, as for a learner that only annotates."""
+        schedule to follow, as for a learner that only annotates. `reference` is who its whole distributions are
+        compared with, where an objective does that."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
                 f"This learner trains on one device, and {dist.get_world_size()} processes are in its group. Start one."
@@ -105,10 +108,18 @@ class Learner:
         self.model = model
         model.activation_checkpointing = config.activation_checkpointing
         self._config, self._steps, self._peak = config, steps, peak
-        self._forward = ForwardPass(model, pack, temperature)
+        self._forward = ForwardPass(model, pack, temperature, reference)
+        self._columns = SCORING if model.scores else LANGUAGE
+        self._outputs = {"value", "score"} if model.scores else {"logp", "entropy", "topk_logp"}
+        self._outputs |= set() if reference is None else {"full_kl"}
         self._masters = Masters(model.named_weights(), config, model.take_exact())
         self._version = torch.tensor(0)
         self._cost = Cost.of(model)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The batch columns that its model can tell."""
+        return frozenset(self._columns)
 
     @property
     def version(self) -> int:
@@ -118,20 +129,20 @@ class Learner:
     @spread(Split.ROLLOUTS, Gather.CONCAT)
     def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
         """The batch with these columns computed by the model as it stands, NaN where a token is no action."""
-        odd = sorted(columns - COLUMNS.keys())
+        odd = sorted(columns - self._columns.keys())
         if odd:
             raise ConfigError(
-                f"The column `{odd[0]}` cannot be told by the policy's own model, which knows {', '.join(COLUMNS)}. "
-                f"Choose an algorithm that does not need it."
+                f"The column `{odd[0]}` cannot be told by this model, which knows {', '.join(self._columns)}. Choose "
+                f"an algorithm that does not need it."
             )
         dtype = torch.promote_types(self.model.dtype, torch.float32)
-        found = {name: torch.full((batch.tokens,), torch.nan, dtype=dtype) for name in sorted(columns)}
-        wanted = frozenset(COLUMNS[name] for name in columns)
+        found = {name: _unknown(name, batch, dtype) for name in sorted(columns)}
+        wanted = frozenset(self._columns[name] for name in columns)
         for micro, at in self._micro_batches(batch, "rollout"):
             with torch.no_grad(), self._memory(micro):
                 passed = self._forward(micro, wanted)
             for name, column in found.items():
-                column[at] = passed.columns[COLUMNS[name]].to(column)
+                column[at[KINDS[name]]] = passed.columns[self._columns[name]].to(column)
         return batch.replace(**{name: column.to(batch.device) for name, column in found.items()})
 
     @spread(Split.GROUPS, Gather.METRICS)
@@ -140,11 +151,11 @@ class Learner:
         begun = self._begin()
         whole, metrics, flops = Denominators.of(View(batch)), Metrics(), 0.0
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        odd = sorted(objective.outputs() - OUTPUTS)
+        odd = sorted(objective.outputs() - self._outputs)
         if odd:
             raise ConfigError(
                 f"The objective needs the model's `{odd[0]}`, for which this learner has no second model or head; it "
-                f"computes {', '.join(sorted(OUTPUTS))}. Choose another loss or another KL."
+                f"computes {', '.join(sorted(self._outputs))}. Choose another loss or another KL."
             )
         micros = list(self._micro_batches(batch, objective.split_unit))
         for micro, _ in micros:
@@ -200,7 +211,9 @@ class Learner:
             (value.loss * float(self._masters.scale)).backward()  # type: ignore[no-untyped-call]
         return value, 3 * self._cost.forward(passed.pack, passed.judged) if passed.judged else 0.0
 
-    def _micro_batches(self, batch: Batch, by: Literal["rollout", "group"]) -> Iterator[tuple[Batch, Tensor]]:
+    def _micro_batches(
+        self, batch: Batch, by: Literal["rollout", "group"]
+    ) -> Iterator[tuple[Batch, dict[Kind, Tensor]]]:
         return cut(batch, self._config.micro_tokens, by, self.model.device)
 
     @contextmanager
@@ -253,6 +266,11 @@ class Learner:
         if self._peak is not None:
             metrics.add("mfu", Mean.over(flops / self._peak, seconds))
         return metrics
+
+
+def _unknown(name: str, batch: Batch, dtype: torch.dtype) -> Tensor:
+    """A column of the batch before anything is known."""
+    return torch.full((batch.rollouts if KINDS[name] is Kind.UNIT else batch.tokens,), torch.nan, dtype=dtype)
 
 
 def load_weights(model: Model, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:

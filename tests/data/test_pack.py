@@ -55,6 +55,11 @@ def check_paths(batch: Batch, pack: Pack) -> None:
                 assert pack.positions[path].tolist() == list(range(token - start))
                 assert torch.equal(pack.ids[path], batch.ids[start:token])
                 assert int(path[-1]) == source
+        if end == start:
+            assert int(pack.ends[row]) == -1
+        else:
+            path = seen[int(pack.ends[row])].nonzero()[:, 0]
+            assert torch.equal(pack.ids[path[pack.positions[path].argsort()]], batch.ids[start:end])
 
 
 def trie_size(batch: Batch) -> int:

@@ -90,3 +90,10 @@ async def gated(task: Task, answer: str) -> float:
     async with gate:
         await asyncio.sleep(0.001)
         return digits(task, answer)
+
+
+def mixed(task: Task, answer: str) -> dict[str, float]:
+    """Two parts, neither below 0; of every third task all answers earn the same."""
+    if task.ordinal % 3 == 0:
+        return {"digits": 0.25, "length": 0.25}
+    return {"digits": digits(task, answer), "length": len(answer) / 20}

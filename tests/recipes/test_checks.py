@@ -9,16 +9,17 @@ import pytest
 from etude.algorithms import ADVANTAGES, LOSSES
 from etude.errors import ConfigError
 from etude.recipes.build import policy
-from etude.recipes.checks import BY_THE_MODEL, COLLECTED, MISSING, before, from_the_model, room
+from etude.recipes.checks import BY_MODELS, COLLECTED, MISSING, before, from_the_models, room
 from etude.rollout.kv import block_bytes
 from tests.recipes.runs import run_of
 
 
 def test_every_column_that_something_needs_is_collected_told_or_refused(world: Path) -> None:
     """Each advantage and each loss either runs or says what it misses; none is let through to fail in a step."""
-    known = COLLECTED | BY_THE_MODEL | MISSING.keys()
+    known = COLLECTED | BY_MODELS | MISSING.keys()
+    more = {"opo": {"loss.reduction": "seq-mean-token-sum"}, "distillation": {"teacher.path": world / "model"}}
     for name in ADVANTAGES:
-        run = run_of(world, advantage=name, **({"loss.reduction": "seq-mean-token-sum"} if name == "opo" else {}))
+        run = run_of(world, advantage=name, **more.get(name, {}))
         assert run.needs() <= known, (name, run.needs() - known)
         missing = sorted(run.needs() & MISSING.keys())
         if missing:
@@ -31,9 +32,11 @@ def test_every_column_that_something_needs_is_collected_told_or_refused(world: P
 
 
 def test_the_sampler_is_compared_with_the_policy_at_every_step(world: Path) -> None:
-    assert from_the_model(run_of(world)) == {"old_logp"}
-    assert from_the_model(run_of(world, **{"correction.policies": "two"})) == frozenset()
-    assert from_the_model(run_of(world, **{"entropy.top_share": 0.2})) == {"old_logp", "entropy"}
+    assert from_the_models(run_of(world)) == {"old_logp"}
+    assert from_the_models(run_of(world, **{"correction.policies": "two"})) == frozenset()
+    assert from_the_models(run_of(world, **{"entropy.top_share": 0.2})) == {"old_logp", "entropy"}
+    assert from_the_models(run_of(world, advantage="gae")) == {"old_logp", "value"}
+    assert from_the_models(run_of(world, kl="full")) == {"old_logp", "ref_logp"}
 
 
 def test_room_is_made_for_the_longest_prompt_and_answer(world: Path) -> None:

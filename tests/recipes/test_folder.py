@@ -98,8 +98,8 @@ def test_another_run_is_told_by_what_differs(world: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("path", FREE)
 def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: Path) -> None:
     sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
-    values = {"directory": "elsewhere", "train.activation_checkpointing": "true", "data.val": "[others.jsonl]"}
-    values |= {"rollout.prepack": "false"}
+    values = {"directory": "elsewhere", "data.val": "[others.jsonl]", "rollout.prepack": "false"}
+    values |= {f"{whose}train.activation_checkpointing": "true" for whose in ("", "critic.")}
     name, _, value = sections.get(path, f"{path}={values.get(path, '3')}").partition("=")
     other = run_of(world, **{name: value})
     assert other != run_of(world) and not differences(run_of(world), other)

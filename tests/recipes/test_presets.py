@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
 from etude.cli import main, parser
@@ -16,15 +19,22 @@ from tests.recipes.runs import Captured
 def test_the_presets_are_those_that_the_help_names(capsys: Captured) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args(["train", "--help"])
-    named = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("presets:"))
-    assert set(named.removeprefix("presets:").replace(",", " ").split()) == set(PRESETS)
+    named = capsys.readouterr().out.partition("presets, each")[2].partition("examples:")[0].partition("\n")[2]
+    assert set(named.replace(",", " ").split()) == set(PRESETS)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_composes_and_can_be_changed(name: str) -> None:
+def test_every_preset_composes_can_be_changed_and_says_where_it_is_from(name: str) -> None:
     run = compose(Run, preset=PRESETS[name])
-    assert to_tree(run)["advantage"]["name"] == "grpo"
+    assert run.warnings() == [] or name == "reinforce_pp"
     assert compose(Run, ["collect.tasks=7"], preset=PRESETS[name]).collect.tasks == 7
+    comment = [line for line in PRESETS[name].read_text().splitlines() if line.startswith("#")]
+    assert len(comment) <= 5 and re.search(r"\d{4}\.\d{5}", " ".join(comment)), "the paper"
+
+
+def test_no_two_presets_are_one() -> None:
+    trees = {name: json.dumps(to_tree(compose(Run, preset=path)), default=str) for name, path in PRESETS.items()}
+    assert len(set(trees.values())) == len(trees)
 
 
 def test_dapo_is_its_four_changes() -> None:
@@ -36,7 +46,7 @@ def test_dapo_is_its_four_changes() -> None:
 def test_a_preset_is_found_among_the_options() -> None:
     assert split(["seed=1", "grpo", "steps=2"]) == (PRESETS["grpo"], ["seed=1", "steps=2"])
     assert split(["seed=1"]) == (None, ["seed=1"])
-    with pytest.raises(UnknownChoiceError, match="dapo, grpo"):
+    with pytest.raises(UnknownChoiceError, match=r"presets are .*dapo, .*grpo"):
         split(["steps=2", "groo"])
     with pytest.raises(ConfigError, match="grpo and dapo"):
         split(["grpo", "dapo"])

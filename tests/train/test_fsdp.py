@@ -304,7 +304,7 @@ def test_fp16_lowers_its_scale_and_skips() -> None:
         (lambda: learner(schedule="cosine", warmup=10, steps=10), "leaves nothing of the 10 updates"),
         (lambda: Learner(model(), Train(precision="fp64"), temperature=0.0), "greedy answers have no log-prob"),
         (lambda: Train(betas=(0.9, 1.0)), "shares of what is remembered"),
-        (lambda: learner().annotate(rollouts(), frozenset({"ref_logp"})), "`ref_logp` cannot be told by the policy"),
+        (lambda: learner().annotate(rollouts(), frozenset({"ref_logp"})), "`ref_logp` cannot be told by this model"),
         (lambda: learner().update(rollouts(), Imitate(Value(clip=None))), "needs the model's `value`"),
     ],
 )

@@ -57,8 +57,18 @@ def collect(roots: Sequence[str]) -> dict[str, Any]:
 def _preset(path: Path) -> dict[str, Any]:
     """What a preset is for, and what it chooses."""
     text = path.read_text(encoding="utf-8")
-    chosen = {key: value["name"] for key, value in (yaml.safe_load(text) or {}).items() if "name" in value}
-    return {"meaning": text.lstrip("# ").split(": ")[0].splitlines()[0], "chosen": chosen}
+    meaning = text.lstrip("# ").split(": ")[0].splitlines()[0]
+    return {"meaning": meaning, "chosen": dict(_names(yaml.safe_load(text) or {}))}
+
+
+def _names(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """What may be a choice in a file: a path, and the name that is chosen there."""
+    for key, value in tree.items():
+        here = join(path, key)
+        if isinstance(value, Mapping):
+            yield from _names(value, here)
+        elif isinstance(value, str):
+            yield (path, value) if key == "name" else (here, value)
 
 
 def _options(kind: type[BaseModel], path: str = "", when: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,68 @@
+"""The models beside the policy: what it is held to, whom it imitates, and who foresees what it will earn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from etude.chat import Tokenizer
+from etude.errors import ConfigError
+from etude.models import Model, load
+from etude.recipes.folder import check_model
+from etude.recipes.run import Run
+from etude.train import Frozen, Learner
+from etude.train.optim import PRECISIONS
+
+__all__ = ["critic", "reference", "teacher"]
+
+
+def reference(run: Run, policy: Model) -> Frozen:
+    """What the policy is held to: by default the model that the run began with, whatever it has learned since."""
+    return _frozen(run, policy, "reference", run.reference.path)
+
+
+def teacher(run: Run, policy: Model) -> Frozen:
+    """Whom the policy imitates."""
+    return _frozen(run, policy, "teacher", run.teacher.path)
+
+
+def critic(run: Run, policy: Model) -> Learner:
+    """Who foresees what will be earned, and learns beside the policy."""
+    config = run.critic.train
+    where = _checked(run, "critic", run.critic.path)
+    model = load(where, dtype=PRECISIONS[config.precision], device=policy.device, exact=True, head="value")
+    _refuse_other_tokens(run, policy, "critic", where, model)
+    return Learner(model, config, steps=run.steps * run.updates * run.epochs)
+
+
+def _frozen(run: Run, policy: Model, role: str, path: Path | None) -> Frozen:
+    where = _checked(run, role, path)
+    model = load(where, dtype=policy.dtype, device=policy.device)
+    _refuse_other_tokens(run, policy, role, where, model)
+    return Frozen(model, run.train.micro_tokens, temperature=run.sampling.temperature)
+
+
+def _checked(run: Run, role: str, path: Path | None) -> Path:
+    """The directory of a role's model: the policy's own, unless another is named."""
+    where = path or run.model.path
+    assert where is not None, "a run has a model"
+    check_model(where, f"{role}.path")
+    return where
+
+
+def _refuse_other_tokens(run: Run, policy: Model, role: str, where: Path, model: Model) -> None:
+    """Refuse a model that reads the policy's ids as other words than the policy does."""
+    if model.vocabulary != policy.vocabulary:
+        raise ConfigError(
+            f"The {role} in {where} knows {model.vocabulary} tokens, and the model in {run.model.path} knows "
+            f"{policy.vocabulary}: it would read other words. Give a `{role}.path` of the same tokenizer."
+        )
+    if where == run.model.path or not (where / "tokenizer.json").is_file():
+        return
+    assert run.model.path is not None, "a run has a model"
+    ours, theirs = Tokenizer.load(run.model.tokenizer or run.model.path), Tokenizer.load(where)
+    differ = next((id for id in range(max(ours.size, theirs.size)) if ours.token(id) != theirs.token(id)), None)
+    if differ is not None:
+        raise ConfigError(
+            f"The {role} in {where} has another tokenizer than the policy: id {differ} is {theirs.token(differ)!r} "
+            f"there and {ours.token(differ)!r} here. Give a `{role}.path` of the same tokenizer."
+        )

@@ -1,0 +1,160 @@
+"""The models beside the policy: a critic that learns, and a teacher that is imitated."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etude.checkpoint import Checkpoints
+from etude.cli import main
+from etude.models import create, load, save, tiny
+from etude.recipes.build import build
+from etude.recipes.loop import practise
+from etude.recipes.workers import PolicyWorker
+from tests.recipes.runs import Captured, measured, refused, refused_run, run_of, same, train, weights
+from tests.worlds import make_tokenizer
+
+PPO = {"advantage": "gae", "critic.train.precision": "fp32", "critic.train.learning_rate": 0.01}
+TAUGHT = {"advantage": "distillation"}
+
+
+def other_model(world: Path, directory: Path, seed: int = 0) -> Path:
+    """The world's model with its weights moved."""
+    shutil.copytree(world / "model", directory)
+    model = load(world / "model", dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)), alpha=0.2)
+    save(model, directory)
+    return directory
+
+
+# -- the critic -------------------------------------------------------------------------------------------------------
+
+
+def test_a_critic_learns_beside_the_policy(world: Path, tmp_path: Path) -> None:
+    """A policy that stands still is foreseen better and better."""
+    still = {"collect.tasks": 8, "train.learning_rate": 0.0, "epochs": 3}
+    steps = measured(train(world, tmp_path / "run", steps=12, **PPO | still))
+    assert steps[0]["critic/value_loss"] > 0 and steps[0]["critic/grad_norm"] > 0
+    assert steps[0]["explained_variance"] == pytest.approx(0, abs=1e-6), "it begins with 0 everywhere"
+    late = [step["critic/value_loss"] for step in steps[-4:]]
+    assert sum(late) / 4 < 0.6 * steps[0]["critic/value_loss"]
+    assert steps[0]["critic/learning_rate"] == 0.01 and "grad_norm" in steps[0]
+
+
+def test_what_a_critic_says_changes_what_is_learned(world: Path, tmp_path: Path) -> None:
+    """Its rate, its clip, its λ and its warm-up each act through a run; and the whole is no GRPO."""
+    asked: dict[str, dict[str, Any]] = {
+        "grpo": {},
+        "ppo": PPO,
+        "slower": PPO | {"critic.train.learning_rate": 0.001},
+        "lam": PPO | {"advantage.lam": 0.9},
+        "gamma": PPO | {"advantage.gamma": 0.9},
+        "whiten": PPO | {"advantage.whiten": "true"},
+        "clip": PPO | {"critic.loss.clip": 0.001},
+        "reduction": PPO | {"critic.loss.reduction": "seq-mean-token-mean"},
+        "bootstrap": PPO | {"advantage.bootstrap_truncated": "true", "sampling.max_tokens": 3},
+        "short": PPO | {"sampling.max_tokens": 3},
+        "warmup": PPO | {"critic.warmup": 1},
+    }
+    kept = {
+        name: weights(train(world, tmp_path / name, steps=3, updates=2, **options)) for name, options in asked.items()
+    }
+    alike = [pair for pair in combinations(kept, 2) if same(kept[pair[0]], kept[pair[1]])]
+    assert not alike
+
+
+def test_while_a_critic_warms_up_the_policy_rests(world: Path, tmp_path: Path) -> None:
+    run = train(
+        world, tmp_path / "run", steps=3, **PPO | {"critic.warmup": 2, "checkpoint.every": 1, "checkpoint.keep": 3}
+    )
+    steps = measured(run)
+    assert [step["optimizer_steps"] for step in steps] == [0, 0, 1]
+    assert all("critic/loss" in step for step in steps) and "grad_norm" not in steps[1]
+    kept = Checkpoints(run / "checkpoints").kept()
+    start = dict(load(world / "model", dtype=torch.float32).named_weights())
+    for checkpoint, rested in zip(kept, (True, True, False), strict=True):
+        held = {name: torch.empty_like(weight) for name, weight in start.items()}
+        Checkpoints(run / "checkpoints").load(checkpoint, {"weights": held})
+        assert same(held, {name: weight.detach() for name, weight in start.items()}) is rested
+
+
+def test_a_run_with_a_critic_goes_on_bit_for_bit(world: Path, tmp_path: Path) -> None:
+    whole = train(world, tmp_path / "whole", steps=4, updates=2, **PPO)
+    half = train(world, tmp_path / "half", steps=2, updates=2, **PPO)
+    train(world, half, steps=4, updates=2, **PPO)
+    assert same(weights(whole), weights(half))
+    assert measured(whole)[-1]["critic/loss"] == measured(half)[-1]["critic/loss"]
+
+
+def test_a_critic_may_begin_from_another_model(world: Path, tmp_path: Path) -> None:
+    judge = create(load(world / "model", dtype=torch.float32).module.config, seed=3, head="score")
+    save(judge, tmp_path / "judge")
+    step = measured(train(world, tmp_path / "run", steps=1, **PPO | {"critic.path": tmp_path / "judge"}))[0]
+    assert step["explained_variance"] != pytest.approx(0, abs=1e-6), "its head foresees something from the start"
+    with build(run_of(world, directory=tmp_path / "other", **PPO)) as parts:
+        practise(parts)
+        worker = parts.learners.crew._worker  # type: ignore[attr-defined]
+        assert isinstance(worker, PolicyWorker) and worker._beside.critic is not None
+        ours = worker._beside.critic.model
+        assert ours.scores and ours.module is not parts.engine.model
+
+
+def test_idle_models_are_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    for options, told in (
+        ({"critic.train.learning_rate": 0.1}, "Choose `advantage=gae`, or leave it out"),
+        ({"critic.path": world / "model"}, "this advantage asks none"),
+        (PPO | {"critic.warmup": 2}, "leaves the policy none of the 2 `steps`"),
+        ({"teacher.path": world / "model"}, "Choose `advantage=distillation`"),
+        (TAUGHT, "give a model directory with `teacher.path=…`"),
+        (PPO | {"critic.path": tmp_path / "nowhere"}, "`critic.path="),
+        (TAUGHT | {"teacher.path": tmp_path / "nowhere"}, "`teacher.path="),
+    ):
+        assert told in refused_run(capsys, world, tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+# -- the teacher ------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_nears_its_teacher_on_its_own_answers(world: Path, tmp_path: Path) -> None:
+    teacher = other_model(world, tmp_path / "teacher")
+    given = TAUGHT | {"teacher.path": teacher, "collect.tasks": 6, "reward": "nothing", "reward.path": None}
+    steps = measured(train(world, tmp_path / "run", steps=25, **given))
+    # the advantage is −(log π − log π_teacher): its mean is the divergence that is left, with its sign turned
+    assert steps[0]["advantage_mean"] < 0 and steps[-1]["advantage_mean"] > 0.6 * steps[0]["advantage_mean"]
+
+
+def test_a_teacher_of_other_words_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    size = make_tokenizer(tmp_path / "large", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    save(create(tiny(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=0), tmp_path / "large")
+    told = refused_run(capsys, world, tmp_path / "run", **TAUGHT | {"teacher.path": tmp_path / "large"})
+    assert f"knows {size} tokens" in told and "`teacher.path` of the same tokenizer" in told
+    turned = other_model(world, tmp_path / "turned")
+    text = (turned / "tokenizer.json").read_text()
+    swapped = text.replace('"1"', '"§"').replace('"2"', '"1"').replace('"§"', '"2"')
+    assert swapped != text
+    (turned / "tokenizer.json").write_text(swapped)
+    told = refused_run(capsys, world, tmp_path / "run", **TAUGHT | {"teacher.path": turned})
+    assert "has another tokenizer than the policy: id" in told
+
+
+def test_a_reward_of_nothing_teaches_nothing_by_itself(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", **{"reward": "nothing", "reward.path": None})
+    assert "`reward=nothing`" in told and "reads the reward" in told
+
+
+def test_a_run_with_a_teacher_is_known_by_its_files(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    teacher = other_model(world, tmp_path / "teacher")
+    run = train(world, tmp_path / "run", steps=1, **TAUGHT | {"teacher.path": teacher})
+    moved = teacher.rename(tmp_path / "moved")
+    assert main(["train", "--resume", str(run), "steps=2", f"teacher.path={moved}"]) == 0
+    save(load(world / "model", dtype=torch.float32), moved)
+    told = refused(capsys, "train", "--resume", str(run), "steps=3", f"teacher.path={moved}")
+    assert "was started on other files: teacher" in told
