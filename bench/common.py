@@ -18,7 +18,7 @@ from rich.table import Table
 from etude import __version__
 from etude.tools.versions import devices, installed
 
-__all__ = ["Case", "Measured", "machine", "measure", "table", "versions", "write_json"]
+__all__ = ["Case", "Measured", "machine", "matrix_rate", "measure", "table", "versions", "write_json"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,17 @@ def machine() -> dict[str, Any]:
         "devices": {device.name: device.what for device in devices()},
         "threads": torch.get_num_threads(),
     }
+
+
+def matrix_rate(size: int = 2048, times: int = 4) -> float:
+    """Operations a second of the best of a few bf16 matrix products."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2))
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        torch.mm(a, b)
+        taken.append(time.perf_counter() - began)
+    return 2 * size**3 / min(taken)
 
 
 def versions() -> dict[str, str | None]:

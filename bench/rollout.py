@@ -21,14 +21,11 @@ import argparse
 import json
 import os
 import random
-import select
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -39,7 +36,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import machine, versions
+from bench.common import machine, matrix_rate, versions
+from bench.workers import Worker
 from etude.models import create, save, tiny
 from etude.observe import make_console, progress
 from etude.rollout.environments import environment, named
@@ -64,9 +62,6 @@ CONTEXT = 1024
 """The longest sequence the models are made for."""
 WARMING = 8
 """New tokens of each answer that is not timed."""
-PATIENCE = 600.0
-"""Seconds within which an engine must start, and answer."""
-ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -140,68 +135,18 @@ class Timed:
         return {f"{self.case.name}_vs_{peer}": self.ratio(peer) for peer in self.seconds if peer != "etude"}
 
 
-class Worker:
-    """An engine in a process of its own. Its group of processes ends with it, whatever it started itself."""
-
-    def __init__(self, engine: str, python: Path, model: Path, log: Path) -> None:
-        self.engine, self.log = engine, log
-        with log.open("wb") as said:
-            self.process = subprocess.Popen(
-                [str(python), "-m", "bench.rollout_worker", engine, str(model)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=said,
-                cwd=ROOT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
-                start_new_session=True,
-            )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._asks, self._tells = self.process.stdin, self.process.stdout
-
-    def hear(self) -> dict[str, Any]:
-        """The next line it says."""
-        ready, _, _ = select.select([self._tells], [], [], PATIENCE)
-        line = self._tells.readline() if ready else b""
-        if not line:
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-            why = "ended" if ready else f"said nothing for {PATIENCE:g} s"
-            raise RuntimeError(f"The engine {self.engine} {why}. Its last words:\n{tail}")
-        told: dict[str, Any] = json.loads(line)
-        return told
-
-    def seconds(self, case: Case, seed: int) -> float:
-        """How long it takes for the requests of a round, after some like them."""
-        self._ask(case.prompts(-1 - seed), WARMING)
-        return self._ask(case.prompts(seed), case.new)
-
-    def _ask(self, prompts: list[list[int]], new: int) -> float:
-        self._asks.write(json.dumps({"prompts": prompts, "new": new}).encode() + b"\n")
-        self._asks.flush()
-        told, wanted = self.hear(), len(prompts) * new
-        if told["tokens"] != wanted:
-            raise RuntimeError(f"{self.engine} made {told['tokens']} tokens; {wanted} were asked for.")
-        return float(told["seconds"])
-
-    def close(self) -> None:
-        """Let it end by itself, then end what is left of its group."""
-        self._asks.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(30)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._tells.close()
+def seconds(worker: Worker, case: Case, seed: int) -> float:
+    """How long an engine takes for the requests of a round, after some like them."""
+    _ask(worker, case.prompts(-1 - seed), WARMING)
+    return _ask(worker, case.prompts(seed), case.new)
 
 
-def matrix_rate(size: int = 2048, times: int = 4) -> float:
-    """Operations a second of the best of a few bf16 matrix products."""
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2))
-    taken = []
-    for _ in range(times):
-        began = time.perf_counter()
-        torch.mm(a, b)
-        taken.append(time.perf_counter() - began)
-    return 2 * size**3 / min(taken)
+def _ask(worker: Worker, prompts: list[list[int]], new: int) -> float:
+    worker.tell(json.dumps({"prompts": prompts, "new": new}))
+    told, wanted = worker.hear(), len(prompts) * new
+    if told["tokens"] != wanted:
+        raise RuntimeError(f"{worker.name} made {told['tokens']} tokens; {wanted} were asked for.")
+    return float(told["seconds"])
 
 
 @contextmanager
@@ -214,7 +159,8 @@ def started(
         workers = []
         for engine, python in pythons.items():
             with progress(f"starting {engine} on {model.name}", None, console):
-                worker = Worker(engine, python, model, model.with_name(f"{model.name}-{engine}.log"))
+                log = model.with_name(f"{model.name}-{engine}.log")
+                worker = Worker(engine, [str(python), "-m", "bench.rollout_worker", engine, str(model)], log)
                 ends.callback(worker.close)
                 told[engine] = worker.hear()
                 workers.append(worker)
@@ -242,12 +188,12 @@ def run(
                             rate = matrix_rate()
                             taken = {}
                             for worker in workers:
-                                taken[worker.engine] = worker.seconds(each.case, seed)
+                                taken[worker.name] = seconds(worker, each.case, seed)
                                 bar.advance()
                             if seed > 0:
                                 each.rates.append(rate)
-                                for engine, seconds in taken.items():
-                                    each.seconds[engine].append(seconds)
+                                for engine, spent in taken.items():
+                                    each.seconds[engine].append(spent)
     return timed, told
 
 

@@ -15,7 +15,7 @@ from etude.records import Rollout, Sample
 from etude.rewards import Nothing
 from etude.rollout.kv import block_bytes
 
-__all__ = ["before", "compares", "fits", "foresees", "from_the_models", "imitates", "room"]
+__all__ = ["algorithm", "before", "compares", "fits", "foresees", "from_the_models", "imitates", "room"]
 
 COLLECTED = frozenset(
     ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
@@ -50,15 +50,22 @@ def before(run: Run) -> None:
     """Refuse what this run cannot do, and say what it may not mean."""
     if not run.data.train:
         raise ConfigError("A run needs tasks: give files with `data.train=[tasks.parquet]`.")
-    for name in sorted(run.needs() - COLLECTED - BY_MODELS):
-        raise ConfigError(
-            f"This algorithm needs the column `{name}`, which takes {MISSING.get(name, 'somebody to compute it')}; a "
-            f"run has none yet. Choose another advantage, loss or KL: `etude config show` lists them."
-        )
     if isinstance(run.reward, Nothing) and "reward" in run.needs():
         raise ConfigError(
             "`reward=nothing` gives every answer 0, and this advantage reads the reward: nothing would be learned. "
             "Choose a reward, or `advantage=distillation`."
+        )
+    algorithm(run)
+    for warning in _idle_options(run):
+        get_log("recipes").warning("%s", warning)
+
+
+def algorithm(run: Run) -> None:
+    """Refuse an algorithm that cannot be run as asked, and say what it may not mean."""
+    for name in sorted(run.needs() - COLLECTED - BY_MODELS):
+        raise ConfigError(
+            f"This algorithm needs the column `{name}`, which takes {MISSING.get(name, 'somebody to compute it')}; a "
+            f"run has none yet. Choose another advantage, loss or KL: `etude config show` lists them."
         )
     _refuse_idle_models(run)
     if run.sampling.top_p < 1 or run.sampling.top_k > 0:
@@ -68,16 +75,6 @@ def before(run: Run) -> None:
             "`evaluate.sampling` may have others."
         )
     warnings = run.warnings()
-    if run.evaluate != Evaluation() and not run.data.val:
-        warnings.append(
-            "`evaluate` says how to score on held-out tasks, and there are none, so nothing is scored. Give them with "
-            "`data.val=[held_out.parquet]`."
-        )
-    wandb = run.observe.wandb
-    if wandb.mode == "disabled" and wandb != type(wandb)():
-        warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")
-    if not run.observe.mlflow.enabled and run.observe.mlflow != type(run.observe.mlflow)():
-        warnings.append("`observe.mlflow.enabled` is false, so nothing is sent there.")
     if run.collect.group_size == 1:
         alone = _alone(run.advantage)
         if alone is not None and not any(alone):
@@ -92,6 +89,22 @@ def before(run: Run) -> None:
             )
     for warning in warnings:
         get_log("recipes").warning("%s", warning)
+
+
+def _idle_options(run: Run) -> list[str]:
+    """What is spoken of and does nothing, a sentence each."""
+    warnings = []
+    if run.evaluate != Evaluation() and not run.data.val:
+        warnings.append(
+            "`evaluate` says how to score on held-out tasks, and there are none, so nothing is scored. Give them with "
+            "`data.val=[held_out.parquet]`."
+        )
+    wandb = run.observe.wandb
+    if wandb.mode == "disabled" and wandb != type(wandb)():
+        warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")
+    if not run.observe.mlflow.enabled and run.observe.mlflow != type(run.observe.mlflow)():
+        warnings.append("`observe.mlflow.enabled` is false, so nothing is sent there.")
+    return warnings
 
 
 def _refuse_idle_models(run: Run) -> None:

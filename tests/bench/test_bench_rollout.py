@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.rollout import CASES, LIMITS, PEERS, Case, Timed, Worker, as_tree, main, matrix_rate, run, shown
+from bench.common import matrix_rate
+from bench.rollout import CASES, LIMITS, PEERS, Case, Timed, as_tree, main, run, shown
+from bench.workers import Worker
 from etude.rollout.environments import NAMED
 
 TINY = Case("tiny", "tiny", prompt=12, new=5, share=4, requests=8)
@@ -85,7 +87,8 @@ def test_a_ratio_under_its_limit_is_marked() -> None:
 
 
 def test_an_engine_that_fails_is_quoted_and_ended(tmp_path: Path) -> None:
-    worker = Worker("generate", Path(sys.executable), tmp_path / "absent", tmp_path / "log")
+    command = [sys.executable, "-m", "bench.rollout_worker", "generate", str(tmp_path / "absent")]
+    worker = Worker("generate", command, tmp_path / "log")
     try:
         with pytest.raises(RuntimeError, match="generate ended") as caught:
             worker.hear()

@@ -1,0 +1,262 @@
+"""Time whole steps of GRPO beside TRL's GRPOTrainer: the same models, tasks, rewards, sizes and optimizer.
+
+    python -m bench.grpo_vs_trl [--rounds 5] [--cases a b c learn] [--json FILE]
+
+Each trainer runs in a process of its own, TRL in an environment of its own, which is built the first time. Both train
+the same random Qwen3-shaped model in mixed bf16 (bf16 products, float32 weights for AdamW), eight answers to a task at
+temperature 1, compared within their group, one update a step, no reference, and the same reward of the answer's text:
+
+    a        3 million parameters, 64 answers of up to 64 tokens to prompts of 64
+    b        75 million, the same
+    c        75 million, prompts of 512 tokens, eight answers to each, 32 new tokens
+    learn    whether both learn: a small model, as many steps, and what the answers of the last ones earned
+
+A step is everything from asking for it to its metrics: sampling, rewards, the update. The trainers make theirs in
+turns, the first two of each not timed; a ratio is the median over the rounds of TRL's time over Etude's. Where Etude's
+time goes is read from its metrics; its ceiling is what the machine's bf16 matrix product, timed in the same round,
+allows for the products that a step needs: two operations a parameter for each token sampled and each prompt token, six
+for each that is trained on, a prompt counted once however many answers share it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import tokenizers
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from tokenizers import models, pre_tokenizers
+
+from bench.common import machine, matrix_rate, versions
+from bench.rollout import MODELS
+from bench.workers import Worker
+from etude.models import create, save, tiny
+from etude.observe import make_console, progress
+from etude.rollout.environments import environment, named
+
+LIMITS = {"a": 1.7, "b": 1.4, "c": 7.0}
+"""How many times as fast as TRL Etude should be."""
+WARMING = 2
+"""Steps of each that are not timed."""
+TRAINERS = ("etude", "trl")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What both trainers do in a step."""
+
+    name: str
+    model: str
+    prompt: int = 64
+    new: int = 64
+    groups: int = 8
+    group_size: int = 8
+    learning_rate: float = 1e-6
+    accumulate: int = 1
+    """In how many parts TRL computes an update, so that it fits into memory."""
+
+    @property
+    def rollouts(self) -> int:
+        """Answers of a step."""
+        return self.groups * self.group_size
+
+    def operations(self, parameters: int, answers: float) -> float:
+        """What the products of a step need, where answers have so many tokens in the mean."""
+        tokens = self.rollouts * answers + self.groups * self.prompt
+        return (2 + 6) * parameters * tokens
+
+
+CASES = [
+    Case("a", "3m"),
+    Case("b", "75m"),
+    Case("c", "75m", prompt=512, new=32, accumulate=4),
+    Case("learn", "tiny", prompt=8, new=16, learning_rate=3e-3),
+]
+LEARN_STEPS = 40
+
+
+@dataclass
+class Timed:
+    """A case with what was measured of it; one entry a round."""
+
+    case: Case
+    parameters: int
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in TRAINERS})
+    rewards: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in TRAINERS})
+    phases: list[dict[str, float]] = field(default_factory=list)
+    """Etude's: seconds of each phase of a step."""
+    rates: list[float] = field(default_factory=list)
+    """Floating-point operations a second of the matrix product."""
+
+    def ratio(self) -> float:
+        """How many times as fast as TRL Etude is."""
+        return median(theirs / ours for ours, theirs in zip(*(self.seconds[name] for name in TRAINERS), strict=True))
+
+    def ceiling(self, trainer: str) -> float:
+        """The share it reaches of what the matrix product allows, every answer as long as it may be."""
+        work = self.case.operations(self.parameters, self.case.new)
+        return median(work / spent / rate for spent, rate in zip(self.seconds[trainer], self.rates, strict=True))
+
+    def spent(self) -> dict[str, float]:
+        """The median seconds of each of Etude's phases."""
+        names = sorted({name for phases in self.phases for name in phases})
+        return {name.removeprefix("time/"): median(phases.get(name, 0.0) for phases in self.phases) for name in names}
+
+
+def write_model(directory: Path, case: Case) -> int:
+    """A random model whose tokens are words of two alphabets; returns how many parameters it has."""
+    sizes = dict(MODELS[case.model])
+    count = sizes["vocabulary"]
+    words = ["<pad>", "<end>", *(f"{'ab'[index % 2]}{index}" for index in range(count - 2))]
+    inner = tokenizers.Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(["<pad>", "<end>"])
+    model = create(tiny(context=1024, **sizes), seed=0)
+    model.module.config.eos_token_id = model.module.generation_config.eos_token_id = 1
+    model.module.config.pad_token_id = model.module.generation_config.pad_token_id = 0
+    save(model, directory)
+    inner.save(str(directory / "tokenizer.json"))
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "<pad>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(told))
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def write_tasks(file: Path, case: Case, count: int = 512) -> None:
+    """Prompts of random words."""
+    chance, size = random.Random(case.name), MODELS[case.model]["vocabulary"] - 2
+    with file.open("w") as tasks:
+        for _ in range(count):
+            words = (chance.randrange(size) for _ in range(case.prompt))
+            tasks.write(json.dumps({"prompt": " ".join(f"{'ab'[word % 2]}{word}" for word in words)}) + "\n")
+
+
+@contextmanager
+def started(
+    case: Case, pythons: Mapping[str, Path], folder: Path, console: Console
+) -> Iterator[tuple[dict[str, Worker], dict[str, Any]]]:
+    """A worker for each trainer, ready, and which versions each runs."""
+    told: dict[str, Any] = {}
+    with ExitStack() as ends:
+        workers: dict[str, Worker] = {}
+        for name, python in pythons.items():
+            file = folder / f"{case.name}-{name}.json"
+            own = {"model": str(folder / case.model), "tasks": str(folder / f"{case.name}.jsonl")}
+            file.write_text(json.dumps(asdict(case) | own | {"directory": str(folder / f"{case.name}-{name}")}))
+            with progress(f"starting {name} on {case.name}", None, console):
+                command = [str(python), "-m", "bench.grpo_worker", name, str(file)]
+                workers[name] = Worker(name, command, file.with_suffix(".log"))
+                ends.callback(workers[name].close)
+                told[name] = workers[name].hear()
+        yield workers, told
+
+
+def timed(case: Case, pythons: Mapping[str, Path], rounds: int, folder: Path, console: Console) -> tuple[Timed, Any]:
+    """A case on both trainers, in turns."""
+    if not (folder / case.model).exists():
+        write_model(folder / case.model, case)
+    parameters = sum(p.numel() for p in create(tiny(context=1024, **MODELS[case.model]), seed=0).parameters())
+    write_tasks(folder / f"{case.name}.jsonl", case)
+    found = Timed(case, parameters)
+    steps = LEARN_STEPS if case.name == "learn" else rounds + WARMING
+    with (
+        started(case, pythons, folder, console) as (workers, told),
+        progress(f"steps of {case.name}", steps * len(workers), console) as bar,
+    ):
+        for step in range(steps):
+            rate = matrix_rate()
+            for name, worker in workers.items():
+                worker.tell("step")
+                said = worker.hear()
+                bar.advance()
+                found.rewards[name].append(said["reward"])
+                if step >= WARMING:
+                    found.seconds[name].append(said["seconds"])
+                    found.phases += [said["phases"]] if "phases" in said else []
+            found.rates += [rate] if step >= WARMING else []
+    return found, told
+
+
+def shown(measured: Sequence[Timed]) -> Table:
+    """The outcome for a person to read; what misses its limit is marked."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("case")
+    for title in ("Etude, s", "of the ceiling", "TRL, s", "of the ceiling", "Etude is faster by", "limit", ""):
+        table.add_column(title, justify="right")
+    table.add_column("where Etude's time goes")
+    for each in measured:
+        ours, theirs = (median(each.seconds[name]) for name in TRAINERS)
+        limit = LIMITS.get(each.case.name)
+        missed = limit is not None and each.ratio() < limit
+        spent = each.spent()
+        told = ", ".join(f"{name} {seconds / ours:.0%}" for name, seconds in spent.items() if seconds > 0.01 * ours)
+        cells = [f"{ours:.2f}", f"{each.ceiling('etude'):.0%}", f"{theirs:.2f}", f"{each.ceiling('trl'):.0%}"]
+        cells += [f"{each.ratio():.2f}", "" if limit is None else f"{limit:g}", "misses" if missed else "", told]
+        table.add_row(each.case.name, *cells, style="yellow" if missed else "")
+    return table
+
+
+def learned(measured: Timed) -> str:
+    """What the last five steps of each earned, and the first."""
+    parts = []
+    for name in TRAINERS:
+        rewards = measured.rewards[name]
+        parts.append(f"{name} from {fmean(rewards[:3]):.3f} to {fmean(rewards[-5:]):.3f}")
+    return f"Learning, {LEARN_STEPS} steps: {', '.join(parts)}."
+
+
+def as_tree(measured: Sequence[Timed], told: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that was measured, and with what."""
+    return {
+        "machine": machine() | {"load": os.getloadavg()[0]},
+        "versions": versions() | {"peers": {"trl": told["trl"]}},
+        "cases": [asdict(each) | {"spent": each.spent()} for each in measured],
+        "ratios": {each.case.name: each.ratio() for each in measured if each.case.name in LIMITS},
+        "limits": LIMITS,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="how many steps are timed; medians are shown")
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", nargs="+", default=names, choices=names, help="these alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
+    asked = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the trainers are ended as well
+    console = make_console()
+    pythons = {"etude": Path(sys.executable), "trl": environment(named("trl"), console=console).python}
+    with tempfile.TemporaryDirectory() as folder:
+        found = [
+            timed(case, pythons, asked.rounds, Path(folder), console) for case in CASES if case.name in asked.cases
+        ]
+    measured, told = [each for each, _ in found], found[0][1]
+    console.print(
+        f"64 answers a step in mixed bf16, {machine()['threads']} threads, median of {asked.rounds} rounds; a matrix "
+        f"product runs at {median(rate for each in measured for rate in each.rates) / 1e9:,.0f} GFLOP/s.",
+        soft_wrap=True,
+    )
+    console.print(shown(measured))
+    for each in measured:
+        if each.case.name == "learn":
+            console.print(learned(each), soft_wrap=True)
+    if asked.json:
+        asked.json.write_text(json.dumps(as_tree(measured, told), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

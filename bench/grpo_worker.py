@@ -1,0 +1,184 @@
+"""One trainer of `bench.grpo_vs_trl`, in a process of its own: makes a step for each line of its input.
+
+    python -m bench.grpo_worker TRAINER SPECIFICATION
+
+It runs under the trainer's own Python, where nothing of Etude need be installed, so it stands alone. The specification
+is a file that the benchmark wrote: model, tasks, sizes, rates. The first line that is answered says which versions run;
+after that a step is answered by `{"seconds": …, "reward": …}`, the time from the word to go to its end. Whatever a
+library prints goes to the standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+Specification = dict[str, Any]
+PHASES = ("time/collect", "time/annotate", "time/estimate", "time/update", "time/publish")
+"""Etude's phases of a step."""
+
+
+class Pace:
+    """Steps one by one, each on demand."""
+
+    def __init__(self, packages: tuple[str, ...]) -> None:
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        self._began = 0.0
+        self._packages = packages
+        self._ready = False
+
+    def wait(self) -> None:
+        """Until the next step is wanted. Ends the process where none is."""
+        if not self._ready:
+            self._ready = True
+            self._say({package: version(package) for package in self._packages})
+        if not sys.stdin.readline():
+            os._exit(0)
+        self._began = time.perf_counter()
+
+    def done(self, reward: float, **more: Any) -> None:
+        """Say how long the step took, and what it earned."""
+        self._say({"seconds": time.perf_counter() - self._began, "reward": reward} | more)
+
+    def _say(self, what: dict[str, Any]) -> None:
+        self._answers.write(json.dumps(what) + "\n")
+        self._answers.flush()
+
+
+def earned(answer: str) -> float:
+    """What an answer is worth: the share of its words from the first half of the alphabet of words."""
+    words = answer.split()
+    return sum(word.startswith("a") for word in words) / max(len(words), 1)
+
+
+def etude(asked: Specification, pace: Pace) -> None:
+    """The loop of `etude train`, with its journal and its metrics."""
+    from etude.config.compose import compose
+    from etude.recipes.build import build
+    from etude.recipes.loop import practise
+    from etude.recipes.run import Run
+
+    options = {
+        "model.path": asked["model"],
+        "data.train": f"[{asked['tasks']}]",
+        "data.max_prompt": asked["prompt"] + 8,
+        "reward": "function",
+        "reward.path": f"{Path(__file__)}:judge",
+        "sampling.max_tokens": asked["new"],
+        "collect.tasks": asked["groups"],
+        "collect.group_size": asked["group_size"],
+        "loss.reduction": "token-mean",
+        "train.precision": "bf16",
+        "train.learning_rate": asked["learning_rate"],
+        "rollout.max_running": asked["groups"] * asked["group_size"],
+        "rollout.kv_gib": 2.0,
+        "checkpoint.every": 1_000_000,
+        "steps": 1_000_000,
+        "observe.console": "off",
+        "observe.level": "error",
+        "directory": asked["directory"],
+    } | asked.get("etude", {})
+    with build(compose(Run, _written(options))) as parts:
+        remaining, metrics = parts.checkpoint.remaining, Path(asked["directory"]) / "metrics.jsonl"
+
+        def paced() -> Iterator[int]:
+            for step in remaining():
+                if step > 1:
+                    told = json.loads(metrics.read_text(encoding="utf-8").splitlines()[-1])
+                    pace.done(told["reward"], phases={k: v for k, v in told.items() if k in PHASES})
+                pace.wait()
+                yield step
+
+        parts.checkpoint.remaining = paced  # type: ignore[method-assign]
+        practise(parts)
+
+
+def judge(task: Any, answer: str) -> float:  # noqa: ARG001
+    """The reward as Etude calls it."""
+    return earned(answer)
+
+
+def trl(asked: Specification, pace: Pace) -> None:
+    """GRPOTrainer as its documentation has it, without a reference and without a tracker."""
+    import torch
+    from datasets import Dataset  # type: ignore[import-not-found]
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+
+    class Paced(TrainerCallback):  # type: ignore[misc]
+        """Makes steps on demand."""
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            pace.wait()
+
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            if "reward" in logs:
+                pace.done(logs["reward"])
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [earned(completion) for completion in completions]
+
+    rows = [json.loads(line) for line in Path(asked["tasks"]).read_text(encoding="utf-8").splitlines()]
+    rollouts = asked["groups"] * asked["group_size"]
+    config = GRPOConfig(
+        output_dir=asked["directory"],
+        use_cpu=not torch.cuda.is_available(),
+        bf16=True,
+        per_device_train_batch_size=rollouts // asked["accumulate"],
+        gradient_accumulation_steps=asked["accumulate"],
+        num_generations=asked["group_size"],
+        max_completion_length=asked["new"],
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        loss_type="dapo",
+        learning_rate=asked["learning_rate"],
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        max_steps=1_000_000,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(asked["model"], padding_side="left"),
+        reward_funcs=[reward],
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
+        callbacks=[Paced()],
+    )
+    trainer.train()
+
+
+def _written(options: dict[str, Any]) -> list[str]:
+    return [f"{name}={value}" for name, value in options.items()]
+
+
+TRAINERS: dict[str, tuple[Callable[[Specification, Pace], None], tuple[str, ...]]] = {
+    "etude": (etude, ("torch", "transformers")),
+    "trl": (trl, ("trl", "torch", "transformers", "accelerate")),
+}
+"""Each trainer, and the packages whose versions it tells."""
+
+
+def main(name: str, specification: str) -> None:
+    """Start, and make steps."""
+    start, packages = TRAINERS[name]
+    start(json.loads(Path(specification).read_text(encoding="utf-8")), Pace(packages))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

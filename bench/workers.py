@@ -1,0 +1,65 @@
+"""Processes that a benchmark talks to line by line, each with a peer in it and under that peer's own Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Worker"]
+
+PATIENCE = 600.0
+"""Seconds within which a worker must start, and answer."""
+ROOT = Path(__file__).parents[1]
+
+
+class Worker:
+    """A process that answers lines of JSON. Its group of processes ends with it, whatever it started itself."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+        self.name, self.log = name, log
+        with log.open("wb") as said:
+            self.process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                cwd=ROOT,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+                start_new_session=True,
+            )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._asks, self._tells = self.process.stdin, self.process.stdout
+
+    def tell(self, line: str) -> None:
+        """Hand it a line."""
+        self._asks.write(line.encode() + b"\n")
+        self._asks.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """The next line it says."""
+        ready, _, _ = select.select([self._tells], [], [], PATIENCE)
+        line = self._tells.readline() if ready else b""
+        if not line:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+            why = "ended" if ready else f"said nothing for {PATIENCE:g} s"
+            raise RuntimeError(f"{self.name} {why}. Its last words:\n{tail}")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def close(self) -> None:
+        """Let it end by itself, then end what is left of its group."""
+        with suppress(BrokenPipeError):
+            self._asks.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._tells.close()

@@ -1,0 +1,333 @@
+"""The loop as a short program of one's own: collect, judge, optimise, with a model that is loaded already.
+
+    config = RLConfig(algorithm="ppo", batch_size=32, learning_rate=5e-5, clip_epsilon=0.2)
+    env = LanguageModelEnv(tokenizer, model, prompts=["2 + 2 ="], reward=lambda prompt, answer: float("4" in answer))
+    trainer = PPOTrainer(config=config, env=env)
+    for epoch in range(100):
+        trajectories = trainer.collect_rollouts()
+        rewards = trainer.compute_rewards(trajectories)
+        trainer.optimize(trajectories, rewards)
+
+The parts are those of `etude train`: the engine that samples, the judge, the algorithm of a preset, the learner. What
+is missing is what a program of one's own does as it likes: steps, evaluation, checkpoints, a journal to resume from.
+The model that was handed over is trained in place; save it with its own `save_pretrained`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import weakref
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Self, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from etude.batch import Batch
+from etude.chat import ChatConfig, Tokenizer
+from etude.config.compose import compose
+from etude.data import Dataset
+from etude.data.adapt import samples as rows_of_turns
+from etude.data.collate import collate
+from etude.dispatch import LocalCrew
+from etude.envs import LanguageModelEnv
+from etude.errors import ConfigError, DataError, RewardError, UnknownChoiceError
+from etude.models import Model
+from etude.models.adopt import adopt, with_score_head
+from etude.recipes import checks
+from etude.recipes.presets import PRESETS
+from etude.recipes.run import Run
+from etude.recipes.sampling import derived_seed
+from etude.recipes.workers import Beside, Foresee, PolicyWorker
+from etude.records import Outcome, Rollout, Task, Turn
+from etude.rewards import Judge, RewardFunction, Verdict
+from etude.rollout import TorchEngine
+from etude.sync import LocalCarrier
+from etude.train import Frozen, Learner
+from etude.train.optim import PRECISIONS
+
+__all__ = ["PPOTrainer", "RLConfig", "Trajectories"]
+
+T = TypeVar("T")
+
+SHORT = 64
+"""The longest answer unless another is asked for: what a first program wants to wait for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig:
+    """What a short program sets of a run. Each field stands for an option of `etude train`; None leaves the preset's.
+
+    A field that the algorithm has no use for is refused, as the option would be.
+    """
+
+    algorithm: str = "ppo"
+    """A preset: `ppo`, `grpo`, `dapo`, … (`etude.recipes.presets.PRESETS`)."""
+    batch_size: int = 32
+    """Prompts a step."""
+    group_size: int | None = None
+    """Answers to each of them, compared with each other."""
+    learning_rate: float | None = None
+    clip_epsilon: float | None = None
+    """How far the ratio to the old policy may leave 1, on either side."""
+    updates: int | None = None
+    """Optimizer steps a step."""
+    epochs: int | None = None
+    """Passes over the answers of a step."""
+    max_tokens: int = SHORT
+    """The longest answer."""
+    temperature: float | None = None
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Any other options of a run by their names: `{"kl": "reverse", "critic.warmup": 5}`."""
+
+    STANDS_FOR: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "batch_size": ("collect.tasks",),
+        "group_size": ("collect.group_size",),
+        "learning_rate": ("train.learning_rate",),
+        "clip_epsilon": ("loss.clip_low", "loss.clip_high"),
+        "updates": ("updates",),
+        "epochs": ("epochs",),
+        "max_tokens": ("sampling.max_tokens",),
+        "temperature": ("sampling.temperature",),
+        "seed": ("seed",),
+    }
+    """The options that a field sets."""
+
+    def run(self, **more: Any) -> Run:
+        """The run that this asks for; `more` are options that follow from the model."""
+        if self.algorithm not in PRESETS:
+            raise UnknownChoiceError(
+                f"There is no algorithm '{self.algorithm}'. RLConfig(algorithm=…) is one of {', '.join(PRESETS)}."
+            )
+        asked = {option: getattr(self, name) for name, options in self.STANDS_FOR.items() for option in options}
+        given = {option: value for option, value in asked.items() if value is not None} | dict(self.options) | more
+        return compose(Run, [f"{option}={value}" for option, value in given.items()], preset=PRESETS[self.algorithm])
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectories:
+    """Answers as they were drawn, a group for each prompt, one after the other."""
+
+    tasks: Sequence[Task]
+    """What was asked, once for each answer."""
+    turns: Sequence[Turn]
+    """The very tokens: what was read, what was drawn, how likely it was."""
+    version: int
+    """The policy version that drew them."""
+
+    @property
+    def prompts(self) -> list[Any]:
+        """What each answer answers: text or messages; where nothing was asked, the token that a text begins with."""
+        return [task.fields["prompt"] for task in self.tasks]
+
+    @property
+    def answers(self) -> list[str]:
+        """The texts."""
+        return [turn.completion.text for turn in self.turns]
+
+    def __len__(self) -> int:
+        return len(self.turns)
+
+
+class PPOTrainer:
+    """Collects, judges and optimises, each when it is told to. Named after what people look for first, it runs any
+    preset.
+
+    Works inside a notebook as well: what waits, waits in a thread of the trainer's own. `close` it, or use it in a
+    `with`, to have engine and threads ended before the program is.
+    """
+
+    def __init__(self, config: RLConfig, env: LanguageModelEnv) -> None:
+        self._ends = ExitStack()
+        self._tokenizer = _tokenizer(env.tokenizer, self._ends)
+        model = adopt(env.model)
+        self._chat = ChatConfig().chat(self._tokenizer)
+        begin = self._tokenizer.bos_id
+        self._begin = self._tokenizer.eos_ids[0] if begin is None else begin
+        self._nothing_asked = env.prompts is None
+        asked = env.prompts or [str(self._tokenizer.token(self._begin))]
+        self._dataset, self._reward = Dataset.load([_row(prompt) for prompt in asked]), env.reward
+        longest = max(len(self._ids(self._dataset.task(row, row))) for row in range(len(self._dataset)))
+        self.run = config.run(**{"train.precision": _precision(model), "data.max_prompt": longest})
+        checks.algorithm(self.run)
+        checks.room(self.run, model)
+        self._order = self.run.data.sampler.start(len(self._dataset), self.run.seed, self._dataset.sources)
+        self._engine = self._ends.enter_context(closing(TorchEngine(model, self._tokenizer, self.run.rollout)))
+        self._crew = self._ends.enter_context(closing(LocalCrew(_worker(self.run, model))))
+        self._carrier, self._loop = LocalCarrier(self._engine), _Loop(self._ends)
+        self._judge: Judge | None = None
+        self._step = self._collected = 0
+        weakref.finalize(self, self._ends.close)
+
+    def collect_rollouts(self) -> Trajectories:
+        """Answers to the next prompts by the policy as it stands."""
+        first = self._collected * self.run.collect.tasks
+        ordinals = range(first, first + self.run.collect.tasks)
+        chosen = [self._dataset.task(self._order.row(ordinal), ordinal) for ordinal in ordinals]
+        tasks = [task for task in chosen for _ in range(self._size)]
+        sampling = [
+            self.run.sampling.params(derived_seed(self.run.seed, "train", task.ordinal, place % self._size, 0))
+            for place, task in enumerate(tasks)
+        ]
+        self._collected += 1
+        drawn = self._engine.generate_all([self._ids(task) for task in tasks], sampling)
+        return Trajectories(tasks, [Turn(self._ids(t), c, 0) for t, c in zip(tasks, drawn, strict=True)], self._step)
+
+    def compute_rewards(self, trajectories: Trajectories) -> NDArray[np.float64]:
+        """What each answer earns, by the environment's reward; an answer that cannot be judged is an error."""
+        if self._reward is None:
+            raise ConfigError(
+                "This LanguageModelEnv was given no reward, so nothing can be learned. Pass one: "
+                "LanguageModelEnv(tokenizer, model, reward=f), where f(prompt, answer), or f(answer), returns a number."
+            )
+        if self._judge is None:
+            self._judge = self._ends.enter_context(Judge(_judged(self._reward), self.run.judging))
+        verdicts = self._loop.run(self._verdicts(self._judge, trajectories))
+        for verdict in verdicts:
+            if verdict.outcome is not Outcome.SUCCEEDED:
+                raise RewardError(verdict.error)
+        return np.array([verdict.reward for verdict in verdicts])
+
+    def optimize(self, trajectories: Trajectories, rewards: ArrayLike) -> dict[str, float]:
+        """Learn from answers and what they earned; returns what was measured. Each answer teaches once."""
+        earned = np.asarray(rewards, dtype=np.float64)
+        if earned.shape != (len(trajectories),) or not np.isfinite(earned).all():
+            raise DataError(
+                f"optimize needs one finite reward for each of the {len(trajectories)} trajectories; an array of shape "
+                f"{earned.shape} was given{'' if np.isfinite(earned).all() else ', with values that are not finite'}."
+            )
+        if trajectories.version != self._step:
+            raise DataError(
+                f"These trajectories were drawn by version {trajectories.version} of the policy, which is at version "
+                f"{self._step} now. Collect new ones before each call of optimize."
+            )
+        batch = self._batch(trajectories, earned)
+        batch = self._crew.call(PolicyWorker.annotate, batch, checks.from_the_models(self.run))
+        batch = self._crew.call(PolicyWorker.estimate, batch, self._step + 1)
+        metrics = self._crew.call(PolicyWorker.update, batch)
+        self._step += 1
+        metrics.merge(self._loop.run(self._carrier.publish(self._crew.call(PolicyWorker.weights), self._step)))
+        return metrics.reduce()
+
+    def close(self) -> None:
+        """End the engine and the threads. The model stays as it was trained."""
+        self._ends.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    @property
+    def _size(self) -> int:
+        return self.run.collect.group_size
+
+    def _ids(self, task: Task) -> NDArray[np.int32]:
+        """What the model is shown: where nothing is asked, that a text begins."""
+        if self._nothing_asked:
+            return np.array([self._begin], dtype=np.int32)
+        prompt: Any = task.fields["prompt"]
+        return self._chat.prompt_ids(prompt)
+
+    def _batch(self, trajectories: Trajectories, earned: NDArray[np.float64]) -> Batch:
+        rows, rollouts = [], []
+        for place, (task, turn) in enumerate(zip(trajectories.tasks, trajectories.turns, strict=True)):
+            rollout = self._step * len(trajectories) + place
+            truncated = turn.completion.finish == "length"
+            rollouts.append(Rollout(rollout, task.ordinal, task.ordinal, float(earned[place]), truncated=truncated))
+            rows += rows_of_turns([turn], rollout)
+        batch = collate(rows, rollouts)
+        return batch.replace(trainer_version=batch.group.new_full((batch.rollouts,), self._step))
+
+    @staticmethod
+    async def _verdicts(judge: Judge, trajectories: Trajectories) -> list[Verdict]:
+        pairs = zip(trajectories.tasks, trajectories.answers, strict=True)
+        return await asyncio.gather(*(judge.judge(task, answer) for task, answer in pairs))
+
+
+class _Loop:
+    """An event loop in a thread of its own, for a program that may stand in one already."""
+
+    def __init__(self, ends: ExitStack) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="etude-trainer", daemon=True)
+        self._thread.start()
+        ends.callback(self._end)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine's end; what bounds it is its own."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _tokenizer(given: Any, ends: ExitStack) -> Tokenizer:
+    """Ours, from one of transformers'."""
+    folder = Path(ends.enter_context(TemporaryDirectory()))
+    given.save_pretrained(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{type(given).__name__} writes no tokenizer.json: it is not a fast tokenizer. Load it with "
+            f"`AutoTokenizer.from_pretrained(…, use_fast=True)`."
+        )
+    return Tokenizer.load(folder)
+
+
+def _precision(model: Model) -> str:
+    """The option that trains a model in the dtype that it was loaded in."""
+    return next(name for name, dtype in PRECISIONS.items() if dtype == model.dtype)
+
+
+def _row(prompt: Any) -> Mapping[str, Any]:
+    """A prompt as a row of data: text, messages, or a whole row with the columns that a reward reads."""
+    return prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+
+
+def _judged(reward: Any) -> Any:
+    """A reward as the judge calls it: a function of two is given prompt and answer, a function of one the answer."""
+    if isinstance(reward, RewardFunction) or {"task", "data_source"} & set(inspect.signature(reward).parameters):
+        return reward
+    alone = len(inspect.signature(reward).parameters) == 1
+
+    def called(task: Task, answer: str) -> Any:
+        return reward(answer) if alone else reward(task.fields["prompt"], answer)
+
+    async def awaited(task: Task, answer: str) -> Any:
+        return await called(task, answer)
+
+    return awaited if inspect.iscoroutinefunction(reward) else called
+
+
+def _worker(run: Run, model: Model) -> PolicyWorker:
+    """The learner, and what stands beside it; each begins from the model that was handed over."""
+    if checks.imitates(run):
+        raise ConfigError("A teacher is a model directory: learn from one with `etude train distillation`.")
+    held = {}
+    if checks.compares(run):
+        frozen = Frozen(model.copy(), run.train.micro_tokens, temperature=run.sampling.temperature)
+        held = {"ref_logp": frozen}
+    critic = None
+    if checks.foresees(run):
+        config = run.critic.train.model_copy(update={"precision": run.train.precision})
+        critic = Learner(with_score_head(model, model.dtype), config, steps=run.steps * run.updates * run.epochs)
+    alone = run.critic.warmup if critic is not None else 0
+    learner = Learner(
+        model,
+        run.train,
+        temperature=run.sampling.temperature,
+        steps=run.steps * run.updates * run.epochs,
+        reference=held["ref_logp"].model if "full_kl" in run.outputs() else None,
+    )
+    beside = Beside(held, critic, Foresee(run.critic.loss), alone)
+    return PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs, beside=beside)

@@ -1,0 +1,77 @@
+"""The comparison with TRL: its arithmetic, and Etude's own half of it at a tiny size."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.grpo_vs_trl import (
+    CASES,
+    LIMITS,
+    WARMING,
+    Case,
+    Timed,
+    as_tree,
+    learned,
+    shown,
+    started,
+    write_model,
+    write_tasks,
+)
+from bench.grpo_worker import earned
+from etude.rollout.environments import NAMED
+
+TINY = Case("tiny", "tiny", prompt=5, new=4, groups=2, group_size=4)
+
+
+def timed() -> Timed:
+    found = Timed(TINY, 1_000_000)
+    found.seconds |= {"etude": [1.0, 2.0, 1.0], "trl": [2.0, 8.0, 3.0]}
+    found.rewards |= {"etude": [0.5] * 6, "trl": [0.25] * 6}
+    found.phases = [{"time/collect": 0.75, "time/update": 0.25}] * 3
+    found.rates = [8e9, 4e9, 8e9]
+    return found
+
+
+def test_a_ratio_compares_within_a_round_and_a_ceiling_counts_a_prompt_once() -> None:
+    assert timed().ratio() == 3.0
+    assert TINY.operations(1_000_000, 4) == 8 * 1e6 * (8 * 4 + 2 * 5)
+    assert timed().ceiling("etude") == pytest.approx(TINY.operations(1_000_000, 4) / 8e9)
+    assert timed().spent() == {"collect": 0.75, "update": 0.25}
+
+
+def test_what_misses_is_marked_and_what_was_learned_is_told() -> None:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(shown([timed()]))
+    slow = timed()
+    slow.seconds["trl"] = slow.seconds["etude"]
+    console.print(shown([Timed(CASES[0], 1, slow.seconds, slow.rewards, slow.phases, slow.rates)]))
+    assert isinstance(console.file, io.StringIO)
+    said = console.file.getvalue()
+    assert "collect 75%, update 25%" in said and said.count("misses") == 1
+    assert "etude from 0.500 to 0.500, trl from 0.250" in learned(timed())
+    assert as_tree([timed()], {"trl": {"trl": "1"}})["limits"] == LIMITS
+
+
+def test_both_are_asked_the_same_and_earn_alike() -> None:
+    assert earned("a1 b2 a3 a5") == 0.75 and earned("") == 0
+    assert set(LIMITS) <= {case.name for case in CASES} and "trl" in NAMED and WARMING > 0
+
+
+def test_etude_makes_its_steps_when_it_is_told_to(tmp_path: Path) -> None:
+    assert write_model(tmp_path / "tiny", TINY) > 0
+    write_tasks(tmp_path / "tiny.jsonl", TINY, 6)
+    assert len(json.loads((tmp_path / "tiny.jsonl").read_text().splitlines()[0])["prompt"].split()) == 5
+    console = Console(file=io.StringIO(), width=160)
+    with started(TINY, {"etude": Path(sys.executable)}, tmp_path, console) as (workers, told):
+        assert "torch" in told["etude"]
+        for _ in range(2):
+            workers["etude"].tell("step")
+            said = workers["etude"].hear()
+            assert said["seconds"] > 0 and 0 <= said["reward"] <= 1
+            assert sum(said["phases"].values()) <= said["seconds"]

@@ -1,0 +1,220 @@
+"""The loop as a short program: the introduction's own, and what a person may get wrong in it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import etude
+from etude import PPOTrainer, RLConfig
+from etude.envs import LanguageModelEnv
+from etude.errors import ConfigError, DataError, RewardError
+from etude.models import create, save, tiny
+from etude.recipes.presets import PRESETS
+from etude.rewards import REWARDS
+from tests.worlds import make_tokenizer
+
+SKETCH = """
+from etude import PPOTrainer, RLConfig
+from etude.envs import LanguageModelEnv
+from transformers import AutoTokenizer, AutoModelForCausalLM
+
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+model = AutoModelForCausalLM.from_pretrained("PATH")
+
+config = RLConfig(
+    algorithm="ppo",
+    batch_size=32,
+    learning_rate=5e-5,
+    clip_epsilon=0.2
+)
+
+env = LanguageModelEnv(tokenizer, model, REWARD)
+
+trainer = PPOTrainer(config=config, env=env)
+
+for epoch in range(EPOCHS):
+    trajectories = trainer.collect_rollouts()
+    rewards = trainer.compute_rewards(trajectories)
+    trainer.optimize(trajectories, rewards)
+    print(f"Epoch {epoch}: reward avg = {rewards.mean()}")
+"""
+"""The program of the introduction that the interface was drawn after."""
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model of that family, with a tokenizer."""
+    directory = tmp_path_factory.mktemp("gpt2")
+    size = make_tokenizer(directory)
+    save(create(tiny(size, family="gpt2", layers=1, hidden=16, heads=2, context=128), seed=0), directory)
+    return directory
+
+
+def digits(answer: str) -> float:
+    """The share of digits."""
+    return sum(letter.isdigit() for letter in answer) / max(len(answer), 1)
+
+
+def env(directory: Path, **more: Any) -> LanguageModelEnv:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return LanguageModelEnv(AutoTokenizer.from_pretrained(directory), model, **more)
+
+
+@pytest.fixture
+def trainers() -> Iterator[list[PPOTrainer]]:
+    made: list[PPOTrainer] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+def trainer(made: list[PPOTrainer], config: RLConfig, env: LanguageModelEnv) -> PPOTrainer:
+    made.append(PPOTrainer(config=config, env=env))
+    return made[-1]
+
+
+def small(**more: Any) -> RLConfig:
+    given = {"algorithm": "grpo", "batch_size": 4, "group_size": 4, "max_tokens": 6, "learning_rate": 0.01, **more}
+    return RLConfig(**given)
+
+
+def test_the_introductions_program_runs_as_it_is_written(gpt2: Path) -> None:
+    reward = "reward=lambda answer: sum(letter.isdigit() for letter in answer) / max(len(answer), 1)"
+    program = SKETCH.replace("PATH", str(gpt2)).replace("REWARD", reward).replace("EPOCHS", "3")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("Epoch")]
+    assert len(lines) == 3 and all(0 <= float(line.rpartition("= ")[2]) <= 1 for line in lines)
+
+
+def test_without_a_reward_there_is_one_clear_error(gpt2: Path) -> None:
+    program = SKETCH.replace("PATH", str(gpt2)).replace(", REWARD", "").replace("EPOCHS", "1")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1
+    assert "compute_rewards" in done.stderr and "LanguageModelEnv(tokenizer, model, reward=f)" in done.stderr
+
+
+def test_the_model_that_was_handed_over_learns(gpt2: Path, trainers: list[PPOTrainer]) -> None:
+    world = env(gpt2, prompts=["1+1=", "2+2=", "3+1=", "5+3="], reward=lambda prompt, answer: digits(answer))
+    first = world.model.generate(torch.tensor([[5, 6]]), do_sample=False, max_new_tokens=5)
+    before = {name: weight.clone() for name, weight in world.model.named_parameters()}
+    practice = trainer(trainers, small(), world)
+    means = []
+    for _ in range(25):
+        trajectories = practice.collect_rollouts()
+        rewards = practice.compute_rewards(trajectories)
+        told = practice.optimize(trajectories, rewards)
+        means.append(float(rewards.mean()))
+    assert np.mean(means[-5:]) > np.mean(means[:5]) + 0.2, means
+    assert told["grad_norm"] > 0 and len(trajectories) == 16 and len(set(trajectories.prompts)) == 4
+    changed = {name for name, weight in world.model.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == before.keys()
+    again = world.model.generate(torch.tensor([[5, 6]]), do_sample=False, max_new_tokens=5)
+    assert again.shape == first.shape, "it still works by itself"
+    ours = practice._engine.model
+    ids = torch.tensor([[5, 6, 7]])
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), world.model.parameters(), strict=True))
+    assert torch.isfinite(world.model(ids).logits).all()
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "rloo", "reinforce_pp", "gspo"])
+def test_any_preset_may_be_asked_for(algorithm: str, gpt2: Path, trainers: list[PPOTrainer]) -> None:
+    asked = small(algorithm=algorithm, group_size=None if algorithm in ("ppo", "reinforce_pp") else 4)
+    practice = trainer(trainers, asked, env(gpt2, reward=digits))
+    for _ in range(2):
+        trajectories = practice.collect_rollouts()
+        told = practice.optimize(trajectories, practice.compute_rewards(trajectories))
+    assert told["optimizer_steps"] == practice.run.updates
+    assert ("critic/loss" in told) == (algorithm == "ppo") and ("kl" in told) == (algorithm == "reinforce_pp")
+
+
+def test_each_field_stands_for_an_option() -> None:
+    config = RLConfig(
+        algorithm="grpo",
+        batch_size=3,
+        group_size=5,
+        learning_rate=0.5,
+        clip_epsilon=0.25,
+        updates=2,
+        epochs=4,
+        max_tokens=9,
+        temperature=0.75,
+        seed=11,
+        options={"kl": "reverse", "kl.coefficient": 0.125},
+    )
+    run = config.run()
+    assert (run.collect.tasks, run.collect.group_size, run.updates, run.epochs, run.seed) == (3, 5, 2, 4, 11)
+    assert run.train.learning_rate == 0.5 and run.sampling.max_tokens == 9 and run.sampling.temperature == 0.75
+    assert run.kl is not None and run.kl.coefficient == 0.125
+    assert (run.loss.clip_low, run.loss.clip_high) == (0.25, 0.25)  # type: ignore[attr-defined]
+    named = {name for name in RLConfig.__dataclass_fields__ if name != "STANDS_FOR"}
+    assert named == set(RLConfig.STANDS_FOR) | {"algorithm", "options"}
+
+
+def test_what_is_asked_wrongly_is_told(gpt2: Path, trainers: list[PPOTrainer]) -> None:
+    with pytest.raises(ConfigError, match=r"no algorithm 'ppp'.*ppo"):
+        RLConfig(algorithm="ppp").run()
+    with pytest.raises(ConfigError, match="clip_low"):
+        RLConfig(algorithm="rloo", clip_epsilon=0.2).run()
+    with pytest.raises(ConfigError, match="distillation"):
+        PPOTrainer(config=small(algorithm="distillation", options={"teacher.path": gpt2}), env=env(gpt2))
+    with pytest.raises(ConfigError, match="context of 128"):
+        PPOTrainer(config=small(max_tokens=500), env=env(gpt2))
+    practice = trainer(trainers, small(), env(gpt2, reward=digits))
+    drawn = practice.collect_rollouts()
+    for wrong in ([1.0], np.full(len(drawn), np.nan)):
+        with pytest.raises(DataError, match="one finite reward for each of the 16"):
+            practice.optimize(drawn, wrong)
+    practice.optimize(drawn, np.arange(16) % 3)
+    with pytest.raises(DataError, match="drawn by version 0 of the policy, which is at version 1"):
+        practice.optimize(drawn, np.arange(16) % 3)
+
+
+def test_rewards_of_every_kind(gpt2: Path, trainers: list[PPOTrainer]) -> None:
+    async def slowly(answer: str) -> float:
+        await asyncio.sleep(0.001)
+        return digits(answer)
+
+    def broken(answer: str) -> float:
+        raise ValueError(f"no {answer[:0]}")
+
+    rows = [{"prompt": "1+1=", "answer": "2"}]
+    first, *others = (
+        trainer(trainers, small(batch_size=1), env(gpt2, prompts=rows, reward=reward))
+        for reward in (digits, slowly, REWARDS["exact"](), broken)
+    )
+    drawn = first.collect_rollouts()
+    assert first.compute_rewards(drawn).tolist() == [digits(answer) for answer in drawn.answers]
+    assert others[0].compute_rewards(drawn).tolist() == first.compute_rewards(drawn).tolist()
+    assert others[1].compute_rewards(drawn).tolist() == [float(answer == "2") for answer in drawn.answers]
+    with pytest.raises(RewardError, match="ValueError"):
+        others[2].compute_rewards(drawn)
+
+
+def test_it_works_where_a_loop_runs_already(gpt2: Path, trainers: list[PPOTrainer]) -> None:
+    async def notebook() -> float:
+        practice = trainer(trainers, small(), env(gpt2, reward=digits))
+        drawn = practice.collect_rollouts()
+        return practice.optimize(drawn, practice.compute_rewards(drawn))["grad_norm"]
+
+    assert asyncio.run(notebook()) > 0
+
+
+def test_the_package_gives_away_what_it_promises() -> None:
+    assert etude.PPOTrainer is PPOTrainer and set(etude.__all__) >= {"PPOTrainer", "RLConfig"}
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = etude.Nothing
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, etude; assert 'torch' not in sys.modules"], check=False, timeout=60
+    )
+    assert done.returncode == 0 and "ppo" in PRESETS
