@@ -111,7 +111,7 @@ def answers(rows: Rows) -> Tensor:
 
 def etude_step(model: Model, rows: Rows) -> Callable[[], float]:
     """Pack, run, take the log-probs of the answers, step. Packing is part of the time."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer = torch.optim.AdamW([weight for _, weight in model.trained_weights()], lr=1e-5, fused=True)
     ids, action, advantage = torch.cat(rows.ids), answers(rows), _advantages(rows)
 
     def step() -> float:

@@ -155,6 +155,7 @@ def _add_runs(commands: Any, debug: Parser) -> None:
     export.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
     export.add_argument("to", type=Path, metavar="DIRECTORY", help="where to write; it must not be there yet")
     export.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    export.add_argument("--adapter", action="store_true", help="a run's LoRA adapter alone, as peft loads it")
     export.set_defaults(command=_export)
 
     demo = commands.add_parser(
@@ -301,7 +302,7 @@ def _generate(arguments: argparse.Namespace) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     from etude.recipes.ask import export_run
 
-    export_run(arguments.run, arguments.to, best=arguments.best)
+    export_run(arguments.run, arguments.to, best=arguments.best, adapter=arguments.adapter)
 
 
 def _demo_language(arguments: argparse.Namespace) -> None:

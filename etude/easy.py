@@ -41,6 +41,7 @@ from etude.errors import ConfigError, DataError, RewardError, UnknownChoiceError
 from etude.models import Model
 from etude.models.adopt import adopt, with_score_head
 from etude.recipes import checks
+from etude.recipes.parts import Learners
 from etude.recipes.presets import PRESETS
 from etude.recipes.run import Run
 from etude.recipes.sampling import derived_seed
@@ -48,7 +49,6 @@ from etude.recipes.workers import Beside, Foresee, PolicyWorker
 from etude.records import Outcome, Rollout, Task, Turn
 from etude.rewards import Judge, RewardFunction, Verdict
 from etude.rollout import TorchEngine
-from etude.sync import LocalCarrier
 from etude.train import Frozen, Learner
 from etude.train.optim import PRECISIONS
 
@@ -58,6 +58,16 @@ T = TypeVar("T")
 
 SHORT = 64
 """The longest answer unless another is asked for: what a first program wants to wait for."""
+
+
+ACTS = frozenset(
+    ["advantage", "loss", "kl", "correction", "entropy", "overlong", "mask_truncated", "critic.warmup"]
+) | {
+    *("critic.loss", "critic.loss.clip", "critic.loss.reduction", "critic.train", "critic.train.learning_rate"),
+    *("train", "rollout", "sampling", "judging", "steps", "updates", "epochs", "seed", "collect.tasks"),
+    "collect.group_size",
+}
+"""The options of a run, or their first words, that act here as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +116,12 @@ class RLConfig:
             raise UnknownChoiceError(
                 f"There is no algorithm '{self.algorithm}'. RLConfig(algorithm=…) is one of {', '.join(PRESETS)}."
             )
+        for option in self.options:
+            if option not in ACTS and option.partition(".")[0] not in ACTS:
+                raise ConfigError(
+                    f"`{option}` has no effect on a model that a program holds and drives itself. Leave it out, or "
+                    f"start the run with `etude train {option}=…`."
+                )
         asked = {option: getattr(self, name) for name, options in self.STANDS_FOR.items() for option in options}
         given = {option: value for option, value in asked.items() if value is not None} | dict(self.options) | more
         return compose(Run, [f"{option}={value}" for option, value in given.items()], preset=PRESETS[self.algorithm])
@@ -156,12 +172,15 @@ class PPOTrainer:
         self._dataset, self._reward = Dataset.load([_row(prompt) for prompt in asked]), env.reward
         longest = max(len(self._ids(self._dataset.task(row, row))) for row in range(len(self._dataset)))
         self.run = config.run(**{"train.precision": _precision(model), "data.max_prompt": longest})
+        if checks.imitates(self.run):
+            raise ConfigError("A teacher is a model directory: learn from one with `etude train distillation`.")
         checks.algorithm(self.run)
         checks.room(self.run, model)
         self._order = self.run.data.sampler.start(len(self._dataset), self.run.seed, self._dataset.sources)
         self._engine = self._ends.enter_context(closing(TorchEngine(model, self._tokenizer, self.run.rollout)))
-        self._crew = self._ends.enter_context(closing(LocalCrew(_worker(self.run, model))))
-        self._carrier, self._loop = LocalCarrier(self._engine), _Loop(self._ends)
+        crew = self._ends.enter_context(closing(LocalCrew(_worker(self.run, model, self._engine))))
+        self._learners = Learners(crew, checks.from_the_models(self.run), self.run.updates, self.run.loss.split_unit)
+        self._loop = _Loop(self._ends)
         self._judge: Judge | None = None
         self._step = self._collected = 0
         weakref.finalize(self, self._ends.close)
@@ -209,11 +228,10 @@ class PPOTrainer:
                 f"{self._step} now. Collect new ones before each call of optimize."
             )
         batch = self._batch(trajectories, earned)
-        batch = self._crew.call(PolicyWorker.annotate, batch, checks.from_the_models(self.run))
-        batch = self._crew.call(PolicyWorker.estimate, batch, self._step + 1)
-        metrics = self._crew.call(PolicyWorker.update, batch)
+        batch = self._learners.estimate(self._learners.annotate(batch), self._step + 1)
+        metrics = self._learners.update(batch)
         self._step += 1
-        metrics.merge(self._loop.run(self._carrier.publish(self._crew.call(PolicyWorker.weights), self._step)))
+        metrics.merge(self._learners.crew.call(PolicyWorker.publish, self._step))
         return metrics.reduce()
 
     def close(self) -> None:
@@ -309,10 +327,8 @@ def _judged(reward: Any) -> Any:
     return awaited if inspect.iscoroutinefunction(reward) else called
 
 
-def _worker(run: Run, model: Model) -> PolicyWorker:
+def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
     """The learner, and what stands beside it; each begins from the model that was handed over."""
-    if checks.imitates(run):
-        raise ConfigError("A teacher is a model directory: learn from one with `etude train distillation`.")
     held = {}
     if checks.compares(run):
         frozen = Frozen(model.copy(), run.train.micro_tokens, temperature=run.sampling.temperature)
@@ -327,7 +343,7 @@ def _worker(run: Run, model: Model) -> PolicyWorker:
         run.train,
         temperature=run.sampling.temperature,
         steps=run.steps * run.updates * run.epochs,
-        reference=held["ref_logp"].model if "full_kl" in run.outputs() else None,
+        reference=held["ref_logp"] if "full_kl" in run.outputs() else None,
     )
     beside = Beside(held, critic, Foresee(run.critic.loss), alone)
-    return PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs, beside=beside)
+    return PolicyWorker(run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine)

@@ -16,6 +16,7 @@
     ├── TrainingError                     an update that cannot be taken; the weights are as they were
     ├── StoreError                        the journal cannot be opened, read or written as asked; names the file
     │   └── IllegalMoveError (ValueError) an event that may not follow what is recorded; names both states
+    ├── CrewError                         processes that work together cannot start or go on; names the rank
     ├── EngineError (RuntimeError)         an inference engine cannot go on; says which knob to turn
     └── MissingPackageError (ImportError) an optional package is absent; names the extra to install
 
@@ -31,6 +32,7 @@ __all__ = [
     "CheckpointError",
     "CollectionError",
     "ConfigError",
+    "CrewError",
     "DataError",
     "EngineError",
     "EtudeError",
@@ -109,6 +111,10 @@ class StoreError(EtudeError):
 
 class IllegalMoveError(StoreError, ValueError):
     """An event that may not follow what is recorded."""
+
+
+class CrewError(EtudeError):
+    """A process of those that work together did not start, ended, fell silent, or met what is no error of ours."""
 
 
 class EngineError(EtudeError, RuntimeError):

@@ -10,6 +10,7 @@ from etude.config.env import required_components
 
 # What ETUDE_REQUIRE may name, and the package whose presence shows it.
 COMPONENTS: dict[str, str] = {
+    "lora": "peft",
     "mlflow": "mlflow",
     "tensorboard": "tensorboardX",
     "wandb": "wandb",

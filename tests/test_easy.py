@@ -166,8 +166,10 @@ def test_what_is_asked_wrongly_is_told(gpt2: Path, trainers: list[PPOTrainer]) -
         RLConfig(algorithm="ppp").run()
     with pytest.raises(ConfigError, match="clip_low"):
         RLConfig(algorithm="rloo", clip_epsilon=0.2).run()
-    with pytest.raises(ConfigError, match="distillation"):
-        PPOTrainer(config=small(algorithm="distillation", options={"teacher.path": gpt2}), env=env(gpt2))
+    with pytest.raises(ConfigError, match=r"`lora\.rank` has no effect on a model that a program holds"):
+        RLConfig(options={"lora.rank": 8}).run()
+    with pytest.raises(ConfigError, match="`etude train distillation`"):
+        PPOTrainer(config=small(algorithm="distillation"), env=env(gpt2))
     with pytest.raises(ConfigError, match="context of 128"):
         PPOTrainer(config=small(max_tokens=500), env=env(gpt2))
     practice = trainer(trainers, small(), env(gpt2, reward=digits))

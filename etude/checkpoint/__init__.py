@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from etude.checkpoint.checkpoints import CheckpointConfig, Checkpoints
-from etude.checkpoint.export import export
+from etude.checkpoint.export import export, export_adapter
 from etude.checkpoint.files import Checkpoint, Tree, flat
 
-__all__ = ["Checkpoint", "CheckpointConfig", "Checkpoints", "Tree", "export", "flat"]
+__all__ = ["Checkpoint", "CheckpointConfig", "Checkpoints", "Tree", "export", "export_adapter", "flat"]

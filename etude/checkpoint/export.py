@@ -3,23 +3,30 @@
 config.json, generation_config.json        what the model is, and how it likes to be sampled
 model.safetensors                          the weights, each once; in shards with an index where they are many
 tokenizer.json, tokenizer_config.json …    copied as they were found
+
+Or, of a model that was adapted, its adapter alone, as peft lays it out:
+
+adapter_config.json                        what it adapts, and how
+adapter_model.safetensors                  its weights
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from etude.errors import CheckpointError
 
-__all__ = ["export"]
+__all__ = ["export", "export_adapter"]
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -27,6 +34,7 @@ TOKENIZER_FILES = (
     *("spiece.model", "sentencepiece.bpe.model"),
 )
 SHARD = 5 * 10**9
+_storage: Any = StorageWeakRef  # it has no types
 
 
 def export(
@@ -42,23 +50,17 @@ def export(
     """Write a directory that `from_pretrained` and the serving engines load, and return it.
 
     `config` and `generation` are what goes into `config.json` and `generation_config.json`; `tokenizer` is a directory
-    whose tokenizer files are copied. A tensor that comes under two names (tied weights) is written under the first,
-    and loaded as the configuration ties it. A dtype casts the weights; none writes them as they are.
+    whose tokenizer files are copied. Weights may be made as they are asked for. A tensor that comes under two names
+    (tied weights) is written under the first, and loaded as the configuration ties it. A dtype casts the weights; none
+    writes them as they are.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise CheckpointError(
-            f"{directory} exists and is not empty: nothing is exported over it. Name another directory."
-        )
     copied = [] if tokenizer is None else [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
     if tokenizer is not None and not copied:
         raise CheckpointError(
             f"{tokenizer} has no tokenizer files (looked for {', '.join(TOKENIZER_FILES[:4])} …). Name the directory "
             f"that the model's tokenizer was loaded from."
         )
-    writing = directory.with_name(f".{directory.name}.writing")
-    shutil.rmtree(writing, ignore_errors=True)
-    try:
-        writing.mkdir(parents=True)
+    with _made(directory) as writing:
         kept = _write_weights(writing, weights, dtype, shard)
         told = dict(config) | {"dtype": str(kept).removeprefix("torch.")}
         _write_json(writing / "config.json", told)
@@ -66,6 +68,30 @@ def export(
             _write_json(writing / "generation_config.json", generation)
         for file in copied:
             shutil.copyfile(file, writing / file.name)
+    return directory
+
+
+def export_adapter(weights: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path) -> Path:
+    """Write a directory that peft's `from_pretrained` loads, and return it."""
+    with _made(directory) as writing:
+        named = {f"base_model.model.{name}": weight.detach().contiguous() for name, weight in weights.items()}
+        save_file(named, writing / "adapter_model.safetensors", metadata={"format": "pt"})
+        _write_json(writing / "adapter_config.json", config)
+    return directory
+
+
+@contextmanager
+def _made(directory: Path) -> Iterator[Path]:
+    """A directory to write into, which gets its name when all is written; nothing is left if that fails."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(
+            f"{directory} exists and is not empty: nothing is exported over it. Name another directory."
+        )
+    writing = directory.with_name(f".{directory.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        writing.mkdir(parents=True)
+        yield writing
         if directory.exists():
             directory.rmdir()
         writing.rename(directory)
@@ -75,20 +101,19 @@ def export(
         ) from error
     finally:
         shutil.rmtree(writing, ignore_errors=True)
-    return directory
 
 
 def _write_weights(
     directory: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, shard: int
 ) -> torch.dtype:
     """Write the weights, no more than a shard of them at a time in memory, and say of which dtype they are."""
-    seen: set[tuple[int, torch.Size]] = set()
+    seen: set[tuple[Any, ...]] = set()  # what is computed as it is asked for is forgotten again
     where: dict[str, int] = {}
     held: dict[str, Tensor] = {}
     total, count, size = 0, 0, 0
     kept: torch.dtype | None = None
     for name, tensor in weights:
-        place = (tensor.data_ptr(), tensor.shape)
+        place = (_storage(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape)
         if place in seen:
             continue
         seen.add(place)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+from etude.errors import MissingPackageError
 from etude.models.attention import PackedAttention
 from etude.models.body import Attend
+from etude.models.config import Lora
 from etude.models.head import logp_and_entropy, over_chunks, token_logp
 from etude.models.layout import Layout
 from etude.models.load import create, load, save
 from etude.models.model import Model
+from etude.models.resident import Resident
 from etude.models.tiny import tiny
 
 __all__ = [
     "Attend",
     "Layout",
+    "Lora",
     "Model",
     "PackedAttention",
+    "Resident",
+    "adapt",
+    "adapter_config",
     "create",
     "load",
     "logp_and_entropy",
@@ -23,3 +33,28 @@ __all__ = [
     "tiny",
     "token_logp",
 ]
+
+
+def adapt(model: Model, lora: Lora, *, seed: int) -> Model:
+    """The model with adapters, which alone are trained from now on. The one given is used up."""
+    try:
+        from etude.models.lora import adapt
+    except ImportError as error:
+        raise _missing(error) from error
+    return adapt(model, lora, seed=seed)
+
+
+def adapter_config(model: Model, base: Path) -> dict[str, Any]:
+    """What stands in an adapter's `adapter_config.json`."""
+    try:
+        from etude.models.lora import adapter_config
+    except ImportError as error:
+        raise _missing(error) from error
+    return adapter_config(model, base)
+
+
+def _missing(error: ImportError) -> MissingPackageError:
+    return MissingPackageError(
+        f"`lora` needs the package peft, which cannot be imported here ({error}). Install it with: pip install "
+        f"'etude[lora]'"
+    )

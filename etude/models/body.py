@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from etude.models.layout import Multiplied
+
 __all__ = ["Attend", "Body"]
 
 
@@ -38,6 +40,10 @@ class Body(Protocol):
         """[P], [P] → [P, H]. With `checkpoint`, a layer's activations are computed again for its backward pass."""
         ...
 
-    def products(self) -> list[Tensor]:
+    def products(self) -> list[Multiplied]:
         """The weights whose products go through `layout.product`."""
+        ...
+
+    def compile(self) -> None:
+        """Outside of inference, run the small steps between products by what torch.compile makes of them."""
         ...

@@ -21,6 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from etude.errors import ConfigError
 from etude.models.body import Attend
+from etude.models.layout import Multiplied
+from etude.models.lowrank import switchable
 
 if TYPE_CHECKING:
     from etude.models.model import Model
@@ -49,6 +51,7 @@ class Generic:
         self.module: Any = module
         for layer in _decoder_layers(module, module.config.get_text_config().num_hidden_layers):
             layer.forward = MethodType(_forward, layer)
+        switchable(module)
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, *, checkpoint: bool) -> Tensor:
         """See `Body`."""
@@ -61,9 +64,16 @@ class Generic:
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def products(self) -> list[Tensor]:
+    def products(self) -> list[Multiplied]:
         """See `Body`: none, its modules multiply by themselves."""
         return []
+
+    def compile(self) -> None:
+        """See `Body`: refused, its steps are the model's own code."""
+        raise ConfigError(
+            f"`train.compile` compiles the steps of the Llama, Mistral, Qwen2 and Qwen3 families, and this is a "
+            f"{_kind(self.module)} model, which runs transformers' own code. Leave it out."
+        )
 
 
 def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 They compute what transformers' modules compute, with the modules' own parameters, in fewer and larger steps: q, k and
 v are one matrix product, gate and up another, and norms, rotary positions and the gated activation are each one step
-forward and one backward.
+forward and one backward. Where peft's layers stand around the modules, their adapters are part of the products.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from torch.utils.checkpoint import checkpoint as again
 from transformers import PreTrainedModel
 
 from etude.models.body import Attend
-from etude.models.layout import product
-from etude.models.steps import gated_silu, normed, rotated
+from etude.models.compiled import compiled
+from etude.models.layout import Multiplied, product
+from etude.models.lowrank import LowRank, adapted_linear, adapters_are_off, base_of, is_adapted
+from etude.models.steps import BY_HAND, Steps
+from etude.models.storage import one_storage
 
 __all__ = ["Fused", "FusedLinear", "fits"]
 
@@ -34,33 +37,40 @@ def fits(module: PreTrainedModel) -> bool:
 class FusedLinear:
     """Linear maps of the same input as one: their weights are views of one storage, and stay leaves of their own."""
 
-    def __init__(self, *parts: nn.Linear) -> None:
-        self.parameters: list[Any] = [part.weight for part in parts]
-        self.weight = _one_storage(self.parameters)
-        biases: list[Any] = [part.bias for part in parts]
-        self.bias = None if biases[0] is None else _one_storage(biases)
+    def __init__(self, *parts: nn.Module) -> None:
+        bases = [base_of(part) for part in parts]
+        self.parameters: list[Any] = [base.weight for base in bases]
+        self.weight = one_storage(self.parameters)
+        biases: list[Any] = [base.bias for base in bases]
+        self.bias = None if biases[0] is None else one_storage(biases)
         self.parameters += [] if self.bias is None else biases
+        self.low = LowRank(parts) if any(map(is_adapted, parts)) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[P, H] → [P, ΣO]: the outputs side by side."""
         first = self.parameters[0]
         assert first.data_ptr() == self.weight.data_ptr(), "a fused parameter was given other memory: see `Model`"
+        low = None if self.low is None or adapters_are_off() else self.low
         if not torch.is_grad_enabled():
-            return product(x, self.weight, self.bias)
-        out: Tensor = _FusedLinear.apply(x, self.weight, self.bias, *self.parameters)  # type: ignore[no-untyped-call]
-        return out
+            out = product(x, self.weight, self.bias)
+            if low is not None:
+                low.add(out, x)
+            return out
+        if low is not None:
+            return adapted_linear(x, self.weight, self.bias, low)
+        fused: Tensor = _FusedLinear.apply(x, self.weight, self.bias, *self.parameters)  # type: ignore[no-untyped-call]
+        return fused
 
-
-def _one_storage(parameters: list[Any]) -> Tensor:
-    """The parameters end to end; each becomes a view of its part."""
-    whole = torch.cat([parameter.data for parameter in parameters])
-    for parameter, part in zip(parameters, torch.split(whole, [len(p) for p in parameters]), strict=True):
-        parameter.data = part
-    return whole
+    def products(self) -> list[Multiplied]:
+        """See `Body`."""
+        return [Multiplied(self.weight, any(parameter.requires_grad for parameter in self.parameters))]
 
 
 class _FusedLinear(torch.autograd.Function):
-    """One product forward, two backward; the parameters' gradients are views of one result."""
+    """One product forward, two backward; the parameters' gradients are views of one result.
+
+    Where some of them are frozen, each of the others has a product of its own.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *parameters: Tensor) -> Tensor:
@@ -72,15 +82,34 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         (grad,) = grads
-        needed = ctx.needs_input_grad
-        into_x = grad @ weight if needed[0] else None
-        into: list[Tensor | None] = [None] * (len(needed) - 3)
-        count = len(ctx.sizes)
-        if any(needed[3 : 3 + count]):
-            into[:count] = torch.split(grad.T @ x, ctx.sizes)
-        if any(needed[3 + count :]):
-            into[count:] = torch.split(grad.sum(0), ctx.sizes)
-        return into_x, None, None, *(g if wanted else None for g, wanted in zip(into, needed[3:], strict=True))
+        into_x = grad @ weight if ctx.needs_input_grad[0] else None
+        count, needed = len(ctx.sizes), ctx.needs_input_grad[3:]
+        of_parts = torch.split(grad, ctx.sizes, 1)
+        if all(needed[:count]):
+            into: list[Tensor | None] = list(torch.split(grad.T @ x, ctx.sizes))
+        else:
+            into = [part.T @ x if wanted else None for part, wanted in zip(of_parts, needed, strict=False)]
+        into += [part.sum(0) if wanted else None for part, wanted in zip(of_parts, needed[count:], strict=False)]
+        return into_x, None, None, *into
+
+
+class _Linear:
+    """One linear map as torch runs it."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return product(x, self.part.weight, self.part.bias)
+
+    def products(self) -> list[Multiplied]:
+        """See `Body`."""
+        return [Multiplied(self.part.weight, self.part.weight.requires_grad)]
+
+
+def _linear(part: nn.Module) -> FusedLinear | _Linear:
+    """One linear map, with its adapter if it has one."""
+    return FusedLinear(part) if is_adapted(part) else _Linear(part)
 
 
 @dataclass(frozen=True)
@@ -105,40 +134,40 @@ class _Layer:
         self.window: int | None = getattr(source, "sliding_window", None)
         self.before, self.between = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
         self.qkv = FusedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = attention.o_proj
+        self.out = _linear(attention.o_proj)
         has_norms = hasattr(attention, "q_norm")
         self.q_norm: Tensor | None = attention.q_norm.weight if has_norms else None
         self.k_norm: Tensor | None = attention.k_norm.weight if has_norms else None
         self.gate_up = FusedLinear(mlp.gate_proj, mlp.up_proj)
-        self.down = mlp.down_proj
+        self.down = _linear(mlp.down_proj)
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, steps: Steps) -> Tensor:
         """[P, H] → [P, H]."""
         heads = self.heads
-        heads_apart = self.qkv(normed(x, self.before, heads.eps)).view(len(x), -1, heads.width)
-        if torch.is_grad_enabled():
+        heads_apart = self.qkv(steps.normed(x, self.before, heads.eps)).view(len(x), -1, heads.width)
+        if torch.is_grad_enabled() or steps is not BY_HAND:
             q, k, v = torch.split(heads_apart, [heads.query, heads.key, heads.key], 1)
             if self.q_norm is not None and self.k_norm is not None:
-                q, k = normed(q, self.q_norm, heads.eps), normed(k, self.k_norm, heads.eps)
-            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+                q, k = steps.normed(q, self.q_norm, heads.eps), steps.normed(k, self.k_norm, heads.eps)
+            q, k = steps.rotated(q, cos, sin), steps.rotated(k, cos, sin)
         else:
             asking, v = torch.split(heads_apart, [heads.query + heads.key, heads.key], 1)
             q, k = torch.split(self._turned(asking, cos, sin), [heads.query, heads.key], 1)
         seen = attend(self.index, q, k, v, scale=heads.scale, window=self.window, softcap=None)
-        x = x + product(seen.reshape(len(x), -1), self.out.weight, self.out.bias)
-        return x + product(gated_silu(self.gate_up(normed(x, self.between, heads.eps))), self.down.weight)
+        x = x + self.out(seen.reshape(len(x), -1))
+        return x + self.down(steps.gated_silu(self.gate_up(steps.normed(x, self.between, heads.eps))))
 
     def _turned(self, asking: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[P, Hq + Hk, D]: queries and keys normed and rotated, in half as many steps as one after the other."""
         if self.q_norm is not None and self.k_norm is not None:
             heads = self.heads
             weight = torch.cat([self.q_norm.expand(heads.query, -1), self.k_norm.expand(heads.key, -1)])
-            asking = normed(asking, weight, heads.eps)
-        return rotated(asking, cos, sin)
+            asking = BY_HAND.normed(asking, weight, heads.eps)
+        return BY_HAND.rotated(asking, cos, sin)
 
-    def products(self) -> list[Tensor]:
-        """The weights that it multiplies with."""
-        return [self.qkv.weight, self.out.weight, self.gate_up.weight, self.down.weight]
+    def products(self) -> list[Multiplied]:
+        """See `Body`."""
+        return [each for part in (self.qkv, self.out, self.gate_up, self.down) for each in part.products()]
 
 
 def _signs(sin: Tensor) -> Tensor:
@@ -160,16 +189,23 @@ class Fused:
         heads = _Heads(config.num_attention_heads, config.num_key_value_heads, width, width**-0.5, eps)
         self.embedding, self.rotary, self.norm, self.eps = body.embed_tokens, body.rotary_emb, body.norm, eps
         self.layers = [_Layer(layer, index, heads) for index, layer in enumerate(body.layers)]
+        self._compiled: Steps | None = None
+
+    def compile(self) -> None:
+        """See `Body`."""
+        self._compiled = compiled(self.embedding.weight.device)
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, *, checkpoint: bool) -> Tensor:
         """See `Body`."""
         x = embedding(ids, self.embedding.weight)
         cos, sin = (angle[0] for angle in self.rotary(x[None], positions[None]))
         sin = sin * _signs(sin)
+        steps = BY_HAND if self._compiled is None or torch.is_inference_mode_enabled() else self._compiled
         for layer in self.layers:
-            x = again(layer, x, cos, sin, attend, use_reentrant=False) if checkpoint else layer(x, cos, sin, attend)
-        return normed(x, self.norm.weight, self.eps)
+            rest = (cos, sin, attend, steps)
+            x = again(layer, x, *rest, use_reentrant=False) if checkpoint else layer(x, *rest)
+        return steps.normed(x, self.norm.weight, self.eps)
 
-    def products(self) -> list[Tensor]:
+    def products(self) -> list[Multiplied]:
         """See `Body`."""
-        return [weight for layer in self.layers for weight in layer.products()]
+        return [each for layer in self.layers for each in layer.products()]

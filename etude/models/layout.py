@@ -3,12 +3,14 @@
 A CPU that multiplies bfloat16 itself wants a weight in tiles, and a product of few rows spends a third of its time on
 putting it there. An engine draws with the same weights thousands of times before they change, so it keeps them in that
 order: the very same numbers come out, sooner, for the memory of the weights again. A trainer's change with every step,
-and stay as they are. Whoever changes weights that several engines share tells each of them.
+and stay as they are. Whoever changes weights that several engines share tells each of them. Weights that are not
+trained need be read once.
 
     layout = Layout(model)
     with layout.used():           # on the engine's thread: products now go through it
         model.hidden(…)
     layout.refresh()              # after the weights changed, before they are used again
+    layout.refresh(frozen=False)  # after a step, which leaves frozen weights alone
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
@@ -25,13 +28,22 @@ from torch.nn.functional import linear
 
 from etude.observe import get_log
 
-__all__ = ["Layout", "product"]
+__all__ = ["Layout", "Multiplied", "product"]
+
+
+@dataclass(frozen=True, eq=False)
+class Multiplied:
+    """A weight that `product` is called with."""
+
+    weight: Tensor
+    trained: bool
+    """Whether a step of the optimizer changes it, or a part of it."""
 
 
 class Multiplies(Protocol):
     """A model, as far as its products go."""
 
-    def products(self) -> list[Tensor]:
+    def products(self) -> list[Multiplied]:
         """The weights that `product` is called with."""
         ...
 
@@ -44,13 +56,19 @@ class Layout:
         self._laid: dict[int, Tensor] = {}
         self.refresh()
 
-    def refresh(self) -> None:
-        """Read the weights anew. Where there is no memory for that, products take the weights as they lie."""
+    def refresh(self, *, frozen: bool = True) -> None:
+        """Read the weights anew; without `frozen`, of those that are not trained only what is not held yet. Where
+        there is no memory for that, products take the weights as they lie."""
+        wanted = {each.weight.data_ptr(): each for each in self._model.products()}
+        still = set() if frozen else {place for place, each in wanted.items() if not each.trained}
+        kept = {place: laid for place, laid in self._laid.items() if place in still}
         self.clear()
+        self._laid.update(kept)
         try:
-            for weight in self._model.products():
-                if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _gains():
-                    self._laid[weight.data_ptr()] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+            for place, each in wanted.items():
+                weight = each.weight.detach()
+                if place not in kept and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _gains():
+                    self._laid[place] = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         except (RuntimeError, MemoryError) as error:
             self.clear()
             get_log("models").warning("The weights are not laid out for the processor, which costs speed: %s", error)

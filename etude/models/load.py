@@ -112,7 +112,10 @@ def create(
 def save(model: Model, directory: Path | str) -> None:
     """Write a directory that `load` and transformers' `from_pretrained` read."""
     with _quiet():
-        model.module.save_pretrained(directory)
+        if model.adapted:
+            model.module.save_pretrained(directory, state_dict=dict(model.merged_weights()))
+        else:
+            model.module.save_pretrained(directory)
 
 
 def _rounded_away(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from etude.errors import ConfigError
 from etude.models.body import Attend, Body
 from etude.models.generic import Generic, examine
 from etude.models.layers import Fused, fits
-from etude.models.layout import product
+from etude.models.layout import Multiplied, product
+from etude.models.lowrank import adapted_layers, is_adapted, merged, published, without_adapters
+from etude.models.naming import names_part, refuse_unmatched
 
 __all__ = ["Model"]
 
@@ -108,17 +112,54 @@ class Model:
             grad = grad.mul_(1 - (logits / self.logit_cap).square())
         return grad if self.logit_scale == 1 else grad.mul_(self.logit_scale)
 
-    def products(self) -> list[Tensor]:
+    def products(self) -> list[Multiplied]:
         """The weights that a `Layout` may hold once more."""
-        return [*self._body.products(), self.head_weight]
+        return [*self._body.products(), Multiplied(self.head_weight, self.head_weight.requires_grad)]
+
+    def compile(self) -> None:
+        """Have the trainer's small steps compiled. Whoever shares the model in inference runs those written by hand."""
+        self._body.compile()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter once."""
         yield from self.module.parameters()
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every weight once, by its published name; what is tied goes by its first name."""
-        yield from self.module.named_parameters()
+        """Every weight once, by its published name; what is tied goes by its first name. Adapters are weights too."""
+        return ((published(name), weight) for name, weight in self.module.named_parameters())
+
+    def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of them that are trained: all, unless some are frozen or have adapters in their place."""
+        return ((name, weight) for name, weight in self.named_weights() if weight.requires_grad)
+
+    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the model without adapters that computes the same, one at a time; see `lowrank.merged`."""
+        adapted = {f"{name}.weight": layer for name, layer in adapted_layers(self.module)}
+        for name, weight in self.named_weights():
+            if ".lora_" not in name:
+                yield name, merged(adapted[name]) if name in adapted else weight.detach()
+
+    @property
+    def adapted(self) -> bool:
+        """Whether it has adapters."""
+        return any(map(is_adapted, self.module.modules()))
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Within, on this thread and where no gradient is taken, it is the model that its adapters adapt."""
+        return without_adapters()
+
+    def freeze(self, parts: Sequence[str]) -> None:
+        """Train these parts no more. What matches no weight, and what would leave nothing to train, is refused."""
+        weights = dict(self.named_weights())
+        refuse_unmatched("model.freeze", parts, weights)
+        for name, weight in weights.items():
+            if any(names_part(part, name) for part in parts):
+                weight.requires_grad_(False)
+        if not any(weight.requires_grad for weight in weights.values()):
+            raise ConfigError(
+                f"`model.freeze=[{','.join(parts)}]` leaves nothing of the model to train. Freeze less of it."
+            )
+        self._exact = {name: exact for name, exact in self._exact.items() if weights[name].requires_grad}
 
     def take_exact(self) -> Mapping[str, Tensor]:
         """The weights in float32, of those that it has rounded, if it was loaded to be trained. They are handed over:

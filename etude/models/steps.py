@@ -6,13 +6,24 @@ are bound by memory, and autograd's own chains keep and pass over each intermedi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-__all__ = ["gated_silu", "normed", "rotated"]
+__all__ = ["BY_HAND", "Steps", "gated_silu", "normed", "rotated"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of one making."""
+
+    normed: Callable[[Tensor, Tensor, float], Tensor]
+    rotated: Callable[[Tensor, Tensor, Tensor], Tensor]
+    gated_silu: Callable[[Tensor], Tensor]
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,6 +50,10 @@ def gated_silu(x: Tensor) -> Tensor:
         return silu(gate).mul_(up)
     out: Tensor = _GatedSilu.apply(x)  # type: ignore[no-untyped-call]
     return out
+
+
+BY_HAND = Steps(normed, rotated, gated_silu)
+"""Those of this file."""
 
 
 def _scaled(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

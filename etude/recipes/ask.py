@@ -20,14 +20,14 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.chat import Chat
-from etude.checkpoint import Checkpoints, export
+from etude.checkpoint import Checkpoint, Checkpoints, export, export_adapter
 from etude.config.compose import compose
 from etude.config.secrets import MASK, mask_text
 from etude.errors import ConfigError, RunError
-from etude.models import Model
+from etude.models import Model, adapter_config
 from etude.observe import configure, make_console, progress
 from etude.protocols import Ids
-from etude.recipes import folder
+from etude.recipes import folder, inputs
 from etude.recipes.build import evaluator_of, policy
 from etude.recipes.evaluate import scores, write_answers
 from etude.recipes.run import Run
@@ -35,11 +35,14 @@ from etude.recipes.sampling import derived_seed
 from etude.records import Message
 from etude.rewards import Judge
 from etude.rollout import TorchEngine
-from etude.train import load_weights
+from etude.train import load_weights, read_weights
 
 __all__ = ["evaluate", "export_run", "generate"]
 
-SHARED = ("model", "chat", "rollout", "train.precision", "seed", "threads", "observe.console", "observe.level")
+SHARED = (
+    *("model.path", "model.tokenizer", "lora.path", "lora.publish", "chat", "rollout", "train.precision", "seed"),
+    *("threads", "observe.console", "observe.level"),
+)
 READ = {
     "eval": (
         *("data.val", "data.columns", "data.max_prompt", "data.overlong", "reward", "judging", "evaluate.samples"),
@@ -145,21 +148,31 @@ async def _answer(run: Run, asked: Ids, engine: TorchEngine, console: Console, a
         console.print(Text.assemble((f"{n:>3}  ", "dim"), completion.text), soft_wrap=True)
 
 
-def export_run(directory: Path, to: Path, *, best: bool) -> None:
-    """Write the model of a run's checkpoint as a directory that `from_pretrained` loads."""
+def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False) -> None:
+    """Write the model of a run's checkpoint as a directory that `from_pretrained` loads, with its adapters added in;
+    or, with `adapter`, these alone, as peft loads them."""
     run = folder.read_run(directory, masked=_left_out)
     assert run.model.path is not None
+    if adapter and not run.lora.on:
+        raise ConfigError(
+            f"--adapter writes an adapter, and the run in {directory} trained the model itself. Leave it out."
+        )
     model, _ = policy(run)
-    step = _load_checkpoint(run, model, best=best)
-    config, generation = model.module.config.to_dict(), model.module.generation_config
-    export(
-        model.named_weights(),
-        config,
-        to,
-        tokenizer=run.model.tokenizer or run.model.path,
-        generation=None if generation is None else generation.to_dict(),
-    )
-    make_console().print(Text(f"Wrote the model of step {step} to {to}."), soft_wrap=True)
+    kept, found = _checkpoint(run, best=best)
+    if adapter:
+        export_adapter(read_weights(model, kept, found), adapter_config(model, run.model.path), to)
+    else:
+        load_weights(model, kept, found)
+        generation = model.module.generation_config
+        export(
+            model.merged_weights(),
+            model.module.config.to_dict(),
+            to,
+            tokenizer=run.model.tokenizer or run.model.path,
+            generation=None if generation is None else generation.to_dict(),
+        )
+    what = "adapter" if adapter else "model"
+    make_console().print(Text(f"Wrote the {what} of step {found.step} to {to}."), soft_wrap=True)
 
 
 # -- what they share --------------------------------------------------------------------------------------------------
@@ -229,7 +242,7 @@ def _engine(run: Run, *, best: bool) -> Iterator[tuple[int | None, Chat, TorchEn
     torch.set_num_threads(run.threads or threads)
     model, chat = policy(run)
     step = None if run.directory is None else _load_checkpoint(run, model, best=best)
-    engine = TorchEngine(model, chat.tokenizer, run.rollout)
+    engine = TorchEngine(model, chat.tokenizer, run.rollout, merge=run.lora.publish == "merged")
     try:
         yield step, chat, engine
     finally:
@@ -239,11 +252,18 @@ def _engine(run: Run, *, best: bool) -> Iterator[tuple[int | None, Chat, TorchEn
 
 def _load_checkpoint(run: Run, model: Model, *, best: bool) -> int:
     """Bring a run's checkpoint into the model; returns its step."""
+    kept, found = _checkpoint(run, best=best)
+    load_weights(model, kept, found)
+    return found.step
+
+
+def _checkpoint(run: Run, *, best: bool) -> tuple[Checkpoints, Checkpoint]:
+    """A run's checkpoint, and those it is one of."""
     assert run.directory is not None
     kept = Checkpoints(run.directory / "checkpoints", run.checkpoint.keep)
     found = kept.best() if best else kept.newest(fall_back=run.checkpoint.fall_back)
     if found is None:
         which = "best checkpoint: none was scored and saved" if best else "checkpoint yet"
         raise RunError(f"{run.directory} has no {which}. Let the run go on, or name a model directory instead.")
-    load_weights(model, kept, found)
-    return found.step
+    inputs.check_base(run.directory, run)
+    return kept, found

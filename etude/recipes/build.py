@@ -23,7 +23,7 @@ from etude.data import Dataset
 from etude.dispatch import LocalCrew
 from etude.errors import ConfigError, DataError
 from etude.observe import RunInfo, configure, format_seconds, get_log, last_step, open_run_log
-from etude.protocols import Generate, Ids
+from etude.protocols import Crew, Generate, Ids
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.sources import EngineSource, PromptIds
@@ -33,11 +33,12 @@ from etude.store import open_store
 
 if TYPE_CHECKING:
     from etude.models import Model
-    from etude.recipes.parts import Parts
+    from etude.recipes.parts import Engine, Parts
     from etude.recipes.run import Run
     from etude.recipes.workers import PolicyWorker
+    from etude.rollout import TorchEngine
 
-__all__ = ["build", "evaluator_of", "policy", "prompts", "tasks"]
+__all__ = ["build", "chat_of", "evaluator_of", "policy", "prompts", "rank", "tasks"]
 
 
 @contextmanager
@@ -88,20 +89,16 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     """The parts, each open until the stack closes; and the run written down, once all of them are there."""
     from etude.checkpoint import Checkpoints
     from etude.recipes import checks, folder, inputs
-    from etude.recipes.meter import Meter
     from etude.recipes.parts import Learners, Parts, Scoring
     from etude.recipes.saving import Saver, taken_up
-    from etude.rollout import TorchEngine
-    from etude.sync import LocalCarrier
+    from etude.recipes.workers import PolicyWorker
 
-    model, chat = policy(run, trained=True)
-    checks.room(run, model)
+    chat = chat_of(run)
     train, overlong = tasks(run, chat, "data.train", run.data.train)
     judge = stack.enter_context(Judge(run.reward, run.judging))
-    engine = stack.enter_context(closing(TorchEngine(model, chat.tokenizer, run.rollout)))
+    crew, engine = _crew(run, chat, directory, stack)
     runner = stack.enter_context(asyncio.Runner())
     evaluator = evaluator_of(run, chat, engine, judge, runner)
-    crew = stack.enter_context(closing(LocalCrew(_worker(run, model))))
     store = stack.enter_context(closing(open_store(directory / "journal.sqlite")))
     source = EngineSource(
         run.collect,
@@ -114,7 +111,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         judge=judge,
         store=store,
         runner=runner,
-        at_once=run.rollout.max_running,
+        at_once=run.rollout.max_running * run.ranks,
     )
     kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
     step = taken_up(run.checkpoint, kept, crew, source, run.steps)
@@ -123,7 +120,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     written = last_step(directory)
     info = RunInfo(directory.name, directory, run.steps, mask(to_tree(run)))
     log = stack.enter_context(open_run_log(run.observe, info, _headline(run), written=written))
-    _introduce(run, model, len(train), step, written, source.replays)
+    _introduce(run, *crew.call(PolicyWorker.parameters), len(train), step, written, source.replays)
     measured = inputs.yardstick(run)
     source.watch = log.progress
     scoring = Scoring(evaluator, directory, run.steps, store, engine, measured, log.progress)
@@ -133,9 +130,42 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         step=step,
         saved=step,
     )
-    learners = Learners(crew, checks.from_the_models(run))
-    carrier, meter = LocalCarrier(engine), Meter(model.device)
-    return Parts(directory, log, source, learners, scoring, saver, engine, carrier, store, meter, runner, overlong)
+    learners = Learners(crew, checks.from_the_models(run), run.updates, run.loss.split_unit)
+    if run.train.offload:
+        learners.make_room = lambda: crew.call(PolicyWorker.make_room)
+    return Parts(directory, log, source, learners, scoring, saver, engine, store, runner, overlong)
+
+
+def _crew(run: Run, chat: Chat, directory: Path, stack: ExitStack) -> tuple[Crew, Engine]:
+    """Whoever trains and samples: here, or in as many processes as there are to be ranks."""
+    if run.ranks == 1:
+        worker, engine = _rank(run, chat)
+        stack.enter_context(closing(engine))
+        return stack.enter_context(closing(LocalCrew(worker))), engine
+    from etude.recipes.replicas import Replicas, start
+
+    crew = stack.enter_context(closing(start(rank, run, directory / "ranks")))
+    return crew, Replicas(crew)
+
+
+def rank(run: Run) -> PolicyWorker:
+    """The worker of one rank, made in its own process."""
+    return _rank(run, chat_of(run))[0]
+
+
+def _rank(run: Run, chat: Chat) -> tuple[PolicyWorker, TorchEngine]:
+    """A model, the engine that samples from it, and whoever trains it."""
+    from etude.recipes import checks
+    from etude.rollout import TorchEngine
+
+    model = _model(run, chat, trained=True)
+    checks.room(run, model)
+    engine = TorchEngine(model, chat.tokenizer, run.rollout, merge=run.lora.publish == "merged")
+    try:
+        return _worker(run, model, engine), engine
+    except BaseException:
+        engine.close()
+        raise
 
 
 def _tell_how_to_go_on(run: Run, told: str, *numbers: int) -> None:
@@ -161,22 +191,39 @@ def _conclude(run: Run, seconds: float) -> None:
 
 
 def policy(run: Run, *, trained: bool = False) -> tuple[Model, Chat]:
-    """The model of a run, and how it is spoken to. To be trained, it brings its weights as exactly as its files do."""
-    from etude.models import load
+    """The model of a run, and how it is spoken to: with the adapters that are trained in place of its weights, and with
+    what is frozen frozen. To be trained, it brings its weights as exactly as its files do."""
+    chat = chat_of(run)
+    return _model(run, chat, trained=trained), chat
+
+
+def chat_of(run: Run) -> Chat:
+    """How the model of a run is spoken to."""
     from etude.recipes.folder import check_model
-    from etude.train.optim import PRECISIONS
 
     if run.model.path is None:
         raise ConfigError("A run needs a model: give a Hugging Face model directory with `model.path=…`.")
     check_model(run.model.path)
-    tokenizer = Tokenizer.load(run.model.tokenizer or run.model.path)
-    model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained)
+    return run.chat.chat(Tokenizer.load(run.model.tokenizer or run.model.path))
+
+
+def _model(run: Run, chat: Chat, *, trained: bool) -> Model:
+    from etude.models import adapt, load
+    from etude.train.optim import PRECISIONS
+
+    assert run.model.path is not None, "a run has a model"
+    tokenizer = chat.tokenizer
+    model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained and not run.lora.on)
     if tokenizer.size > model.vocabulary:
         raise ConfigError(
             f"The tokenizer in {tokenizer.directory} has {tokenizer.size} tokens, and the model in {run.model.path} "
             f"knows {model.vocabulary}: they belong to different models. Set `model.tokenizer`."
         )
-    return model, run.chat.chat(tokenizer)
+    if run.lora.on:
+        model = adapt(model, run.lora, seed=run.seed)
+    if run.model.freeze:
+        model.freeze(run.model.freeze)
+    return model
 
 
 def prompts(run: Run, chat: Chat) -> PromptIds:
@@ -236,11 +283,11 @@ def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge, runner: a
         judge=judge,
         timeout=run.collect.timeout,
         runner=runner,
-        at_once=run.rollout.max_running,
+        at_once=run.rollout.max_running * run.ranks,
     )
 
 
-def _worker(run: Run, model: Model) -> PolicyWorker:
+def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
     from etude.recipes import checks, models
     from etude.recipes.workers import Beside, Foresee, PolicyWorker
     from etude.train import Learner, matmul_rate
@@ -258,10 +305,10 @@ def _worker(run: Run, model: Model) -> PolicyWorker:
         temperature=run.sampling.temperature,
         steps=(run.steps - alone) * run.updates * run.epochs,
         peak=peak,
-        reference=reference.model if reference is not None and "full_kl" in run.outputs() else None,
+        reference=reference if reference is not None and "full_kl" in run.outputs() else None,
     )
     beside = Beside(held | taught, critic, Foresee(run.critic.loss), alone)
-    return PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs, beside=beside)
+    return PolicyWorker(run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine)
 
 
 def _headline(run: Run) -> list[str]:
@@ -270,10 +317,10 @@ def _headline(run: Run) -> list[str]:
     return ["reward", scored, "loss", "answer_length", "policy_kl", "sampled_tokens_per_second"]
 
 
-def _introduce(run: Run, model: Model, count: int, step: int, written: int, replays: int) -> None:
+def _introduce(run: Run, size: int, trained: int, count: int, step: int, written: int, replays: int) -> None:
     log = get_log("recipes")
-    size = sum(p.numel() for p in model.parameters())
-    log.info("A model of %s parameters; tasks: %d.", f"{size:,}", count)
+    told = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
+    log.info("A model of %s; tasks: %d.", told, count)
     if step >= run.steps:
         log.info("All %d steps are done. To go on, ask for more of them: `steps=%d`.", step, 2 * step)
     elif step:

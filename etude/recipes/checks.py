@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
+import torch
 
 from etude.algorithms import Advantage, State, View
 from etude.batch import Batch
+from etude.dispatch import CrewConfig
 from etude.errors import BatchError, ConfigError, DataError
 from etude.models import Model
 from etude.observe import get_log
@@ -15,7 +19,7 @@ from etude.records import Rollout, Sample
 from etude.rewards import Nothing
 from etude.rollout.kv import block_bytes
 
-__all__ = ["algorithm", "before", "compares", "fits", "foresees", "from_the_models", "imitates", "room"]
+__all__ = ["algorithm", "before", "compares", "fits", "foresees", "from_the_models", "imitates", "room", "threads_of"]
 
 COLLECTED = frozenset(
     ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
@@ -91,9 +95,34 @@ def algorithm(run: Run) -> None:
         get_log("recipes").warning("%s", warning)
 
 
+def threads_of(run: Run) -> int:
+    """With how many threads each rank computes."""
+    return run.threads or max(1, torch.get_num_threads() // run.ranks)
+
+
+def _of_ranks(run: Run) -> list[str]:
+    """What more ranks than one may not be good for."""
+    if run.ranks == 1:
+        alone = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
+        return [alone] if run.crew != CrewConfig() else []
+    told: list[str] = []
+    cores, threads = os.cpu_count() or 1, threads_of(run)
+    if run.ranks * threads > cores:
+        told.append(
+            f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has {cores}: "
+            f"they will get in each other's way. Lower `ranks` or `threads`."
+        )
+    if run.collect.tasks < run.ranks:
+        told.append(
+            f"A step has {run.collect.tasks} groups, each of which one rank trains on, and there are {run.ranks} "
+            f"ranks: some will be idle. Lower `ranks`, or raise `collect.tasks`."
+        )
+    return told
+
+
 def _idle_options(run: Run) -> list[str]:
     """What is spoken of and does nothing, a sentence each."""
-    warnings = []
+    warnings = _of_ranks(run)
     if run.evaluate != Evaluation() and not run.data.val:
         warnings.append(
             "`evaluate` says how to score on held-out tasks, and there are none, so nothing is scored. Give them with "

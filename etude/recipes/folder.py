@@ -43,7 +43,8 @@ __all__ = [
 
 OPTIONS, LOCK = "run.yaml", ".lock"
 PLACES = (
-    *("model.path", "model.tokenizer", "reference.path", "teacher.path", "critic.path", "data.train", "chat.template"),
+    *("model.path", "model.tokenizer", "lora.path", "reference.path", "teacher.path", "critic.path", "data.train"),
+    "chat.template",
 )
 """Options that say where files lie, all of them known by what they hold."""
 
@@ -137,6 +138,7 @@ def rooted(run: Run) -> Run:
         "model": run.model.model_copy(
             update={"path": path(run.model.path), "tokenizer": path(run.model.tokenizer)},
         ),
+        "lora": run.lora.model_copy(update={"path": path(run.lora.path)}),
         "reference": run.reference.model_copy(update={"path": path(run.reference.path)}),
         "teacher": run.teacher.model_copy(update={"path": path(run.teacher.path)}),
         "critic": run.critic.model_copy(update={"path": path(run.critic.path)}),

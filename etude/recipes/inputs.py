@@ -16,7 +16,7 @@ from etude.observe import get_log
 from etude.recipes.run import Run
 from etude.rewards import Function
 
-__all__ = ["INPUTS", "check_inputs", "is_module", "keep_inputs", "yardstick"]
+__all__ = ["INPUTS", "check_base", "check_inputs", "is_module", "keep_inputs", "yardstick"]
 
 INPUTS = "inputs.json"
 REWARD = "reward"
@@ -51,6 +51,24 @@ def check_inputs(directory: Path, run: Run) -> None:
         )
 
 
+def check_base(directory: Path, run: Run) -> None:
+    """Refuse a model of which a run trained a part, and whose other parts are not what they were then."""
+    kept = directory / INPUTS
+    if not (run.lora.on or run.model.freeze) or not kept.exists():
+        return
+    before = json.loads(kept.read_text(encoding="utf-8"))
+    parts = ("model/", "adapter/")
+    now = {name: path for name, path in _files(run) if name.startswith(parts) and isinstance(path, Path)}
+    changed = sorted(name for name, path in now.items() if before.get(name) != _print_of(path))
+    changed += sorted(name for name in before if name.startswith(parts) and name not in now)
+    if changed:
+        raise RunError(
+            f"The run in {directory} trained a part of a model, and the rest is read from {run.model.path}, where "
+            f"{', '.join(changed[:5])} changed, came or went since. Bring the files back, or say where they lie now by "
+            f"`model.path`."
+        )
+
+
 def yardstick(run: Run) -> str:
     """What the scores of a run's evaluations are measured with, in a word: scores with another do not compare."""
     files = [each for name in run.data.val for each in _of_data("data.val", name)]
@@ -81,6 +99,7 @@ def _files(run: Run) -> Iterator[tuple[str, Path | str]]:
     for role, path in (
         ("model", run.model.path),
         ("tokenizer", run.model.tokenizer),
+        ("adapter", run.lora.path),
         ("reference", run.reference.path),
         ("teacher", run.teacher.path),
         ("critic", run.critic.path),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
-from etude.models import Model, load
+from etude.models import Model, adapt, load
 from etude.recipes.folder import check_model
 from etude.recipes.run import Run
 from etude.train import Frozen, Learner
@@ -16,7 +16,12 @@ __all__ = ["critic", "reference", "teacher"]
 
 
 def reference(run: Run, policy: Model) -> Frozen:
-    """What the policy is held to: by default the model that the run began with, whatever it has learned since."""
+    """What the policy is held to: by default the model that the run began with, whatever it has learned since.
+
+    A new adapter begins as nothing, so that this is the policy without it. One that goes on is read once more.
+    """
+    if run.reference.path is None and run.lora.rank:
+        return Frozen(policy, run.train.micro_tokens, temperature=run.sampling.temperature, unadapted=True)
     return _frozen(run, policy, "reference", run.reference.path)
 
 
@@ -36,9 +41,12 @@ def critic(run: Run, policy: Model) -> Learner:
 
 def _frozen(run: Run, policy: Model, role: str, path: Path | None) -> Frozen:
     where = _checked(run, role, path)
-    model = load(where, dtype=policy.dtype, device=policy.device)
+    model = load(where, dtype=policy.dtype, device="cpu" if run.train.offload else policy.device)
     _refuse_other_tokens(run, policy, role, where, model)
-    return Frozen(model, run.train.micro_tokens, temperature=run.sampling.temperature)
+    if path is None and run.lora.path is not None:
+        model = adapt(model, run.lora, seed=run.seed)
+    home = policy.device if run.train.offload else None
+    return Frozen(model, run.train.micro_tokens, temperature=run.sampling.temperature, home=home)
 
 
 def _checked(run: Run, role: str, path: Path | None) -> Path:

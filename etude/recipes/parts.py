@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, Protocol
 
 from etude.batch import Batch
 from etude.data.collate import collate
 from etude.observe import Last, Max, Mean, Metrics, RunLog, Sum, get_log
-from etude.protocols import Crew
+from etude.protocols import Crew, Generate
 from etude.recipes.evaluate import Answer, Evaluator, scores, write_answers
-from etude.recipes.meter import Meter
 from etude.recipes.saving import Saver
 from etude.recipes.sources import EngineSource, Groups, Watch
 from etude.recipes.workers import PolicyWorker
-from etude.rollout import TorchEngine
 from etude.store import Journal, events
-from etude.sync import LocalCarrier
 
-__all__ = ["Learners", "Parts", "Scoring"]
+__all__ = ["Engine", "Learners", "Parts", "Scoring"]
+
+
+class Engine(Generate, Protocol):
+    """What answers, as far as the loop looks at it: one engine, or one on each rank."""
+
+    def stats(self) -> Metrics:
+        """What was done since this was last asked."""
+        ...
 
 
 @dataclass
@@ -30,9 +36,16 @@ class Learners:
     crew: Crew
     columns: frozenset[str]
     """What the model itself must tell of a batch before advantages can be estimated."""
+    updates: int
+    """Into how many update batches a step's batch is cut, before each of them is shared out over the ranks."""
+    unit: Literal["rollout", "group"]
+    """What no update batch has a part of."""
+    make_room: Callable[[], None] = field(default=lambda: None)
+    """Has whoever shares the device give up its memory, before there is work."""
 
     def annotate(self, batch: Batch) -> Batch:
-        """The batch with what the run's algorithms declared they need of the model."""
+        """The batch with what the run's algorithms declared they need of the model. Work on a batch begins with it."""
+        self.make_room()
         return self.crew.call(PolicyWorker.annotate, batch, self.columns) if self.columns else batch
 
     def estimate(self, batch: Batch, step: int) -> Batch:
@@ -41,7 +54,7 @@ class Learners:
 
     def update(self, batch: Batch) -> Metrics:
         """Every optimizer step that this batch is good for."""
-        return self.crew.call(PolicyWorker.update, batch)
+        return self.crew.call(PolicyWorker.update, batch.split(self.updates, by=self.unit))
 
 
 @dataclass
@@ -55,7 +68,7 @@ class Scoring:
     directory: Path
     steps: int
     store: Journal
-    engine: TorchEngine
+    engine: Engine
     measured: str
     """What the scores are measured with, as the journal names it."""
     watch: Watch
@@ -134,10 +147,8 @@ class Parts:
     learners: Learners
     evaluate: Scoring
     checkpoint: Saver
-    engine: TorchEngine
-    carrier: LocalCarrier
+    engine: Engine
     store: Journal
-    meter: Meter
     runner: asyncio.Runner
     """The run's one event loop."""
     overlong: int
@@ -162,8 +173,7 @@ class Parts:
 
     def publish(self, version: int) -> Metrics:
         """Hand the weights to every engine, under a new version."""
-        weights = self.learners.crew.call(PolicyWorker.weights)
-        return self.runner.run(self.carrier.publish(weights, version))
+        return self.learners.crew.call(PolicyWorker.publish, version)
 
     def measure(self, groups: Groups, batch: Batch) -> Metrics:
         """What is seen of a step's rollouts, of the engine that drew them, and of the device."""
@@ -191,6 +201,6 @@ class Parts:
         drawn, busy = (seen[f"engine/{name}"].value() or 0.0 for name in ("new_tokens", "busy_seconds"))
         metrics.add("sampled_tokens_per_second", Mean.over(drawn, busy))
         metrics.merge(seen)
-        metrics.merge(self.meter.read())
+        metrics.merge(self.learners.crew.call(PolicyWorker.utilisation))
         metrics.merge(self.checkpoint.spent())
         return metrics

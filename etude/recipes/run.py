@@ -19,7 +19,9 @@ from etude.chat import ChatConfig
 from etude.checkpoint import CheckpointConfig
 from etude.config import Choice, Config
 from etude.data import Data
+from etude.dispatch import CrewConfig
 from etude.errors import ConfigError
+from etude.models import Lora
 from etude.observe import Observe
 from etude.recipes.evaluate import Evaluation
 from etude.recipes.names import KNOWN_AS
@@ -33,13 +35,15 @@ __all__ = ["FREE", "Critic", "ModelSource", "Reference", "Run", "Teacher"]
 
 FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
-    *("judging.workers", "train.micro_tokens", "train.activation_checkpointing"),
+    *("judging.workers", "train.micro_tokens", "train.activation_checkpointing", "train.compile", "train.offload"),
     *("critic.train.micro_tokens", "critic.train.activation_checkpointing"),
-    *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack"),
+    *("critic.train.compile", "critic.train.offload", "ranks", "crew.silence", "crew.timeout"),
+    *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
 )
-"""Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, and how much
-memory is used. `steps` is among them only while the schedule is constant, which does not depend on it. None changes
-what is trained on, but that a timeout decides which answers fail; those of memory may change the last bits."""
+"""Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, how much memory
+is used, and by how many processes. `steps` is among them only while the schedule is constant, which does not depend on
+it. None changes what is trained on, but that a timeout decides which answers fail; those of memory and processes may
+change the last bits."""
 
 
 class ModelSource(Config):
@@ -47,6 +51,9 @@ class ModelSource(Config):
 
     path: Path | None = Field(None, description="a Hugging Face model directory: config.json, weights, tokenizer")
     tokenizer: Path | None = Field(None, description="another directory to read the tokenizer and template from")
+    freeze: tuple[str, ...] = Field(
+        (), description="parts that stay as they are, such as embed_tokens or layers.0; they cost no optimizer state"
+    )
 
 
 class Reference(Config):
@@ -82,6 +89,7 @@ class Run(Algorithm):
     known_as: ClassVar[Mapping[str, str]] = KNOWN_AS
 
     model: ModelSource = Field(ModelSource(), description="the policy to train")
+    lora: Lora = Field(Lora(), description="low-rank adapters, trained in place of the policy's weights")
     reference: Reference = Field(Reference(), description="the policy that `kl` compares with")
     teacher: Teacher = Field(Teacher(), description="the policy that `advantage=distillation` learns from")
     critic: Critic = Field(Critic(), description="what `advantage=gae` compares with")
@@ -103,7 +111,11 @@ class Run(Algorithm):
     steps: int = Field(100, ge=1, description="how often rollouts are collected and trained on")
     updates: int = Field(1, ge=1, description="optimizer steps a step; from the second on, the policy is off its data")
     epochs: int = Field(1, ge=1, description="passes over the rollouts of a step")
-    threads: int | None = Field(None, ge=1, description="CPU threads that compute; null leaves it to torch")
+    ranks: int = Field(1, ge=1, description="processes that share the work, each with the whole model")
+    crew: CrewConfig = Field(CrewConfig(), description="how long they may be silent, and wait for each other")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads that compute in each process; null shares out what torch would take"
+    )
     max_staleness: int = Field(0, ge=0, description="how many versions old a rollout may be; 0 is on-policy")
     directory: Path | None = Field(
         None, description="the run's own directory; a run that is there is taken up. By default a new one in `runs`"
@@ -120,6 +132,11 @@ class Run(Algorithm):
             raise ConfigError(
                 f"`critic.warmup={self.critic.warmup}` leaves the policy none of the {self.steps} `steps` to learn in. "
                 f"Shorten it, or ask for more steps."
+            )
+        if self.lora.on and self.model.freeze:
+            raise ConfigError(
+                "`model.freeze` does nothing beside `lora`, which trains its adapters and leaves all of the model as "
+                "it is. Leave it out, or choose by `lora.targets` what gets an adapter."
             )
         rollouts = self.collect.tasks * self.collect.group_size
         if rollouts < self.updates:

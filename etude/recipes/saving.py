@@ -33,9 +33,7 @@ def taken_up(config: CheckpointConfig, checkpoints: Checkpoints, crew: Crew, sou
             f"The run in {checkpoints.directory.parent} has done {found.step} steps, and `steps={steps}` asks for "
             f"fewer: they cannot be undone. Ask for more, or start a new run in another `directory`."
         )
-    tensors = crew.call(PolicyWorker.tensors)
-    checkpoints.load(found, tensors)
-    crew.call(PolicyWorker.restore, tensors, found.facts["learner"])
+    crew.call(PolicyWorker.resume, checkpoints, found)
     source.take_up(found.facts["source"], found.facts["position"])
     if found.facts["score"] is not None:
         checkpoints.mark_best(found.step, found.facts["score"], found.facts["measured"])
@@ -100,7 +98,7 @@ class Saver:
             "learner": self.crew.call(PolicyWorker.facts),
             "source": self.source.state(),
         }
-        made = self.checkpoints.save(step, self.crew.call(PolicyWorker.tensors), facts)
+        made = self.crew.call(PolicyWorker.save, self.checkpoints, step, facts)
         self.saved = step
         self.seconds += time.perf_counter() - began
         get_log("recipes").debug("Saved step %d in %s.", step, made.path)

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from etude.config import Config
 from etude.errors import ConfigError, DataError, EngineError
-from etude.models import Layout, Model
+from etude.models import Model, Resident
 from etude.observe import Last, Mean, Metrics, Sum, get_log
 from etude.records import Completion, SamplingParams
 from etude.rollout.blocks import Blocks
@@ -71,7 +71,16 @@ class EngineConfig(Config):
 class TorchEngine:
     """A `RolloutEngine` in this process. `swap` is for the weight carrier; everything else is for anybody."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None, config: EngineConfig, *, version: int = 0) -> None:
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        *,
+        version: int = 0,
+        merge: bool = False,
+    ) -> None:
+        """merge: of a model with adapters, compute with weights of one's own in which they are added up."""
         self.model, self.tokenizer, self.config = model, tokenizer, config
         bytes_of_block = block_bytes(model, config.block_size)
         useful = config.max_running * -(-model.context // config.block_size)
@@ -82,7 +91,7 @@ class TorchEngine:
                 f"{bytes_of_block / 2**30:.3g} GiB. Raise kv_gib or lower block_size."
             )
         self._cache: Cache | None = self._allocate()
-        self._layout = Layout(model) if config.prepack else None
+        self._resident = Resident(model, merge=merge, prepack=config.prepack)
         self._scheduler = self._fresh_scheduler(version)
         self._inbox = Inbox()
         self._paused = False
@@ -152,7 +161,7 @@ class TorchEngine:
         await self._inbox.between(lambda: self._set_paused(False))
 
     async def sleep(self) -> None:
-        """Give the memory of keys and values back, and that of prepacked weights. Nothing may be under way."""
+        """Give the memory of keys and values back, and that of weights kept besides. Nothing may be under way."""
         await self._inbox.between(self._sleep)
 
     async def wake(self) -> None:
@@ -233,7 +242,7 @@ class TorchEngine:
         """Whatever ends it, nobody is left waiting, and nobody else is let in."""
         told = EngineError("The engine was closed while this request was under way.")
         try:
-            with torch.inference_mode(), nullcontext() if self._layout is None else self._layout.used():
+            with torch.inference_mode(), self._resident.used():
                 while self._turn():
                     pass
         except BaseException as error:  # even starting afresh went wrong, as it does on a device that is lost
@@ -269,7 +278,7 @@ class TorchEngine:
         assert cache is not None, "an engine that sleeps has nothing under way"
         works = scheduler.schedule()
         run = Pass(cache, works, scheduler.table)
-        hidden = self.model.hidden(run.ids, run.positions, run)
+        hidden = self._resident.model.hidden(run.ids, run.positions, run)
         scheduler.advance(works)
         requests = [work.request for work in run.drawing]
         if requests:
@@ -340,14 +349,13 @@ class TorchEngine:
         if under_way:
             raise EngineError(f"The engine cannot sleep while {under_way} requests are under way: await or abort them.")
         self._cache = None
-        if self._layout is not None:
-            self._layout.clear()
+        self._resident.clear()
 
     def _wake(self) -> None:
         if self._cache is None:
             self._cache = self._allocate()
             self._scheduler = self._fresh_scheduler(self._scheduler.version, self._scheduler.counts)
-            self._lay_out()
+            self._resident.refresh()
 
     def _swap(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy in place. Stopped half-way, the engine is out of service until a swap that succeeds."""
@@ -373,11 +381,7 @@ class TorchEngine:
             self._broken = None
         self._scheduler.reweigh(version)
         if self._cache is not None:
-            self._lay_out()
-
-    def _lay_out(self) -> None:
-        if self._layout is not None:
-            self._layout.refresh()
+            self._resident.refresh(frozen=not missing)
 
     def _stats(self) -> Metrics:
         scheduler, counts = self._scheduler, self._scheduler.counts
@@ -396,6 +400,7 @@ class TorchEngine:
                 "engine/busy_seconds": Sum.of(self._busy),
             }
         )
+        metrics.merge(self._resident.spent())
         scheduler.counts = Counts()
         self._busy = self._used = 0.0
         return metrics

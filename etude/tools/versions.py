@@ -15,6 +15,7 @@ __all__ = ["Device", "Installed", "devices", "installed", "lines", "tree"]
 NEEDED = {"torch": "torch", "numpy": "numpy", "hydra": "hydra-core", "pydantic": "pydantic"}
 """The packages that Etude cannot do without, and their distributions."""
 OPTIONAL = {
+    "peft": ("lora", ("peft",)),
     "tensorboardX": ("trackers", ("tensorboardX",)),
     "wandb": ("trackers", ("wandb",)),
     "mlflow": ("trackers", ("mlflow-skinny", "mlflow")),

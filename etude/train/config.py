@@ -32,6 +32,12 @@ class Train(Config):
     activation_checkpointing: bool = Field(
         False, description="compute activations again for the backward pass: less memory, a third more work"
     )
+    compile: bool = Field(
+        False, description="run norms, rotary positions and activations by what torch.compile makes of them"
+    )
+    offload: bool = Field(
+        False, description="on a GPU, keep the optimizer in the processor's memory, and the engine asleep, in turns"
+    )
 
     @model_validator(mode="after")
     def _betas_are_shares(self) -> Train:

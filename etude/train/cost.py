@@ -16,7 +16,8 @@ __all__ = ["Cost", "matmul_rate"]
 
 @dataclass(frozen=True)
 class Cost:
-    """The operations of a forward pass that the model's definition asks for; a backward pass asks for twice as many.
+    """The operations that the model's definition asks for: a forward pass's, and a backward pass's for the gradients of
+    what goes through it and of the weights that are trained.
 
     Only products of matrices count, as is usual: norms, activations and the look-up of embeddings are small beside
     them. Activations that are computed twice to save memory count once.
@@ -28,20 +29,39 @@ class Cost:
     """For each token that gets logits."""
     per_pair: float
     """For each token that a token attends to."""
+    trained_per_token: float
+    """Of the first, what goes through weights that are trained."""
+    trained_per_judged: float
+    """Of the second, the same."""
 
     @classmethod
     def of(cls, model: Model) -> Cost:
         """Read from the shapes of a model."""
         looked_up = {id(part.weight) for part in model.module.modules() if isinstance(part, nn.Embedding)}
-        apart = {*looked_up, id(model.head_weight)}
-        matrices = sum(w.numel() for _, w in model.named_weights() if w.ndim == 2 and id(w) not in apart)
+        head = model.head_weight
+        apart = {*looked_up, id(head)}
+        matrices = [w for _, w in model.named_weights() if w.ndim == 2 and id(w) not in apart]
         pair = 4 * model.layers * model.query_heads * model.head_dim
-        return cls(2.0 * matrices, 2.0 * model.head_weight.numel(), float(pair))
+        return cls(
+            per_token=2.0 * sum(w.numel() for w in matrices),
+            per_judged=2.0 * head.numel(),
+            per_pair=float(pair),
+            trained_per_token=2.0 * sum(w.numel() for w in matrices if w.requires_grad),
+            trained_per_judged=2.0 * head.numel() if head.requires_grad else 0.0,
+        )
 
     def forward(self, pack: Pack, judged: int) -> float:
         """Of one pass over a pack, a shared prefix counted once. A sliding window is counted as if it were open."""
-        pairs = float(pack.positions.sum()) + len(pack.ids)
-        return self.per_token * len(pack.ids) + self.per_pair * pairs + self.per_judged * judged
+        return self.per_token * len(pack.ids) + self.per_pair * _pairs(pack) + self.per_judged * judged
+
+    def update(self, pack: Pack, judged: int) -> float:
+        """Of one pass forward and backward. The gradient is counted as if it went down to the first layer."""
+        trained = self.trained_per_token * len(pack.ids) + self.trained_per_judged * judged
+        return 2 * self.forward(pack, judged) + trained + self.per_pair * _pairs(pack)
+
+
+def _pairs(pack: Pack) -> float:
+    return float(pack.positions.sum()) + len(pack.ids)
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 2048, seconds: float = 0.5) -> float:

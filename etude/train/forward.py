@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from etude.data.pack import micro_batches
 from etude.errors import BatchError
 from etude.models import Model, PackedAttention, logp_and_entropy, over_chunks, token_logp
 
-__all__ = ["JUDGED", "ForwardPass", "Passed", "cut"]
+__all__ = ["JUDGED", "Compared", "ForwardPass", "Passed", "cut"]
 
 Judge = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 
@@ -48,6 +48,18 @@ class Passed:
     judged: int
 
 
+class Compared(Protocol):
+    """Another model of the same words, that is asked for its distributions and never trained."""
+
+    def hidden(self, pack: Pack) -> Tensor:
+        """[P, H]: the hidden states that its `logits` are made of."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] → [N, V]."""
+        ...
+
+
 @dataclass(frozen=True)
 class ForwardPass:
     """How a model is run over batches."""
@@ -55,7 +67,7 @@ class ForwardPass:
     model: Model
     pack: Callable[[Batch], Pack]
     temperature: float
-    reference: Model | None = None
+    reference: Compared | None = None
     """Whose distributions the model's are compared with, where whole ones are."""
 
     def __call__(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> Passed:
@@ -92,8 +104,7 @@ class ForwardPass:
     def _theirs(self, pack: Pack, source: Tensor) -> Tensor:
         """[N, H]: the reference's hidden states of the same tokens."""
         assert self.reference is not None, "whoever compares whole distributions has a reference"
-        with torch.no_grad():
-            return self.reference.hidden(pack.ids, pack.positions, PackedAttention(pack)).index_select(0, source)
+        return self.reference.hidden(pack).index_select(0, source)
 
     def _score(self, hidden: Tensor, pack: Pack, batch: Batch) -> Tensor:
         """[U]: what the head says of each rollout at its last token; NaN of one without a token."""

@@ -3,34 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from etude.batch import Batch, Kind, Pack
 from etude.data.pack import tree
-from etude.models import Model
+from etude.models import Model, PackedAttention
 from etude.train.forward import ForwardPass, cut
 
 __all__ = ["Frozen"]
 
 
 class Frozen:
-    """Tells the log-probs of others' tokens, by weights that stay as they were loaded."""
+    """Tells what it thinks of others' tokens, by weights that stay as they were loaded."""
 
     def __init__(
-        self, model: Model, micro_tokens: int, *, temperature: float = 1.0, pack: Callable[[Batch], Pack] = tree
+        self,
+        model: Model,
+        micro_tokens: int,
+        *,
+        temperature: float = 1.0,
+        pack: Callable[[Batch], Pack] = tree,
+        unadapted: bool = False,
+        home: torch.device | None = None,
     ) -> None:
-        """temperature: the sampler's, under which the policy's own log-probs are taken too."""
-        for weight in model.parameters():
-            weight.requires_grad_(False)
+        """temperature: the sampler's, under which the policy's own log-probs are taken too. unadapted: the model is
+        another's, who trains its adapters; it is asked without them. home: where it computes, if it rests elsewhere:
+        a copy goes there for each question."""
+        if not unadapted:
+            for weight in model.parameters():
+                weight.requires_grad_(False)
         self.model, self._micro_tokens = model, micro_tokens
-        self._forward = ForwardPass(model, pack, temperature)
+        self._apart = model.without_adapters if unadapted else nullcontext
+        self._pack, self._temperature, self._home = pack, temperature, home
 
     def logp(self, batch: Batch) -> Tensor:
         """[T]: the log-prob of each action token, NaN elsewhere."""
+        model = self.model if self._home is None else self.model.copy(device=self._home)
+        forward = ForwardPass(model, self._pack, self._temperature)
         found = torch.full((batch.tokens,), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32))
-        for micro, at in cut(batch, self._micro_tokens, "rollout", self.model.device):
-            with torch.no_grad():
-                found[at[Kind.TOKEN]] = self._forward(micro, frozenset({"logp"})).columns["logp"].to(found)
+        for micro, at in cut(batch, self._micro_tokens, "rollout", model.device):
+            with torch.no_grad(), self._apart():
+                found[at[Kind.TOKEN]] = forward(micro, frozenset({"logp"})).columns["logp"].to(found)
         return found.to(batch.device)
+
+    def hidden(self, pack: Pack) -> Tensor:
+        """[P, H]: the hidden states that its `logits` are made of."""
+        with torch.no_grad(), self._apart():
+            return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] → [N, V]."""
+        with torch.no_grad():
+            return self.model.logits(hidden)

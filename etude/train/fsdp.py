@@ -14,11 +14,10 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from etude.algorithms import Denominators, LossValue, Outputs, View
@@ -32,10 +31,12 @@ from etude.observe import Last, Max, Mean, Metrics, Sum
 from etude.protocols import Gather, Split, spread
 from etude.train.config import Train
 from etude.train.cost import Cost
-from etude.train.forward import ForwardPass, cut
+from etude.train.forward import Compared, ForwardPass, cut
+from etude.train.offload import Resting
 from etude.train.optim import PRECISIONS, Masters, rate
+from etude.train.ranks import count, everywhere, most, of_group
 
-__all__ = ["Learner", "Objective", "load_weights"]
+__all__ = ["Learner", "Objective", "load_weights", "read_weights"]
 
 LANGUAGE = {"old_logp": "logp", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"}
 SCORING = {"value": "value", "final_value": "score"}
@@ -65,7 +66,7 @@ class Objective(Protocol):
 
 
 class Learner:
-    """One model on one device, and how it learns.
+    """One model on one device, and how it learns; together with others like it, where ranks share the rollouts.
 
     The model's parameters are what is computed with, here and in an engine that shares them. In half precision they
     are a copy of float32 weights that the optimizer keeps; see `Masters`. A model that was loaded with `exact` gives
@@ -81,16 +82,12 @@ class Learner:
         steps: int | None = None,
         peak: float | None = None,
         pack: Callable[[Batch], Pack] = tree,
-        reference: Model | None = None,
+        reference: Compared | None = None,
     ) -> None:
         """`temperature` is the sampler's; `steps` is how many updates the schedule is for; `peak` is what the device
         can do in operations a second, where the share of it that is used shall be told. Without `steps` there is no
         schedule to follow, as for a learner that only annotates. `reference` is who its whole distributions are
         compared with, where an objective does that."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ConfigError(
-                f"This learner trains on one device, and {dist.get_world_size()} processes are in its group. Start one."
-            )
         if model.dtype != PRECISIONS[config.precision]:
             raise ConfigError(
                 f"`train.precision={config.precision}` computes in {PRECISIONS[config.precision]}, and the model was "
@@ -106,15 +103,24 @@ class Learner:
                 f"The temperature is {temperature:g}: greedy answers have no log-prob to train on. Sample above 0."
             )
         self.model = model
+        if config.compile:
+            model.compile()
         model.activation_checkpointing = config.activation_checkpointing
         self._config, self._steps, self._peak = config, steps, peak
         self._forward = ForwardPass(model, pack, temperature, reference)
         self._columns = SCORING if model.scores else LANGUAGE
         self._outputs = {"value", "score"} if model.scores else {"logp", "entropy", "topk_logp"}
         self._outputs |= set() if reference is None else {"full_kl"}
-        self._masters = Masters(model.named_weights(), config, model.take_exact())
+        self._ranks = of_group()
+        self._masters = Masters(model.trained_weights(), config, model.take_exact(), ranks=self._ranks)
         self._version = torch.tensor(0)
         self._cost = Cost.of(model)
+        if config.offload and model.device.type == "cpu":
+            raise ConfigError(
+                "`train.offload` keeps the optimizer in the processor's memory while a GPU samples, and this run "
+                "computes on the processor, where it is already. Leave it out."
+            )
+        self._resting = Resting(self._masters.at_rest(), model.device, torch.device("cpu")) if config.offload else None
 
     @property
     def columns(self) -> frozenset[str]:
@@ -145,11 +151,21 @@ class Learner:
                 column[at[KINDS[name]]] = passed.columns[self._columns[name]].to(column)
         return batch.replace(**{name: column.to(batch.device) for name, column in found.items()})
 
+    def working(self) -> AbstractContextManager[None]:
+        """Within, all that updates need is on the device: several of them bring it there once."""
+        return nullcontext() if self._resting is None else self._resting.working()
+
     @spread(Split.GROUPS, Gather.METRICS)
     def update(self, batch: Batch, objective: Objective) -> Metrics:
-        """One optimizer step over an update batch. If it cannot be made, the weights and the version stay."""
+        """One optimizer step over an update batch, of which this may be one rank's share. If it cannot be made, the
+        weights and the version stay."""
+        with self.working():
+            return self._update(batch, objective)
+
+    def _update(self, batch: Batch, objective: Objective) -> Metrics:
         begun = self._begin()
-        whole, metrics, flops = Denominators.of(View(batch)), Metrics(), 0.0
+        mine, metrics, flops = Denominators.of(View(batch)), Metrics(), 0.0
+        whole = everywhere(mine, self._ranks)
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
         odd = sorted(objective.outputs() - self._outputs)
         if odd:
@@ -157,25 +173,27 @@ class Learner:
                 f"The objective needs the model's `{odd[0]}`, for which this learner has no second model or head; it "
                 f"computes {', '.join(sorted(self._outputs))}. Choose another loss or another KL."
             )
-        micros = list(self._micro_batches(batch, objective.split_unit))
-        for micro, _ in micros:
-            with self._memory(micro):
-                value, cost = self._share(micro, objective, whole)
-            metrics.merge(value.metrics)
-            loss = loss + value.loss.detach()
-            flops += cost
+        micros = [micro for micro, _ in self._micro_batches(batch, objective.split_unit) if micro.rollouts]
+        for index in range(most(len(micros), self._ranks)):
+            if index < len(micros):
+                with self._memory(micros[index]):
+                    value, cost = self._share(micros[index], objective, whole)
+                metrics.merge(value.metrics)
+                loss = loss + value.loss.detach()
+                flops += cost
+            self._masters.gather()
         scale = float(self._masters.scale)
         learning_rate = rate(self._config, self.version, self._steps)
         taken = self._masters.step(learning_rate)
         self._version += 1
-        metrics.add("loss", Mean.of(loss))
+        metrics.add("loss", Mean.of(self._ranks.sum(loss)))
         metrics.add("learning_rate", Last.of(learning_rate))
         metrics.add("micro_batches", Sum.of(len(micros)))
         if self._config.precision == "fp16":
-            metrics.merge({"loss_scale": Last.of(scale), "skipped_updates": Sum.of(float(taken.skipped))})
+            metrics.merge({"loss_scale": Last.of(scale), "skipped_updates": Sum.of(taken.skipped / count(self._ranks))})
         if not taken.skipped:
             metrics.add("grad_norm", Mean.of(taken.norm))
-        metrics.merge(self._measured(batch, whole, flops, begun))
+        metrics.merge(self._measured(batch, mine, flops, begun))
         return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -195,10 +213,10 @@ class Learner:
                 f"This state is of another model or precision: only one of them has `{odd[0]}`. Restore it into what "
                 f"it was taken from."
             )
-        with torch.no_grad():
+        with torch.no_grad(), self.working():
             for name, tensor in mine.items():
                 tensor.copy_(given[name])
-        self._masters.refresh()
+            self._masters.refresh()
 
     # -- inside an update -----------------------------------------------------------------------------------------
 
@@ -209,7 +227,7 @@ class Learner:
         value = objective.loss(micro, Outputs(**passed.columns), whole)
         if value.loss.requires_grad:
             (value.loss * float(self._masters.scale)).backward()  # type: ignore[no-untyped-call]
-        return value, 3 * self._cost.forward(passed.pack, passed.judged) if passed.judged else 0.0
+        return value, self._cost.update(passed.pack, passed.judged) if passed.judged else 0.0
 
     def _micro_batches(
         self, batch: Batch, by: Literal["rollout", "group"]
@@ -248,7 +266,8 @@ class Learner:
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
 
-    def _measured(self, batch: Batch, whole: Denominators, flops: float, begun: float) -> Metrics:
+    def _measured(self, batch: Batch, mine: Denominators, flops: float, begun: float) -> Metrics:
+        """Of this rank: tokens add up over ranks, and seconds pass on all of them at once."""
         seconds = self._now() - begun
         if self.model.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.model.device)
@@ -257,12 +276,14 @@ class Learner:
         metrics = Metrics(
             {
                 "trained_tokens": Sum.of(batch.tokens),
-                "action_tokens": Sum.of(whole.tokens),
-                "update_seconds": Sum.of(seconds),
-                "trained_tokens_per_second": Mean.over(batch.tokens, seconds),
+                "action_tokens": Sum.of(mine.tokens),
+                "update_seconds": Sum.of(seconds / count(self._ranks)),
+                "trained_tokens_per_second": Mean.over(batch.tokens, seconds / count(self._ranks)),
                 "peak_memory_gb": Max.of(peak / 1e9),
             }
         )
+        if count(self._ranks) > 1:
+            metrics.add("exchange_seconds", Sum.of(self._masters.waited() / count(self._ranks)))
         if self._peak is not None:
             metrics.add("mfu", Mean.over(flops / self._peak, seconds))
         return metrics
@@ -274,12 +295,22 @@ def _unknown(name: str, batch: Batch, dtype: torch.dtype) -> Tensor:
 
 
 def load_weights(model: Model, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
-    """Bring a model to the weights of a learner's checkpoint, to sample from or to export, without an optimizer."""
+    """Bring a model to the weights of a learner's checkpoint, to sample from or to export, without an optimizer.
+
+    A checkpoint holds what is trained. The model must have been loaded as it was to be trained: with what was frozen
+    frozen, and with adapters if it had any.
+    """
+    kept = read_weights(model, checkpoints, checkpoint)
+    with torch.no_grad():
+        for name, weight in model.trained_weights():
+            weight.copy_(kept[name])
+
+
+def read_weights(model: Model, checkpoints: Checkpoints, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The trained weights of a learner's checkpoint, by their published names, in float32 or wider."""
     kept = {
-        name: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for name, weight in model.named_weights()
+        name: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32), requires_grad=False)
+        for name, weight in model.trained_weights()
     }
     checkpoints.load(checkpoint, {"weights": kept})
-    with torch.no_grad():
-        for name, weight in model.named_weights():
-            weight.copy_(kept[name])
+    return kept

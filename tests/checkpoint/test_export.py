@@ -66,6 +66,14 @@ def test_a_tensor_under_two_names_is_written_once(tmp_path: Path) -> None:
     assert torch.equal(logits(directory), logits(tmp_path / "theirs"))
 
 
+def test_weights_that_are_made_as_they_are_asked_for_are_all_written(tmp_path: Path) -> None:
+    model = create(tiny(50), seed=0)
+    made = ((name, weight.detach() + 1) for name, weight in model.named_weights())
+    found = load(export(made, told(model), tmp_path / "model"), dtype=torch.float32)
+    wanted = dict(model.named_weights())
+    assert all(torch.equal(weight, wanted[name] + 1) for name, weight in found.named_weights())
+
+
 def test_a_dtype_casts(tmp_path: Path) -> None:
     model = create(tiny(61, hidden=32), seed=4)
     directory = export(model.named_weights(), told(model), tmp_path / "model", dtype=torch.bfloat16)

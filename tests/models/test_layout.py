@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from etude.batch import Pack
 from etude.models import Layout, Model, PackedAttention, create, tiny
-from etude.models.layout import product
+from etude.models.layout import Multiplied, product
 from etude.observe import configure
 
 SHAPES = [(64, 32), (151, 48), (33, 17), (512, 256), (1152, 896)]
@@ -23,11 +23,11 @@ has_bf16 = pytest.mark.skipif(
 class Single:
     """A model of one product."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight
+    def __init__(self, weight: torch.Tensor, trained: bool = True) -> None:
+        self.weight, self.trained = weight, trained
 
-    def products(self) -> list[torch.Tensor]:
-        return [self.weight]
+    def products(self) -> list[Multiplied]:
+        return [Multiplied(self.weight, self.trained)]
 
 
 def hidden(model: Model, ids: list[int]) -> torch.Tensor:
@@ -74,6 +74,23 @@ def test_it_is_read_when_it_is_told_to_be_and_only_where_it_is_used() -> None:
         layout.clear()
         weight.mul_(2)
         assert torch.equal(product(x, weight), 4 * x), "without a layout, the weights as they lie"
+
+
+@has_bf16
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_is_not_trained_is_read_once(trained: bool) -> None:
+    weight, x = torch.eye(32, dtype=torch.bfloat16), torch.ones(2, 32, dtype=torch.bfloat16)
+    layout = Layout(Single(weight, trained))
+    weight.mul_(2)
+    with layout.used():
+        layout.refresh(frozen=False)
+        assert torch.equal(product(x, weight), 2 * x if trained else x)
+        layout.refresh()
+        assert torch.equal(product(x, weight), 2 * x)
+        layout.clear()
+        weight.mul_(2)
+        layout.refresh(frozen=False)
+        assert torch.equal(product(x, weight), 4 * x), "what is not held is read"
 
 
 def test_a_model_computes_the_same_with_it(config: PreTrainedConfig) -> None:

@@ -14,7 +14,7 @@ from etude.algorithms import Algorithm
 from etude.batch import Batch
 from etude.data.adapt import samples
 from etude.data.collate import collate
-from etude.models import Model, create, tiny
+from etude.models import Lora, Model, adapt, create, tiny
 from etude.models.tiny import FAMILIES
 from etude.recipes.workers import Improve
 from etude.records import Completion, Rollout, SamplingParams, Turn
@@ -22,15 +22,16 @@ from etude.rollout import EngineConfig, TorchEngine
 from etude.sync import LocalCarrier
 from etude.train import Learner, Train
 from etude.train.optim import PRECISIONS
+from tests.components import require
 
 VOCABULARY, GROUPS, SIZE = 61, 4, 3
 TOLERANCE = {"fp32": 2e-5, "bf16": 0.02, "fp64": 1e-6}
 
 
 @contextmanager
-def engine_of(model: Model) -> Iterator[TorchEngine]:
+def engine_of(model: Model, *, merge: bool = False) -> Iterator[TorchEngine]:
     """An engine over a model's own weights."""
-    engine = TorchEngine(model, None, EngineConfig(kv_gib=0.05, prefill_tokens=64))
+    engine = TorchEngine(model, None, EngineConfig(kv_gib=0.05, prefill_tokens=64), merge=merge)
     try:
         yield engine
     finally:
@@ -91,3 +92,25 @@ def test_they_agree_after_updates_and_without_moving_a_byte(precision: str) -> N
         batch, _ = collected(engine, 1.0)
         assert batch.version is not None and set(batch.version[batch.action].tolist()) == {3}
         assert gap(learner.annotate(batch, frozenset({"old_logp"}))) < TOLERANCE[precision]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_they_agree_on_adapters_added_as_products_and_as_weights(family: str, merge: bool, precision: str) -> None:
+    """An engine that merges rounds W + B A to the precision it computes in, where the trainer rounds W x and B A x."""
+    require("lora")
+    config = tiny(VOCABULARY, family=family, layers=2, hidden=32, heads=4, kv_heads=2)
+    model = adapt(create(config, seed=1, dtype=PRECISIONS[precision]), Lora(rank=4), seed=0)  # type: ignore[index]
+    with torch.no_grad():
+        for name, weight in model.trained_weights():
+            if ".lora_B." in name:
+                noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+                weight.copy_(0.02 * noise)
+    learner = Learner(model, Train(precision=precision, micro_tokens=64))  # type: ignore[arg-type]
+    with engine_of(model, merge=merge) as engine:
+        batch, _ = collected(engine, 1.0)
+    told = learner.annotate(batch, frozenset({"old_logp"}))
+    assert gap(told) < TOLERANCE[precision]
+    with torch.no_grad(), model.without_adapters():
+        assert gap(learner.annotate(batch, frozenset({"old_logp"}))) > 2 * TOLERANCE["bf16"], "the adapters matter"

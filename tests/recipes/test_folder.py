@@ -99,10 +99,13 @@ def test_another_run_is_told_by_what_differs(world: Path, tmp_path: Path) -> Non
 def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: Path) -> None:
     sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
     values = {"directory": "elsewhere", "data.val": "[others.jsonl]", "rollout.prepack": "false"}
-    values |= {f"{whose}train.activation_checkpointing": "true" for whose in ("", "critic.")}
+    switches = ("activation_checkpointing", "compile", "offload")
+    values |= {f"{whose}train.{switch}": "true" for whose in ("", "critic.") for switch in switches}
+    values |= {"lora.publish": "merged"}
+    beside = {"lora.rank": 2} if path == "lora.publish" else {}
     name, _, value = sections.get(path, f"{path}={values.get(path, '3')}").partition("=")
-    other = run_of(world, **{name: value})
-    assert other != run_of(world) and not differences(run_of(world), other)
+    run, other = run_of(world, **beside), run_of(world, **beside, **{name: value})
+    assert other != run and not differences(run, other)
 
 
 def test_what_a_step_measured_last_counts(tmp_path: Path) -> None:

@@ -34,7 +34,12 @@ def model_of(family: str = "qwen3", vocabulary: int = V, seed: int = 0, **sizes:
 
 @contextmanager
 def engine_of(
-    model: Model | None = None, tokenizer: Tokenizer | None = None, *, blocks: int | None = None, **config: Any
+    model: Model | None = None,
+    tokenizer: Tokenizer | None = None,
+    *,
+    blocks: int | None = None,
+    merge: bool = False,
+    **config: Any,
 ) -> Iterator[TorchEngine]:
     """An engine, closed afterwards. `blocks` sets its memory by the number of its blocks."""
     model = model or model_of()
@@ -42,7 +47,7 @@ def engine_of(
     if blocks is not None:
         held = model.layers * 2 * model.kv_heads * size * model.head_dim * model.dtype.itemsize
         config["kv_gib"] = (blocks + 0.5) * held / 2**30
-    engine = TorchEngine(model, tokenizer, EngineConfig(**{"kv_gib": 0.01, **config}))
+    engine = TorchEngine(model, tokenizer, EngineConfig(**{"kv_gib": 0.01, **config}), merge=merge)
     try:
         yield engine
     finally:

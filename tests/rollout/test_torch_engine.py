@@ -236,8 +236,8 @@ def test_weights_laid_out_for_the_processor_follow_its_sleep_and_its_weights() -
     model, other = (model_of(seed=seed).copy(dtype=torch.bfloat16) for seed in (0, 1))
     asked = [prompt_of(40)], [SamplingParams(max_tokens=20, seed=1)]
     with engine_of(model) as engine, engine_of(other, prepack=False) as plain:
-        layout = engine._layout
-        assert layout is not None and layout._laid and plain._layout is None
+        layout = engine._resident._layout
+        assert layout is not None and layout._laid and plain._resident._layout is None
         run(engine.sleep())
         assert not layout._laid
         run(engine.swap(other.named_weights(), 1))

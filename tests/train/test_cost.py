@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from etude.batch import Pack
-from etude.models import create, tiny
+from etude.models import Model, create, tiny
 from etude.train import matmul_rate
 from etude.train.cost import Cost
 
@@ -27,7 +27,7 @@ def test_the_matrices_of_a_forward_pass(family: str, tied: bool) -> None:
 
 
 def test_a_shared_prefix_counts_once() -> None:
-    cost = Cost(per_token=100.0, per_judged=7.0, per_pair=1.0)
+    cost = Cost(per_token=100.0, per_judged=7.0, per_pair=1.0, trained_per_token=10.0, trained_per_judged=0.0)
     two = Pack(
         ids=torch.arange(5),
         positions=torch.tensor([0, 1, 2, 3, 3]),
@@ -36,6 +36,21 @@ def test_a_shared_prefix_counts_once() -> None:
         source=torch.tensor([-1, 0, 1, 2, -1, 0, 1, 2]),
     )
     assert cost.forward(two, judged=2) == 500 + 14 + (1 + 2 + 3 + 4 + 4)
+    assert cost.update(two, judged=2) == 2 * 500 + 50 + 2 * 14 + 3 * (1 + 2 + 3 + 4 + 4)
+
+
+def test_what_is_frozen_asks_for_no_gradient() -> None:
+    whole, half = (Cost.of(model) for model in (_model(), _model(freeze=("embed_tokens", "mlp"))))
+    assert whole.trained_per_token == whole.per_token and whole.trained_per_judged == whole.per_judged
+    assert half.per_token == whole.per_token and half.trained_per_judged == 0, "the head is the embedding"
+    assert half.per_token - half.trained_per_token == 2 * 3 * (3 * 32 * 96), "three matrices in each of three layers"
+
+
+def _model(freeze: tuple[str, ...] = ()) -> Model:
+    model = create(tiny(61, layers=3, hidden=32, heads=4, kv_heads=4), seed=0)
+    if freeze:
+        model.freeze(freeze)
+    return model
 
 
 def test_the_rate_of_a_device_is_a_sane_number() -> None:

@@ -1,0 +1,145 @@
+"""Time training and sampling with adapters, and with compiled steps, beside the same model trained whole.
+
+    python -m bench.adapters [--rounds 5] [--only train] [--size 75m] [--json FILE]
+
+Everything is the same random Qwen3-shaped model in bf16, with adapters of rank 16 on every linear layer:
+
+    train    an optimizer step on rows of 16 to 128 tokens: an adapter's, and a whole one whose small steps are compiled
+    sample   64 requests of 64 tokens each and 64 new ones: by the adapters' products, and by merged weights
+
+A ratio is the time beside that of the whole model; a limit is what it should cost at most. Then it says how far
+sampler and trainer are apart where both have the same weights, over the tokens of one round of answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.table import Table
+
+from bench.common import Case, machine, measure, table, write_json
+from bench.train_step import SIZES, VOCABULARY, Rows, config_of, etude_step, mixed_rows, tree
+from bench.train_step import answers as trained
+from etude.models import Lora, Model, PackedAttention, adapt, create, token_logp
+from etude.observe import make_console, progress
+from etude.records import Completion, SamplingParams
+from etude.rollout import EngineConfig, TorchEngine
+
+RANK, SPREAD = 16, 0.02
+"""Of the adapters, and how large the factors are that begin at zero: about what a short training makes of them."""
+KINDS = ("train", "sample")
+LENGTH = {"75m": 64, "tiny": 8}
+"""Tokens of a prompt, and of an answer."""
+
+
+def whole(size: str) -> Model:
+    """The model, all of it trained."""
+    return create(config_of(size), seed=0, dtype=torch.bfloat16)
+
+
+def adapted(size: str) -> Model:
+    """The same with adapters that add something."""
+    model = adapt(whole(size), Lora(rank=RANK), seed=0)
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.trained_weights():
+            if ".lora_B." in name:
+                weight.copy_(SPREAD * torch.randn(weight.shape, generator=chance))
+    return model
+
+
+def training(size: str, rows: int) -> list[Case]:
+    """Steps of the optimizer."""
+    compiled = whole(size)
+    compiled.compile()
+    given = mixed_rows(rows, VOCABULARY[size])
+    plain = etude_step(whole(size), given)
+    kind = f"a train step, {rows} rows"
+    return [
+        Case("train: adapter", kind, etude_step(adapted(size), given), plain, 0.9),
+        Case("train: compiled", kind, etude_step(compiled, given), plain, 1.05),
+    ]
+
+
+def sampling(size: str, requests: int, engines: dict[str, TorchEngine]) -> list[Case]:
+    """Answers to prompts, each engine with weights of its own."""
+    kind = f"{requests} requests, {LENGTH[size]} new tokens each"
+    asked = {name: partial(answers, engine, size, requests) for name, engine in engines.items()}
+    return [
+        Case("sample: adapter", kind, asked["adapter"], asked["whole"], 1.6),
+        Case("sample: merged", kind, asked["merged"], asked["whole"], 1.05),
+    ]
+
+
+def answers(engine: TorchEngine, size: str, requests: int) -> list[Completion]:
+    """To random prompts, the same each time."""
+    length = LENGTH[size]
+    params = [SamplingParams(max_tokens=length, seed=i) for i in range(requests)]
+    return engine.generate_all(list(prompts(size, requests)), params)
+
+
+def prompts(size: str, requests: int) -> NDArray[np.int32]:
+    """[requests, tokens]"""
+    return np.random.default_rng(0).integers(0, VOCABULARY[size], (requests, LENGTH[size]), dtype=np.int32)
+
+
+@torch.no_grad()
+def apart(engine: TorchEngine, size: str, requests: int) -> tuple[float, float, float]:
+    """How far what the trainer says of an answer's tokens is from what the sampler said: the mean distance of two
+    log-probs, their divergence by k3, the largest distance of two probabilities."""
+    found, asked = answers(engine, size, requests), prompts(size, requests)
+    ids = tuple(torch.from_numpy(np.concatenate(pair)) for pair in zip(asked, (c.ids for c in found), strict=True))
+    rows = Rows(ids, (LENGTH[size],) * requests, 1)
+    pack, action = tree(rows), trained(rows)
+    hidden = engine.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
+    said = token_logp(engine.model, hidden[pack.source[action]], torch.cat(ids)[action]).double()
+    drawn = torch.from_numpy(np.concatenate([c.logp for c in found])).double()
+    gap = said - drawn
+    k3 = gap.expm1() - gap
+    return float(gap.abs().mean()), float(k3.mean()), float((said.exp() - drawn.exp()).abs().max())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; medians are shown")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a step, and requests at once")
+    parser.add_argument("--size", choices=list(SIZES), default="75m", help="the model")
+    parser.add_argument("--only", nargs="*", default=KINDS, choices=KINDS, help="time these alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
+    asked = parser.parse_args(argv)
+    console = make_console()
+    with ExitStack() as stack:
+        told, engines = training(asked.size, asked.rows) if "train" in asked.only else [], {}
+        if "sample" in asked.only:
+            made = {"whole": whole(asked.size), "adapter": adapted(asked.size), "merged": adapted(asked.size)}
+            for name, model in made.items():
+                engine = TorchEngine(model, None, EngineConfig(kv_gib=0.5), merge=name == "merged")
+                engines[name] = stack.enter_context(closing(engine))
+            told += sampling(asked.size, asked.rows, engines)
+        with progress("timing", len(told) * (asked.rounds + 1), console) as bar:
+            measured = measure(told, asked.rounds, bar.advance)
+        merging = engines["merged"].stats().reduce()["engine/merge_seconds"] if engines else 0.0
+        gaps = {name: apart(engine, asked.size, asked.rows) for name, engine in engines.items()}
+    console.print(f"Size {asked.size}, bf16, {machine()['threads']} threads, median of {asked.rounds} rounds.")
+    console.print(table(measured, "whole"))
+    if gaps:
+        console.print(f"Merging once took {1e3 * merging:.0f} ms. Sampler and trainer, with equal weights:")
+        shown = Table("", "mean distance of log-probs", "divergence, k3", "largest distance of probabilities")
+        for name, gap in gaps.items():
+            shown.add_row(name, *(f"{each:.2g}" for each in gap))
+        console.print(shown)
+    if asked.json:
+        write_json(asked.json, measured, {"size": asked.size, "rows": asked.rows, "rank": RANK, "gaps": gaps})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,180 @@
+"""Adapters by peft: put around a model's linear layers, read from a directory, described as peft describes them.
+
+peft makes the layers and knows their files. What they compute is in `lowrank`, and in peft's own `forward` for the
+families that are not written in `layers`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from etude.errors import ConfigError
+from etude.models.config import Lora
+from etude.models.lowrank import ADAPTER, published
+from etude.models.model import Model
+from etude.models.naming import names_part, refuse_unmatched
+
+__all__ = ["adapt", "adapter_config"]
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What peft puts before a weight's name in a file."""
+UNDERSTOOD = frozenset(
+    ["r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"]
+) | {"layers_to_transform", "layers_pattern", "fan_in_fan_out"}
+"""What of an adapter's config says which layers it adapts, and how much."""
+IRRELEVANT = frozenset(
+    ["peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"]
+) | {"inference_mode", "lora_dropout", "megatron_core", "runtime_config", "loftq_config"}
+"""What says nothing of what it computes here. Dropout never acts: the policy trained is the policy sampled."""
+PLAIN = (True, False, "gaussian")
+"""Ways to begin an adapter that leave the model's own weights alone."""
+
+
+def adapt(model: Model, lora: Lora, *, seed: int) -> Model:
+    """The model with adapters, new ones or those of `lora.path`; they alone are trained from now on."""
+    linear = _linear_layers(model)
+    if lora.path is not None:
+        return _with(model, _read_config(lora.path), linear, _read_weights(lora.path), lora.path)
+    refuse_unmatched("lora.targets", lora.targets, linear)
+    chosen = [name for name in linear if not lora.targets or any(names_part(part, name) for part in lora.targets)]
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
+        target_modules=_short(chosen, model.module),
+        fan_in_fan_out=all(isinstance(linear[name], Conv1D) for name in chosen),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _with(model, config, linear)
+
+
+def adapter_config(model: Model, base: Path) -> dict[str, Any]:
+    """What stands in an adapter's `adapter_config.json`; `base` is where the model lies that it adapts."""
+    told: dict[str, Any] = model.module.peft_config[ADAPTER].to_dict()
+    told |= {"base_model_name_or_path": str(base), "inference_mode": True}
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in told.items()}
+
+
+def _linear_layers(model: Model) -> dict[str, nn.Module]:
+    """The layers that can have an adapter, by name. The head has none: log-probs are taken by its weight itself."""
+    head = model.module.get_output_embeddings()
+    named = model.module.named_modules()
+    return {name: part for name, part in named if isinstance(part, nn.Linear | Conv1D) and part is not head}
+
+
+def _short(chosen: list[str], module: nn.Module) -> list[str]:
+    """The layers by the last word of their names, as people write them, where that means these and no others."""
+    last = {name.rpartition(".")[2] for name in chosen}
+    meant = [name for name, _ in module.named_modules() if name.rpartition(".")[2] in last]
+    return sorted(last) if set(meant) == set(chosen) else chosen
+
+
+def _with(
+    model: Model,
+    config: LoraConfig,
+    linear: Mapping[str, nn.Module],
+    weights: Mapping[str, Tensor] | None = None,
+    where: Path | None = None,
+) -> Model:
+    """Put the adapters in, with these weights if any are given. peft freezes everything else."""
+    try:
+        inject_adapter_in_model(config, model.module, ADAPTER)
+    except ValueError as error:
+        raise ConfigError(f"The adapter in {where} does not fit this model: {error}") from error
+    made = {published(name): weight for name, weight in model.module.named_parameters() if weight.requires_grad}
+    odd = [name for name in made if name.rpartition(".lora_")[0] not in linear]
+    if odd:
+        raise ConfigError(
+            f"The adapter in {where} adapts `{odd[0]}`. Etude runs adapters of the linear layers between embedding and "
+            f"head; merge this one into its model, and give that."
+        )
+    exact = {} if weights is None else _fill(made, weights, where)
+    return Model(model.module, exact)
+
+
+def _fill(made: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path | None) -> dict[str, Tensor]:
+    """Write the weights of a file; returns in float32 those that this rounds."""
+    given = {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
+    odd = sorted(made.keys() ^ given.keys())
+    if odd:
+        has, lacks = ("its weights", "this model") if odd[0] in given else ("this model", "its weights")
+        raise ConfigError(
+            f"The adapter in {where} does not fit this model: {has} have `{odd[0]}` and {lacks} have not ({len(odd)} "
+            f"names differ). Give the adapter of this model."
+        )
+    exact = {}
+    for name, weight in made.items():
+        if weight.shape != given[name].shape:
+            raise ConfigError(
+                f"The adapter in {where} does not fit this model: `{name}` is {list(given[name].shape)} there and "
+                f"should be {list(weight.shape)}. Give the adapter of this model."
+            )
+        with torch.no_grad():
+            weight.copy_(given[name])
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        if not torch.equal(weight.to(wide), given[name].to(wide)):
+            exact[name] = given[name].to(weight.device, wide)
+    return exact
+
+
+def _read_config(where: Path) -> LoraConfig:
+    """The config of an adapter that is plain LoRA; one with more to it would compute something else here."""
+    file = where / CONFIG
+    if not file.is_file():
+        found = _listed(entry.name for entry in where.iterdir()) if where.is_dir() else "and is no directory"
+        raise ConfigError(
+            f"`lora.path={where}` holds no adapter: it has no {CONFIG} ({found}). Give a directory that peft's "
+            f"`save_pretrained` or `etude export --adapter` wrote."
+        )
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+        kind = told["peft_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} cannot be read as an adapter's config ({error!r}).") from error
+    if kind != "LORA":
+        raise ConfigError(f"{file} describes an adapter of the kind {kind}; Etude trains LORA. Give one of those.")
+    plain = {field.name: _default(field) for field in fields(LoraConfig)}
+    strange = [name for name in told if name not in plain and name not in IRRELEVANT and told[name]]
+    strange += [
+        name
+        for name, usual in plain.items()
+        if name in told and name not in UNDERSTOOD | IRRELEVANT | {"init_lora_weights"} and told[name] != usual
+    ]
+    strange += [] if told.get("init_lora_weights", True) in PLAIN else ["init_lora_weights"]
+    if strange:
+        raise ConfigError(
+            f"{file} sets `{strange[0]}` to {json.dumps(told[strange[0]])}, which Etude does not run. Merge this "
+            f"adapter into its model, give that as `model.path`, and begin a new adapter."
+        )
+    return LoraConfig(**{name: told[name] for name in UNDERSTOOD if name in told}, task_type="CAUSAL_LM")
+
+
+def _read_weights(where: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(where / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"The adapter's weights {where / WEIGHTS} cannot be read: {error}") from error
+
+
+def _default(field: Any) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None if field.default is MISSING else field.default
+
+
+def _listed(names: Iterable[str]) -> str:
+    return "it holds " + (", ".join(sorted(names)[:8]) or "nothing")

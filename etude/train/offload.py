@@ -1,0 +1,54 @@
+"""What a GPU need not hold all the time: moved to the processor's memory while it rests, and back when it works.
+
+    collecting    engine awake: keys and values      optimizer away
+    updating      engine asleep                      optimizer here
+
+So the two largest things that are not weights take turns on the device. A tensor stays the same object wherever its
+numbers are, so that whoever holds it (an optimizer, a checkpoint) need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+__all__ = ["Resting", "move"]
+
+
+def move(tensors: Sequence[Tensor], to: torch.device) -> int:
+    """Give these tensors memory on a device, with the same numbers in it; returns the bytes that were moved.
+
+    From a GPU they go to memory that cannot be swapped out, which both directions are copied through at full speed.
+    """
+    moved = 0
+    for tensor in tensors:
+        there = torch.empty_like(tensor, device=to, pin_memory=to.type == "cpu" and tensor.device.type == "cuda")
+        there.copy_(tensor.detach())
+        tensor.data = there
+        moved += there.nbytes
+    return moved
+
+
+class Resting:
+    """Tensors that are on one device while they are worked with, and on another all other time."""
+
+    def __init__(self, tensors: Sequence[Tensor], home: torch.device, away: torch.device) -> None:
+        self._tensors, self._home, self._away = tensors, home, away
+        self._workers = 0
+        move(tensors, away)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Within, they are home. It may be nested; they leave with the last, also where that fails."""
+        if not self._workers:
+            move(self._tensors, self._home)
+        self._workers += 1
+        try:
+            yield
+        finally:
+            self._workers -= 1
+            if not self._workers:
+                move(self._tensors, self._away)

@@ -1,0 +1,282 @@
+"""Adapters as they are held: what is trained, what is named, what is refused, and the switch that leaves them out."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.checkpoint import export_adapter
+from etude.errors import ConfigError
+from etude.models import Lora, Model, PackedAttention, adapt, adapter_config, create, load, save, tiny
+from etude.models.layers import Fused, FusedLinear
+from etude.models.tiny import FAMILIES
+from tests.components import require
+from tests.models.packs import FOREST, pack_of
+
+require("lora")
+PACK = pack_of(FOREST)
+
+
+def run(model: Model) -> Tensor:
+    return model.logits(model.hidden(PACK.ids, PACK.positions, PackedAttention(PACK)))
+
+
+def adapted(
+    family: str = "qwen3", dtype: torch.dtype = torch.float64, *, seed: int = 0, moved: bool = True, **options: Any
+) -> Model:
+    """A model with adapters; `moved` from where they begin, so that all of them matter."""
+    model = adapt(create(tiny(50, family=family), seed=1, dtype=dtype), Lora(**{"rank": 4, **options}), seed=seed)
+    if moved:
+        move(model)
+    return model
+
+
+def move(model: Model, seed: int = 2) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, weight in model.trained_weights():
+            weight.add_(torch.randn(weight.shape, generator=chance, dtype=torch.float64).to(weight.dtype), alpha=0.1)
+
+
+def written(model: Model, directory: Path) -> Path:
+    return export_adapter(dict(model.trained_weights()), adapter_config(model, Path("base")), directory)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_begins_as_nothing_to_the_bit(family: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = create(tiny(50, family=family), seed=1, dtype=dtype)
+        assert torch.equal(run(adapted(family, dtype, moved=False)), run(plain))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_adapters_get_a_gradient_and_all_of_them_do(family: str) -> None:
+    model = adapted(family)
+    run(model).square().sum().backward()
+    given = {name for name, weight in model.named_weights() if weight.grad is not None}
+    assert (
+        given == {name for name, _ in model.trained_weights()} == {n for n, _ in model.named_weights() if "lora" in n}
+    )
+    assert all(bool(weight.grad.abs().sum() > 0) for _, weight in model.trained_weights() if weight.grad is not None)
+
+
+def test_weights_keep_their_published_names() -> None:
+    plain = {name for name, _ in create(tiny(50), seed=1).named_weights()}
+    names = {name for name, _ in adapted().named_weights()}
+    assert plain < names
+    assert (
+        "model.layers.0.mlp.up_proj.lora_A.weight" in names and "model.layers.1.self_attn.q_proj.lora_B.weight" in names
+    )
+
+
+def test_the_same_seed_begins_the_same_adapter_whatever_chance_was_used_for_before() -> None:
+    torch.manual_seed(7)
+    one, kept = dict(adapted(moved=False).trained_weights()), torch.get_rng_state()
+    torch.manual_seed(8)
+    two, three = (dict(adapted(moved=False, seed=seed).trained_weights()) for seed in (0, 1))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert any(not torch.equal(one[name], three[name]) for name in one)
+    torch.manual_seed(7)
+    assert torch.equal(torch.get_rng_state(), kept), "nobody else's chance was used"
+
+
+@pytest.mark.parametrize("options, scale", [({}, 32 / 4), ({"alpha": 5}, 5 / 4), ({"rslora": True}, 32 / 2)])
+def test_an_adapter_counts_as_its_options_say(options: dict[str, Any], scale: float) -> None:
+    model = adapted(targets=("down_proj",), **options)
+    names = dict(model.named_weights())
+    merged = dict(model.merged_weights())
+    place = "model.layers.1.mlp.down_proj"
+    product = names[f"{place}.lora_B.weight"] @ names[f"{place}.lora_A.weight"]
+    torch.testing.assert_close(merged[f"{place}.weight"], names[f"{place}.weight"] + scale * product)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_weights_are_the_same_model_without_adapters(family: str, tmp_path: Path) -> None:
+    model = adapted(family)
+    save(model, tmp_path)
+    plain = load(tmp_path, dtype=torch.float64)
+    assert not plain.adapted and [n for n, _ in plain.named_weights()] == [n for n, _ in model.merged_weights()]
+    torch.testing.assert_close(run(plain), run(model), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "targets, count",
+    [((), 14), (("q_proj", "v_proj"), 4), (("layers.0",), 7), (("mlp",), 6), (("layers.*.self_attn.k_proj",), 2)],
+)
+def test_targets_are_named_by_any_stretch_of_their_names(targets: tuple[str, ...], count: int) -> None:
+    assert len(list(adapted(targets=targets).trained_weights())) == 2 * count
+
+
+@pytest.mark.parametrize("targets", [("q_proj",), ("v_proj", "down_proj"), ("layers.1.mlp.up_proj",)])
+def test_parts_of_a_fused_product_may_have_no_adapter(targets: tuple[str, ...], tmp_path: Path) -> None:
+    model = adapted(targets=targets)
+    save(model, tmp_path)
+    torch.testing.assert_close(run(load(tmp_path, dtype=torch.float64)), run(model), rtol=1e-9, atol=1e-9)
+
+
+def test_the_first_factors_of_a_fused_product_are_one_storage() -> None:
+    model = adapted()
+    assert isinstance(model._body, Fused)
+    for layer in model._body.layers:
+        assert isinstance(layer.qkv, FusedLinear) and layer.qkv.low is not None
+        assert torch.equal(layer.qkv.low.down, torch.cat([*layer.qkv.low.downs])) and layer.qkv.low.down.shape == (
+            12,
+            64,
+        )
+    with torch.no_grad():
+        for _, weight in model.trained_weights():
+            weight.add_(1)
+    assert torch.equal(layer.qkv.low.down, torch.cat([*layer.qkv.low.downs])), "a step reaches what is multiplied"
+
+
+@pytest.mark.parametrize("targets", [("lm_head",), ("q_prj",), ("embed_tokens",), ("q_proj", "nothing")])
+def test_a_target_that_matches_nothing_is_told_what_there_is(targets: tuple[str, ...]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"`lora.targets` names `.*`, and this model has no such part. It has model.layers."
+    ):
+        adapted(targets=targets)
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"alpha": 8}, "`lora.alpha` does nothing while no adapter is trained"),
+        ({"publish": "merged"}, "`lora.publish` does nothing"),
+        ({"path": "there", "rank": 8}, "`lora.rank` was given beside `lora.path`"),
+        ({"path": "there", "targets": ("mlp",)}, "`lora.targets` was given beside `lora.path`"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Lora(**options)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
+def test_without_adapters_it_is_the_model_it_began_as_on_this_thread_alone(family: str) -> None:
+    model, plain = adapted(family), create(tiny(50, family=family), seed=1, dtype=torch.float64)
+    with torch.no_grad():
+        wanted = run(model)
+        elsewhere: list[Tensor] = []
+
+        def compute() -> None:
+            with torch.no_grad():
+                elsewhere.append(run(model))
+
+        with model.without_adapters():
+            assert torch.equal(run(model), run(plain))
+            other = threading.Thread(target=compute)
+            other.start()
+            other.join()
+        assert torch.equal(elsewhere[0], wanted) and torch.equal(run(model), wanted)
+    with pytest.raises(AssertionError, match="where no gradient is taken"), model.without_adapters():
+        pass
+
+
+def test_a_copy_has_adapters_of_its_own() -> None:
+    model = adapted()
+    other = model.copy()
+    assert torch.equal(run(other), run(model))
+    move(other, seed=3)
+    assert not torch.allclose(run(other), run(model))
+    assert [n for n, _ in other.trained_weights()] == [n for n, _ in model.trained_weights()]
+
+
+# -- an adapter in a directory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
+def test_an_adapter_goes_on_from_its_directory(family: str, tmp_path: Path) -> None:
+    model = adapted(family, rank=3, rslora=True, alpha=5)
+    written(model, tmp_path / "adapter")
+    base = create(tiny(50, family=family), seed=1, dtype=torch.float64)
+    again = adapt(base, Lora(path=tmp_path / "adapter"), seed=9)
+    assert torch.equal(run(again), run(model))
+    assert [n for n, _ in again.trained_weights()] == [n for n, _ in model.trained_weights()]
+
+
+def test_what_half_precision_rounds_of_it_is_kept_for_its_learner(tmp_path: Path) -> None:
+    model = adapted(dtype=torch.float32)
+    wanted = dict(model.trained_weights())
+    written(model, tmp_path / "adapter")
+    half = adapt(create(tiny(50), seed=1, dtype=torch.bfloat16), Lora(path=tmp_path / "adapter"), seed=0)
+    exact = half.take_exact()
+    assert exact and all(torch.equal(exact[name], wanted[name]) for name in exact)
+    assert all(torch.equal(weight, wanted[name].bfloat16()) for name, weight in half.trained_weights())
+
+
+def edited(**changes: Any) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        file = directory / "adapter_config.json"
+        told = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({name: value for name, value in told.items() if value is not ...}))
+
+    return edit
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "dora": (edited(use_dora=True), "sets `use_dora` to true, which Etude does not run"),
+    "bias": (edited(bias="all"), "sets `bias`"),
+    "begun otherwise": (edited(init_lora_weights="pissa"), "sets `init_lora_weights`"),
+    "of another time": (edited(from_the_future=3), "sets `from_the_future` to 3"),
+    "another kind": (edited(peft_type="IA3"), "of the kind IA3"),
+    "no kind": (edited(peft_type=...), "cannot be read as an adapter's config"),
+    "another rank": (edited(r=7), "should be \\[7, 64\\]"),
+    "other layers": (edited(target_modules=["q_proj"]), "its weights have .* and this model have not"),
+    "no such layers": (edited(target_modules=["nowhere"]), "does not fit this model"),
+    "the embedding": (edited(target_modules=["embed_tokens"]), "adapts `model.embed_tokens.lora_embedding_A"),
+    "no config": (lambda place: (place / "adapter_config.json").unlink(), "it has no adapter_config.json \\(it holds"),
+    "no weights": (lambda place: (place / "adapter_model.safetensors").unlink(), "adapter's weights .* cannot be read"),
+    "torn weights": (lambda place: (place / "adapter_model.safetensors").write_bytes(b"no"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_adapter_that_cannot_be_run_as_it_is_meant_is_refused(name: str, tmp_path: Path) -> None:
+    spoil, told = BROKEN[name]
+    written(adapted(), tmp_path / "adapter")
+    spoil(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=told):
+        adapt(create(tiny(50), seed=1, dtype=torch.float64), Lora(path=tmp_path / "adapter"), seed=0)
+
+
+# -- frozen parts -----------------------------------------------------------------------------------------------------
+
+
+def test_frozen_parts_get_no_gradient_and_the_others_the_same_one() -> None:
+    whole, half = (create(tiny(50), seed=1, dtype=torch.float64) for _ in range(2))
+    half.freeze(("embed_tokens", "q_proj", "layers.1.mlp", "q_norm"))
+    for model in (whole, half):
+        run(model).square().sum().backward()
+    wanted, trained = dict(whole.named_weights()), {name for name, _ in half.trained_weights()}
+    for name, weight in half.named_weights():
+        assert (weight.grad is not None) == (name in trained)
+        if weight.grad is not None:
+            torch.testing.assert_close(weight.grad, wanted[name].grad, rtol=1e-12, atol=1e-12)
+    assert len(wanted) - len(trained) == 1 + 2 + 3 + 2
+
+
+def test_frozen_weights_are_held_in_one_precision(tmp_path: Path) -> None:
+    save(create(tiny(50), seed=1), tmp_path)
+    model = load(tmp_path, dtype=torch.bfloat16, exact=True)
+    model.freeze(("layers.0",))
+    assert set(model.take_exact()) == {n for n, w in model.trained_weights() if w.ndim == 2}
+
+
+@pytest.mark.parametrize(
+    "parts, told",
+    [
+        (("mlpp",), "`model.freeze` names `mlpp`, and this model has no such part. It has model.embed_tokens.weight"),
+        (("lm_head",), "names `lm_head`"),
+        (("*",), r"`model.freeze=\[\*\]` leaves nothing of the model to train"),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused(parts: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        create(tiny(50), seed=0).freeze(parts)

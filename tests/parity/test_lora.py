@@ -1,0 +1,158 @@
+"""Adapters against peft's own: the same numbers forward, and in float64 the same gradient, for every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from etude.checkpoint import export, export_adapter
+from etude.models import Lora, Model, PackedAttention, adapt, adapter_config, create, load, save, tiny
+from etude.models.layers import Fused, FusedLinear
+from etude.models.tiny import FAMILIES
+from tests.autograd import kept_for_backward
+from tests.components import require
+from tests.models.packs import FOREST, apart, pack_of, paths
+
+require("lora")
+from peft import PeftModel  # noqa: E402 — after what skips where it is absent
+
+COARSE = {"gemma2": 1e-4}
+"""Families whose attention transformers can only run with a softmax in float32, and how far apart that may be."""
+
+
+def adapted(family: str, dtype: torch.dtype, **options: Any) -> Model:
+    """A model with adapters, all of whose weights are large enough to matter."""
+    base = create(tiny(50, family=family), seed=1, dtype=dtype)
+    model = adapt(base, Lora(**{"rank": 4, "alpha": 6, **options}), seed=0)
+    chance = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += (0.15 * torch.randn(weight.shape, generator=chance, dtype=torch.float64)).to(dtype)
+    return model
+
+
+def theirs(model: Model, directory: Path) -> nn.Module:
+    """The same weights, as transformers and peft load and run them."""
+    adapter = export_adapter(dict(model.trained_weights()), adapter_config(model, directory), directory / "adapter")
+    base = ((name, weight) for name, weight in model.named_weights() if ".lora_" not in name)
+    config = model.module.config
+    attention = "eager" if config.model_type in COARSE else "sdpa"
+    loaded = export(base, config.to_dict(), directory / "base")
+    module = AutoModelForCausalLM.from_pretrained(loaded, attn_implementation=attention)
+    found: nn.Module = PeftModel.from_pretrained(module, adapter, is_trainable=True)
+    return found
+
+
+@pytest.fixture
+def wide_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes its norms in float32; in float64 here, so that gradients can be told apart at 1e-9."""
+    for family in FAMILIES:
+        model = create(tiny(50, family=family, layers=1), seed=0)
+        for part in model.module.modules():
+            if type(part).__name__.endswith("RMSNorm"):
+                monkeypatch.setattr(type(part), "forward", _gemma_norm if "Gemma" in type(part).__name__ else _norm)
+
+
+def _norm(self: Any, x: Tensor) -> Tensor:
+    out: Tensor = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+    return out
+
+
+def _gemma_norm(self: Any, x: Tensor) -> Tensor:
+    out: Tensor = (1 + self.weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+    return out
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj", "c_proj")], ids=["all", "some"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_are_those_of_peft(
+    family: str, targets: tuple[str, ...], checkpointed: bool, tmp_path: Path, wide_norms: None
+) -> None:
+    chosen = tuple(name for name in targets if (name == "c_proj") == (family == "gpt2"))
+    model, tree = adapted(family, torch.float64, targets=chosen), pack_of(FOREST)
+    model.activation_checkpointing = checkpointed
+    reference, rows = theirs(model, tmp_path), paths(tree)
+    weights = torch.randn(sum(map(len, rows)), 50, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    packed = model.logits(model.hidden(tree.ids, tree.positions, PackedAttention(tree)))[torch.cat(rows)]
+    alone = torch.cat([reference(input_ids=tree.ids[row][None].long()).logits[0] for row in rows])
+    close = COARSE.get(family, 1e-9)
+    torch.testing.assert_close(packed, alone, rtol=close, atol=close)
+    (packed * weights).sum().backward()
+    (alone * weights).sum().backward()
+    wanted = {
+        name.removeprefix("base_model.model.").replace(".default.", "."): weight.grad
+        for name, weight in reference.named_parameters()
+        if weight.requires_grad
+    }
+    found = {name: weight.grad for name, weight in model.named_weights() if weight.grad is not None}
+    assert found.keys() == wanted.keys()
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[name], rtol=close, atol=close * float(wanted[name].abs().max()))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_a_fused_product_is_that_of_its_parts_by_peft(family: str) -> None:
+    """One product at a time, the input's gradient too."""
+    model = adapted(family, torch.float64)
+    body, layer = model._body, model.module.model.layers[0]
+    assert isinstance(body, Fused)
+    x = torch.randn(9, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    parts = {
+        body.layers[0].qkv: [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
+        body.layers[0].gate_up: [layer.mlp.gate_proj, layer.mlp.up_proj],
+        body.layers[0].out: [layer.self_attn.o_proj],
+    }
+    for fused, alone in parts.items():
+        assert isinstance(fused, FusedLinear) and fused.low is not None
+        ours, peft = fused(x), torch.cat([part(x) for part in alone], 1)
+        torch.testing.assert_close(ours, peft, rtol=1e-12, atol=1e-12)
+        leaves = [x, *fused.low.downs, *fused.low.ups]
+        weights = torch.cos(torch.arange(ours.numel(), dtype=torch.float64)).view_as(ours)
+        for a, b in zip(*(torch.autograd.grad((out * weights).sum(), leaves) for out in (ours, peft)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        with torch.no_grad():
+            torch.testing.assert_close(fused(x), ours, rtol=1e-12, atol=1e-12)
+
+
+def test_adapters_and_packing_keep_the_micro_batch_law() -> None:
+    model, tree = adapted("qwen3", torch.float64), pack_of(FOREST)
+    separate, rows = apart(tree), paths(tree)
+    one, two = (model.logits(model.hidden(p.ids, p.positions, PackedAttention(p))) for p in (tree, separate))
+    torch.testing.assert_close(one[torch.cat(rows)], two, rtol=1e-9, atol=1e-9)
+
+
+def test_frozen_weights_cost_no_memory_of_activations_and_no_work() -> None:
+    """Beside the whole model: less is kept for the backward pass, which makes two thirds of the operations."""
+    tree, counted, kept = pack_of(FOREST), [], []
+    for model in (
+        create(tiny(50, hidden=128), seed=1),
+        adapt(create(tiny(50, hidden=128), seed=1), Lora(rank=1), seed=0),
+    ):
+        kept.append(kept_for_backward(lambda m=model: m.hidden(tree.ids, tree.positions, PackedAttention(tree))))
+        loss = model.hidden(tree.ids, tree.positions, PackedAttention(tree)).square().sum()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        counted.append(counter.get_total_flops())
+    assert counted[1] < 0.6 * counted[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2"])
+def test_half_precision_stays_close_and_what_is_exported_is_what_is_computed(family: str, tmp_path: Path) -> None:
+    model, tree = adapted(family, torch.float32), pack_of(FOREST)
+    half = model.copy(dtype=torch.bfloat16)
+    save(model, tmp_path / "merged")
+    with torch.no_grad():
+        wanted, found, merged = (
+            m.logits(m.hidden(tree.ids, tree.positions, PackedAttention(tree))).double()
+            for m in (model, half, load(tmp_path / "merged", dtype=torch.float32))
+        )
+    off = (found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
+    assert 0 < off < 0.1
+    torch.testing.assert_close(merged, wanted, rtol=1e-3, atol=1e-3)

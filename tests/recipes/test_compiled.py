@@ -1,0 +1,30 @@
+"""A run whose small steps torch.compile makes learns what it learns without, to rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from etude.models import create, save, tiny
+from tests.recipes.runs import Captured, measured, refused_run, train, weights
+from tests.worlds import make_tokenizer
+
+
+@pytest.mark.soak
+def test_it_learns_the_same_and_goes_on(world: Path, whole: Path, tmp_path: Path) -> None:
+    run = train(world, tmp_path / "run", steps=2, **{"train.compile": "true"})
+    train(world, run, steps=4, **{"train.compile": "false"})
+    wanted, found = weights(whole), weights(run)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=0.05, atol=0.02)
+    for line, plain in zip(measured(run), measured(whole), strict=True):
+        assert line["mismatch/k3"] < 1e-9 and line["reward"] == plain["reward"]
+
+
+def test_a_family_that_runs_by_itself_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    size = make_tokenizer(tmp_path / "model")
+    save(create(tiny(size, family="gpt2", layers=1, hidden=16, heads=2), seed=0), tmp_path / "model")
+    options = {"train.compile": "true", "model.path": tmp_path / "model"}
+    assert "this is a gpt2 model" in refused_run(capsys, world, tmp_path / "run", **options)

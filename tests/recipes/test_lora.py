@@ -1,0 +1,242 @@
+"""Runs that train a part of a model, an adapter or what is not frozen: from the command to what it leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from transformers import AutoModelForCausalLM
+
+from etude.cli import main
+from etude.models import load, save
+from etude.recipes.build import build
+from etude.recipes.workers import PolicyWorker
+from tests.components import require
+from tests.recipes.runs import Captured, loaded, measured, refused, refused_run, run_of, same, train, weights
+from tests.rollout.engines import logits_of
+
+LORA = {"lora.rank": 4, "lora.alpha": 16}
+FROZEN = {"model.freeze": "[embed_tokens,layers.0]"}
+IDS = torch.tensor([[5, 9, 2, 7, 11, 3]])
+
+
+def logits(module: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = module(input_ids=IDS).logits
+    return found
+
+
+def stored(directory: Path) -> set[str]:
+    """The names of what the newest checkpoint of a run holds."""
+    newest = max((directory / "checkpoints").glob("step-*"))
+    return set(FileSystemReader(newest).read_metadata().state_dict_metadata)
+
+
+@pytest.fixture(scope="module")
+def adapted(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps that trained an adapter. Look at it; do not go on with it."""
+    require("lora")
+    return train(world, tmp_path_factory.mktemp("adapted") / "run", steps=4, **LORA)
+
+
+def test_the_adapter_alone_is_trained_and_kept(world: Path, adapted: Path) -> None:
+    base = {name: weight.detach() for name, weight in load(world / "model", dtype=torch.float32).named_weights()}
+    found = weights(adapted)
+    learned = {name for name in found if ".lora_" in name}
+    assert same(base, {name: found[name] for name in base}) and learned == found.keys() - base.keys()
+    assert all(bool(found[name].any()) for name in learned if ".lora_B." in name), "every B has left zero"
+    kinds = ("weights", "exp_avg", "exp_avg_sq", "step")
+    others = {"learner.version", "scaling.scale", "scaling.good_steps"}
+    assert stored(adapted) == {f"{kind}.{name}" for kind in kinds for name in learned} | others
+    assert all(line["publish_bytes"] == 0 and line["mismatch/k3"] < 1e-9 for line in measured(adapted))
+
+
+@pytest.mark.parametrize(
+    "options", [LORA, LORA | {"lora.publish": "merged"}, FROZEN], ids=["adapter", "merged", "frozen"]
+)
+def test_a_run_that_goes_on_ends_with_the_same_bits(options: dict[str, object], world: Path, tmp_path: Path) -> None:
+    require("lora")
+    whole = train(world, tmp_path / "whole", steps=4, **options)
+    half = train(world, tmp_path / "half", steps=2, **options)
+    train(world, half, steps=4, **options)
+    assert same(weights(whole), weights(half))
+
+
+def test_every_option_changes_what_is_learned(world: Path, tmp_path: Path) -> None:
+    require("lora")
+    flips: list[dict[str, object]] = [{}, {"alpha": 8}, {"rslora": "true"}, {"rank": 2}, {"targets": "[mlp]"}]
+    learned = []
+    for index, flip in enumerate(flips):
+        options = LORA | {f"lora.{name}": value for name, value in flip.items()}
+        run = train(world, tmp_path / str(index), steps=1, **options, **{"observe.level": "error"})
+        learned.append(dict(loaded(run).merged_weights()))
+    assert not any(same(one, other) for one, other in combinations(learned, 2))
+
+
+def test_it_is_held_to_the_model_it_adapts_without_a_second_copy(world: Path, tmp_path: Path) -> None:
+    require("lora")
+    held = LORA | {"kl": "reverse", "kl.coefficient": 0.5}
+    with build(run_of(world, directory=tmp_path / "looked", **held)) as parts:
+        worker = parts.learners.crew._worker  # type: ignore[attr-defined]
+        assert isinstance(worker, PolicyWorker) and "ref_logp" in worker._beside.frozen
+        assert worker._beside.frozen["ref_logp"].model is worker._learner.model is parts.engine.model
+    first, second, third = measured(train(world, tmp_path / "run", steps=3, **held))
+    assert first["kl"] == 0, "the adapter begins as nothing"
+    assert abs(second["kl"]) > 1e-5 and abs(third["kl"]) > 1e-5
+    apart = train(world, tmp_path / "apart", steps=3, **held | {"reference.path": world / "model"})
+    assert [line["kl"] for line in measured(apart)] == pytest.approx([0, second["kl"], third["kl"]], abs=1e-6)
+    free = train(world, tmp_path / "free", steps=3, **LORA)
+    assert not same(weights(free), weights(tmp_path / "run"))
+
+
+def test_a_merged_engine_samples_from_what_is_trained(world: Path, tmp_path: Path, adapted: Path) -> None:
+    lines = measured(train(world, tmp_path / "run", steps=4, **LORA, **{"lora.publish": "merged"}))
+    layer = 4 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 96)
+    assert {line["engine/merged_bytes"] for line in lines} == {2 * layer}
+    assert all(line["engine/merge_seconds"] > 0 and line["publish_bytes"] == 0 for line in lines)
+    assert all(line["mismatch/k3"] < 1e-9 for line in lines)
+    assert "engine/merged_bytes" not in measured(adapted)[0]
+
+
+def test_it_is_exported_whole_or_as_an_adapter(world: Path, adapted: Path, tmp_path: Path, capsys: Captured) -> None:
+    from peft import PeftModel
+
+    assert main(["export", str(adapted), str(tmp_path / "whole")]) == 0
+    assert "Wrote the model of step 4" in capsys.readouterr().out
+    assert main(["export", str(adapted), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert "Wrote the adapter of step 4" in capsys.readouterr().out
+    wanted = logits_of(loaded(adapted), IDS[0].numpy())[None]
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    torch.testing.assert_close(logits(whole), wanted, rtol=1e-4, atol=1e-4)
+    base = AutoModelForCausalLM.from_pretrained(world / "model")
+    assert not torch.allclose(logits(base), wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        logits(PeftModel.from_pretrained(base, tmp_path / "adapter")), wanted, rtol=1e-4, atol=1e-4
+    )
+    told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert told["base_model_name_or_path"] == str(world / "model") and (told["r"], told["lora_alpha"]) == (4, 16)
+    assert "down_proj" in told["target_modules"]
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+def test_half_precision_exports_the_weights_that_are_stepped_on(world: Path, tmp_path: Path) -> None:
+    require("lora")
+    from safetensors.torch import load_file
+
+    run = train(world, tmp_path / "run", steps=2, **LORA, **{"train.precision": "bf16"})
+    assert main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    held = {
+        n.removeprefix("base_model.model."): w
+        for n, w in load_file(tmp_path / "adapter/adapter_model.safetensors").items()
+    }
+    computed = dict(loaded(run).trained_weights())
+    assert held.keys() == computed.keys() and {weight.dtype for weight in held.values()} == {torch.float32}
+    assert all(torch.equal(held[name].bfloat16(), computed[name]) for name in held)
+
+
+def test_it_is_scored_and_asked(world: Path, adapted: Path, capsys: Captured) -> None:
+    capsys.readouterr()
+    assert main(["eval", str(adapted), f"data.val=[{world / 'held_out.jsonl'}]", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 4
+    said = []
+    for how in ("adapter", "merged"):
+        assert main(["generate", str(adapted), "1+2=", "sampling.temperature=0", f"lora.publish={how}"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+
+def test_a_new_run_goes_on_from_an_adapter(world: Path, adapted: Path, tmp_path: Path, capsys: Captured) -> None:
+    adapter = tmp_path / "adapter"
+    assert main(["export", str(adapted), str(adapter), "--adapter"]) == 0
+    on = {"lora.path": adapter, "kl": "reverse", "kl.coefficient": 0.1}
+    run = train(world, tmp_path / "on", steps=2, **on)
+    first, second = measured(run)
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and abs(second["kl"]) > 1e-5, "held to what it began with"
+    assert not same(weights(run), weights(adapted)) and weights(run).keys() == weights(adapted).keys()
+    still = train(world, tmp_path / "still", steps=1, **on, **{"train.learning_rate": 0.0})
+    assert same(weights(still), weights(adapted))
+    capsys.readouterr()
+    asked = ["generate", str(world / "model"), "1+2=", "sampling.temperature=0", "sampling.max_tokens=6"]
+    for words in (["generate", str(adapted), *asked[2:]], [*asked, f"lora.path={adapter}"]):
+        assert main(words) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == said[1]
+    moved = adapter.rename(tmp_path / "moved")
+    train(world, run, steps=3, **on | {"lora.path": moved})
+    (moved / "adapter_model.safetensors").write_bytes(b"other")
+    assert "was started on other files: adapter" in refused(
+        capsys, "train", "--resume", str(run), "steps=4", f"lora.path={moved}"
+    )
+
+
+def test_frozen_parts_stay_and_cost_nothing(world: Path, tmp_path: Path) -> None:
+    run = train(world, tmp_path / "run", steps=2, **FROZEN)
+    base = dict(load(world / "model", dtype=torch.float32).named_weights())
+    found = weights(run)
+    frozen = {name for name in base if "embed_tokens" in name or ".layers.0." in name}
+    assert {name for name in base if torch.equal(base[name], found[name])} == frozen
+    assert not any(name.partition(".")[2] in frozen for name in stored(run))
+    assert main(["export", str(run), str(tmp_path / "model")]) == 0
+    exported = dict(load(tmp_path / "model", dtype=torch.float32).named_weights())
+    assert all(torch.equal(exported[name], found[name]) for name in base)
+
+
+def test_what_is_not_in_the_checkpoint_must_be_what_it_was(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    shutil.copytree(world / "model", tmp_path / "model")
+    run = train(world, tmp_path / "run", steps=1, **FROZEN, **{"model.path": tmp_path / "model"})
+    model = load(tmp_path / "model", dtype=torch.float32)
+    with torch.no_grad():
+        model.head_weight.add_(1)
+    save(model, tmp_path / "model")
+    for words in (["export", str(run), str(tmp_path / "out")], ["generate", str(run), "1+1="]):
+        told = refused(capsys, *words)
+        assert "trained a part of a model, and the rest is read from" in told and "model.safetensors changed" in told
+    assert main(["generate", str(run), "1+1=", f"model.path={world / 'model'}"]) == 0
+
+
+def test_how_much_is_trained_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    capsys.readouterr()
+    train(world, tmp_path / "run", steps=1, **FROZEN)
+    assert "parameters, of which 12,416 are trained; tasks: 40." in capsys.readouterr().err
+
+
+REFUSED = {
+    "a target that is nowhere": ({"lora.rank": 2, "lora.targets": "[qproj]"}, "`lora.targets` names `qproj`"),
+    "a part that is nowhere": ({"model.freeze": "[embeds]"}, "`model.freeze` names `embeds`"),
+    "everything": ({"model.freeze": "['*']"}, "leaves nothing of the model to train"),
+    "both": (LORA | FROZEN, "`model.freeze` does nothing beside `lora`"),
+    "no adapter": ({"lora.targets": "[q_proj]"}, "`lora.targets` does nothing while no adapter is trained"),
+    "dropout": (LORA | {"lora.dropout": 0.1}, "dropout"),
+    "no such directory": ({"lora.path": "nowhere"}, "holds no adapter: it has no adapter_config.json"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_is_refused(name: str, world: Path, tmp_path: Path, capsys: Captured) -> None:
+    require("lora")
+    options, told = REFUSED[name]
+    assert told in refused_run(capsys, world, tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_is_not_exported_of_a_run_without_one(whole: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert "trained the model itself" in refused(capsys, "export", str(whole), str(tmp_path / "out"), "--adapter")
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    world: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.delitem(sys.modules, "etude.models.lora", raising=False)
+    told = refused_run(capsys, world, tmp_path / "run", **LORA)
+    assert "`lora` needs the package peft" in told and "pip install 'etude[lora]'" in told

@@ -1,0 +1,153 @@
+"""Sampling from a model with adapters: by their products, or by weights of the engine's own in which they are added."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from etude.models import Lora, Model, Resident, adapt
+from etude.models import resident as resident_module
+from etude.observe import configure
+from etude.records import Completion, SamplingParams
+from tests.components import require
+from tests.models.test_layout import has_bf16
+from tests.rollout.engines import assert_follows, engine_of, model_of, prompt_of, same
+
+require("lora")
+HOW = pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
+
+
+def adapted_of(family: str = "qwen3", dtype: torch.dtype = torch.float32, **options: Any) -> Model:
+    """A model whose adapters matter as much as its weights."""
+    model = model_of(family) if dtype == torch.float32 else model_of(family).copy(dtype=dtype)
+    model = adapt(model, Lora(**{"rank": 4, **options}), seed=0)
+    move(model)
+    return model
+
+
+def move(model: Model, seed: int = 0) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, weight in model.trained_weights():
+            weight.add_(torch.randn(weight.shape, generator=chance).to(weight.dtype), alpha=0.05)
+
+
+def asked(engine: Any, lengths: tuple[int, ...] = (5, 40, 17), **sampling: Any) -> list[Completion]:
+    params = [SamplingParams(max_tokens=9, seed=i, **sampling) for i in range(len(lengths))]
+    found: list[Completion] = engine.generate_all([prompt_of(n, seed=n) for n in lengths], params)
+    return found
+
+
+@HOW
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
+def test_answers_are_those_of_the_adapted_model(family: str, merge: bool) -> None:
+    model, sampling = adapted_of(family), SamplingParams(max_tokens=9, temperature=0)
+    with engine_of(model, merge=merge) as engine:
+        for length in (5, 40):
+            prompt = prompt_of(length)
+            (found,) = engine.generate_all([prompt], [sampling])
+            assert_follows(model, prompt, found, sampling)
+
+
+@HOW
+@pytest.mark.parametrize("rank", [1, 3, 8, 16])
+def test_an_answer_does_not_depend_on_its_company(rank: int, merge: bool) -> None:
+    with engine_of(adapted_of(rank=rank), merge=merge) as engine:
+        together = asked(engine, tuple(range(3, 40, 2)))
+        for length in (3, 17, 39):
+            index = (length - 3) // 2
+            params = SamplingParams(max_tokens=9, seed=index)
+            assert same(engine.generate_all([prompt_of(length, seed=length)], [params])[0], together[index])
+
+
+@HOW
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_weights_are_sampled_from(dtype: torch.dtype, merge: bool) -> None:
+    model = adapted_of(dtype=dtype)
+    with engine_of(model, merge=merge) as engine:
+        before = asked(engine)
+        move(model, seed=1)
+        asyncio.run(engine.swap((), 1))
+        after = asked(engine)
+        with engine_of(model, merge=merge) as fresh:
+            assert all(same(a, b) for a, b in zip(after, asked(fresh), strict=True))
+        assert not any(same(a, b) for a, b in zip(after, before, strict=True))
+        assert engine.version == 1
+
+
+@HOW
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_sent_are_sampled_from_frozen_ones_too(dtype: torch.dtype, merge: bool) -> None:
+    model, other = adapted_of(dtype=dtype), adapted_of(dtype=dtype)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)).to(dtype), alpha=0.02)
+    with engine_of(model, merge=merge) as engine, engine_of(other, merge=merge) as wanted:
+        asyncio.run(engine.swap([(name, weight.detach()) for name, weight in other.named_weights()], 1))
+        assert all(same(a, b) for a, b in zip(asked(engine), asked(wanted), strict=True))
+
+
+def test_merging_is_measured_and_its_memory_given_back_in_sleep() -> None:
+    model = adapted_of(targets=("q_proj", "down_proj"))
+    weights = dict(model.named_weights())
+    size = sum(w.nbytes for n, w in weights.items() if n.endswith(("q_proj.weight", "down_proj.weight")))
+    with engine_of(model, merge=True) as engine:
+        found, before = engine.stats().reduce(), asked(engine)
+        assert found["engine/merged_bytes"] == size and found["engine/merge_seconds"] > 0
+        asyncio.run(engine.sleep())
+        assert engine._resident.model is model
+        move(model, seed=1)
+        asyncio.run(engine.swap((), 1))
+        assert engine.stats().reduce()["engine/merged_bytes"] == 0, "one that sleeps has nothing to merge"
+        asyncio.run(engine.wake())
+        after = asked(engine)
+        assert engine.stats().reduce()["engine/merged_bytes"] == size
+        with engine_of(model, merge=True) as fresh:
+            assert all(same(a, b) for a, b in zip(after, asked(fresh), strict=True))
+        assert not same(before[0], after[0])
+    with engine_of(model) as engine:
+        assert "engine/merged_bytes" not in engine.stats().reduce()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_what_no_adapter_may_change_is_shared(family: str) -> None:
+    model = adapted_of(family, targets=("q_proj" if family == "qwen3" else "c_attn",))
+    held = dict(Resident(model, merge=True, prepack=False).model.named_weights())
+    theirs = dict(model.named_weights())
+    shared = {name for name, weight in held.items() if weight.data_ptr() == theirs[name].data_ptr()}
+    assert {name for name, weight in held.items() if weight.ndim == 1 and "c_" not in name} <= shared
+    assert any("embed" in name or "wte" in name for name in shared)
+    before = {name: weight.clone() for name, weight in theirs.items()}
+    move(model)
+    Resident(model, merge=True, prepack=False).refresh()
+    assert all(torch.equal(before[name], weight) for name, weight in theirs.items() if ".lora_" not in name)
+
+
+@has_bf16
+@HOW
+def test_what_a_step_leaves_alone_is_laid_out_once(merge: bool) -> None:
+    model = adapted_of(dtype=torch.bfloat16, targets=("q_proj", "down_proj"))
+    with engine_of(model, merge=merge) as engine:
+        layout = engine._resident._layout
+        assert layout is not None
+        before = dict(layout._laid)
+        asyncio.run(engine.swap((), 1))
+        kept = sum(layout._laid[place] is laid for place, laid in before.items())
+        assert kept == len(before) - (2 * 2 if merge else 0), "merged: qkv and down, in two layers"
+
+
+def test_without_memory_for_it_the_adapters_products_are_added(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: object) -> NoReturn:
+        raise RuntimeError("could not allocate memory")
+
+    configure("info")
+    model = adapted_of()
+    monkeypatch.setattr(resident_module, "_unadapted", full)
+    with engine_of(model, merge=True) as engine, engine_of(model) as plain:
+        assert "not merged for the engine, which costs speed: could not allocate memory" in capsys.readouterr().err
+        assert all(same(a, b) for a, b in zip(asked(engine), asked(plain), strict=True))
