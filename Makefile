@@ -51,12 +51,14 @@ lint: $(DEV) ## ruff (lint and format) and mypy --strict; no finding is allowed
 bench: $(CORE) ## time algorithms, a train step, adapters, and sampling beside its peers (BENCH=train_step for one of them)
 	set -e; for name in $(BENCH); do $(BIN)/python -m bench.$$name; done
 
-docs: $(DEV) ## write the generated pages, then check every link and command the documents name
+docs: $(DEV) ## write the generated pages, check what the documents name, and make a site of them (site/index.html)
 	$(BIN)/python -m tests.conformance.document
-	$(BIN)/python -m pytest tests/house/test_links.py tests/house/test_readme.py
+	$(BIN)/python -m tests.pages.document
+	$(BIN)/python -m pytest tests/house/test_links.py tests/house/test_pages.py tests/house/test_readme.py tests/house/test_site.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 clean: ## remove the environment and everything that can be made again
-	rm -rf $(VENV) build dist coverage.json .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site coverage.json .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find etude tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Written last: an environment whose pip could not be made is made again.

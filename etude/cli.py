@@ -1,5 +1,4 @@
-"""The command line: `etude train`, `sft`, `dpo`, `reward-model`, `distill`, `eval`, `generate`, `export`, `plot`,
-`answers`, `demo`, `config show`, `version`.
+"""The command line: the commands that train a model or ask one; `etude/commands.py` holds the others.
 
 Nothing heavy is imported until a command needs it, so that `--help` answers at once. An error of ours is a sentence on
 standard error and exit code 2, what the system refuses one and 1; Ctrl-C ends with 130, a reader that went away with
@@ -19,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from etude import __version__
+from etude.commands import RUN, Parser, add, of_a_run
 from etude.errors import ConfigError, EtudeError
 
 __all__ = ["main", "parser", "spelled_out"]
 
 FAILED, REFUSED, INTERRUPTED, NOBODY_READS = 1, 2, 130, 141
 LANGUAGE = "language"
+DEMO_RUN = "etude.demo.algorithms:DemoRun"
 
 ABOUT = """\
 Etude trains language models, and agents built on them, by reinforcement learning.
@@ -128,81 +129,49 @@ examples:
   etude config show --config mine.yaml"""
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that can leave words without a dash to the run, wherever they stand, as its `overrides`."""
-
-    of_a_run = False
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known, rest = super().parse_known_args(args, namespace)
-        if not self.of_a_run:
-            return known, rest
-        known.overrides = [word for word in rest if not word.startswith("-")]
-        dashed = [word for word in rest if word.startswith("-")]
-        if dashed:
-            name, _, value = dashed[0].lstrip("-").partition("=")
-            written = f"{name.replace('-', '_')}={value or '…'}"
-            self.error(f"{dashed[0]} is unknown here. Options of the run are written without dashes: {written}")
-        return known, []
-
-
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    debug = _Parser(add_help=False)
+    debug = Parser(add_help=False)
     debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
     raw = argparse.RawDescriptionHelpFormatter
-    top = _Parser("etude", description=ABOUT, epilog=START, formatter_class=raw, parents=[debug], allow_abbrev=False)
+    top = Parser("etude", description=ABOUT, epilog=START, formatter_class=raw, parents=[debug], allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"etude {__version__}")
-    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     _add_runs(commands, debug)
 
-    plot = commands.add_parser("plot", help="draw the curves of runs, here and as a PNG", parents=[debug])
-    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of runs, drawn over each other")
-    plot.add_argument("--metrics", default="", metavar="A,B", help="which metrics; by default the most telling ones")
-    plot.set_defaults(command=_plot)
-
-    answers = commands.add_parser("answers", help="look at the answers that a step was trained on", parents=[debug])
-    answers.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, which may be going on")
-    answers.add_argument("--step", type=int, metavar="K", help="which step; by default the last one")
-    answers.add_argument("-n", type=int, default=3, metavar="N", help="how many of its tasks (default 3)")
-    answers.add_argument("--whole", action="store_true", help="answers in full, however long")
-    answers.add_argument("--json", action="store_true", help="print every answer of the step, a JSON object a line")
-    answers.set_defaults(command=_answers)
-
     config = commands.add_parser("config", help="look at the options of a run").add_subparsers(
-        metavar="COMMAND", required=True, parser_class=_Parser
+        metavar="COMMAND", required=True, parser_class=Parser
     )
-    show = _of_run(config, "show", "print every option of a run, with its value and its meaning", SHOW, debug)
+    told, roots = "print every option of a run, with its value and its meaning", {"": RUN, "--demo": DEMO_RUN}
+    show = of_a_run(config, "show", told, SHOW, debug, "[PRESET] ", roots)
     show.add_argument("--yaml", action="store_true", help="print YAML that --config reads")
     show.add_argument("--demo", action="store_true", help="the options of `etude demo algorithms` instead")
     show.set_defaults(command=_config_show)
 
-    about = commands.add_parser("version", help="what is installed, and which devices were found", parents=[debug])
-    about.add_argument("--json", action="store_true", help="print one JSON object instead")
-    about.set_defaults(command=_version)
+    add(top, commands, debug)
     return top
 
 
-def _add_runs(commands: Any, debug: _Parser) -> None:
+def _add_runs(commands: Any, debug: Parser) -> None:
     """The commands that train a model, or ask one."""
-    train = _of_run(commands, "train", "train a language model by reinforcement learning", TRAIN, debug, "[PRESET] ")
+    train = of_a_run(commands, "train", "train a language model by reinforcement learning", TRAIN, debug, "[PRESET] ")
     train.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
     train.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
     train.set_defaults(command=_train)
 
     for name, (told, options) in EXAMPLES.items():
-        learn = _of_run(commands, name, told, LEARN.replace("NAME", name).replace("OPTIONS", options), debug)
+        learn = of_a_run(commands, name, told, LEARN.replace("NAME", name).replace("OPTIONS", options), debug)
         learn.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
         learn.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
         learn.set_defaults(command=_learn, recipe=name)
 
-    evaluate = _of_run(commands, "eval", "score a model, or a run's checkpoint, on tasks", EVAL, debug, "[RUN] ")
+    evaluate = of_a_run(commands, "eval", "score a model, or a run's checkpoint, on tasks", EVAL, debug, "[RUN] ")
     evaluate.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     evaluate.add_argument("--answers", type=Path, metavar="FILE", help="write the answers there, a JSON object a line")
     evaluate.add_argument("--json", action="store_true", help="print the scores as JSON, on the last line")
     evaluate.set_defaults(command=_eval)
 
-    generate = _of_run(
+    generate = of_a_run(
         commands, "generate", "ask a model, or a run's checkpoint", GENERATE, debug, "RUN|MODEL [PROMPT] "
     )
     generate.add_argument("-n", type=int, default=1, metavar="N", help="how many answers")
@@ -224,13 +193,13 @@ def _add_runs(commands: Any, debug: _Parser) -> None:
         parents=[debug],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    demos = demo.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    demos = demo.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     told = "a language model from nothing to good (this is what `etude demo` alone does)"
-    language = _of_run(demos, LANGUAGE, told, DEMO, debug)
+    language = of_a_run(demos, LANGUAGE, told, DEMO, debug)
     language.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
     language.set_defaults(command=_demo_language)
     told = "train a table of logits by each loss, and draw the exact expected reward"
-    algorithms = _of_run(demos, "algorithms", told, ALGORITHMS, debug)
+    algorithms = of_a_run(demos, "algorithms", told, ALGORITHMS, debug, roots={"": DEMO_RUN})
     algorithms.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
     algorithms.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
     algorithms.set_defaults(command=_demo_algorithms)
@@ -256,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _flush()
             raise
         debug = "debug" in arguments
-        arguments.command(arguments)
+        code: int | None = arguments.command(arguments)
         _flush()
     except EtudeError as error:
         if debug:
@@ -275,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f" at {error.filename}" if error.filename else ""
         _complain(f"The system refused to read or write{where}: {error.strerror or error}.")
         return FAILED
-    return 0
+    return code or 0
 
 
 def _flush() -> None:
@@ -297,34 +266,6 @@ def _complain(sentence: str) -> None:
     if sys.stderr is not None:
         with suppress(OSError):
             print(f"etude: {sentence}", file=sys.stderr)
-
-
-def _of_run(
-    commands: Any, name: str, told: str, epilog: str, debug: _Parser, words: str = ""
-) -> argparse.ArgumentParser:
-    """A command that takes the options of a run."""
-    command: _Parser = commands.add_parser(
-        name,
-        help=told,
-        description=told[0].upper() + told[1:] + ".",
-        usage=f"{commands._prog_prefix} {name} {words}[key=value …] [--config FILE] [options]",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[debug],
-        allow_abbrev=False,
-    )
-    command.of_a_run = True
-    command.add_argument("--config", type=Path, metavar="FILE", help="YAML that the options start from")
-    return command
-
-
-def _version(arguments: argparse.Namespace) -> None:
-    from etude.tools import versions
-
-    if arguments.json:
-        print(json.dumps(versions.tree(__version__)))
-    else:
-        print("\n".join(versions.lines(__version__)))
 
 
 def _composed(arguments: argparse.Namespace) -> Any:
@@ -416,22 +357,6 @@ def _export(arguments: argparse.Namespace) -> None:
     from etude.recipes.ask import export_run
 
     export_run(arguments.run, arguments.to, best=arguments.best, adapter=arguments.adapter)
-
-
-def _answers(arguments: argparse.Namespace) -> None:
-    from etude.tools.answers import answers, show
-
-    if not arguments.json:
-        show(arguments.run, step=arguments.step, tasks=arguments.n, whole=arguments.whole)
-        return
-    for answer in answers(arguments.run, arguments.step)[1]:
-        print(json.dumps(answer, default=str))
-
-
-def _plot(arguments: argparse.Namespace) -> None:
-    from etude.tools.plot import plot
-
-    plot(arguments.runs, [name for name in arguments.metrics.split(",") if name])
 
 
 def _demo_language(arguments: argparse.Namespace) -> None:

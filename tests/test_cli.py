@@ -17,11 +17,12 @@ import pytest
 from etude import __version__
 from etude.algorithms import LOSSES
 from etude.cli import main, parser
-from etude.config.compose import compose
+from etude.config import load_plugin
+from etude.data.prepare import PREPARATIONS
 from etude.demo.algorithms import DemoRun
 from etude.demo.demonstrate import NEXT
-from etude.recipes.presets import split
 from etude.recipes.run import Run
+from tests.commands import composed, root_of
 
 ETUDE = [sys.executable, "-c", "import sys; from etude.cli import main; sys.exit(main())"]
 SHORT = ["demo", "algorithms", "steps=2", "groups=2", "group_size=4", "updates=2"]
@@ -53,11 +54,26 @@ def in_shell(command: str, environment: str = "") -> subprocess.CompletedProcess
 # -- what it shows ---------------------------------------------------------------------------------------------------
 
 
-COMMANDS = [[name] for name in ("train", "eval", "generate", "export", "plot", "answers", "version", "config", "demo")]
+NAMES = (
+    "train",
+    "eval",
+    "generate",
+    "export",
+    "plot",
+    "answers",
+    "version",
+    "config",
+    "demo",
+    "data",
+    "doctor",
+    "completion",
+)
+DATA = [["data", "prepare"], ["data", "show"]]
+COMMANDS = [*([name] for name in NAMES), ["config", "show"], ["demo", "language"], ["demo", "algorithms"], *DATA]
 SWEPT = {"--multirun", "generate"}  # several runs, or words that are no options
 
 
-@pytest.mark.parametrize("command", [[], *COMMANDS, ["config", "show"], ["demo", "language"], ["demo", "algorithms"]])
+@pytest.mark.parametrize("command", [[], *COMMANDS])
 def test_help_is_there_for_every_command(command: list[str], capsys: Captured) -> None:
     with pytest.raises(SystemExit) as end:
         main([*command, "--help"])
@@ -67,7 +83,7 @@ def test_help_is_there_for_every_command(command: list[str], capsys: Captured) -
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["train"], ["eval"], ["generate"], ["config", "show"], ["demo"], ["demo", "algorithms"]],
+    [[], ["train"], ["eval"], ["generate"], ["config", "show"], ["demo"], ["demo", "algorithms"], *DATA],
     ids=" ".join,
 )
 def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured) -> None:
@@ -83,8 +99,14 @@ def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured
             words.insert(1, "language")  # which `etude demo` alone is
         asked = parser().parse_args(words)
         if "overrides" in asked and asked.config is None and not SWEPT & set(words) and words[0] != "eval":
-            preset, overrides = split(asked.overrides)
-            compose(DemoRun if "algorithms" in words or "--demo" in words else Run, overrides, preset=preset)
+            assert composed(asked, words)
+
+
+def test_every_command_knows_the_class_of_its_options() -> None:
+    roots = parser().parse_args(["data", "prepare"]).roots
+    assert {name: load_plugin(root, None) for name, root in roots.items()} == PREPARATIONS
+    for words, root in (["train"], Run), (["config", "show", "--demo"], DemoRun), (["demo", "algorithms"], DemoRun):
+        assert root_of(parser().parse_args(words), words) is root
 
 
 def test_help_is_quick() -> None:

@@ -1,6 +1,7 @@
 """Data: rows of files as tasks, their order, and what came of them as batches for a trainer.
 
     files.py       files, directories and iterables → rows, in Arrow memory
+    prepare/       published data sets → files that a run reads
     prompts.py     prompts as files write them → messages
     table.py       the rows of several files, some left out
     dataset.py     rows → tasks

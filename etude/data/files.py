@@ -7,6 +7,7 @@ guessed: "2024-01-01" stays text, a key that one row lacks does not turn up in i
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
@@ -135,15 +136,16 @@ def read(path: Path) -> Rows:
         return _saved(path)
     if not path.exists():
         raise ConfigError(f"The data `{path}` was asked for, and there is no such file (in {Path.cwd()}).")
-    if path.suffix not in READERS:
+    suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+    if suffix not in READERS:
         raise ConfigError(
-            f"The data `{path}` was asked for, and a file that ends in `{path.suffix}` cannot be read. "
+            f"The data `{path}` was asked for, and a file that ends in `{suffix}` cannot be read. "
             f"What can: {', '.join(READERS)}, and a directory written by `save_to_disk`."
         )
     try:
-        return READERS[path.suffix](path)
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as {path.suffix}: {error}. Write the file anew.") from error
+        return READERS[suffix](path)
+    except (pa.ArrowException, UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+        raise DataError(f"{path} cannot be read as {suffix}: {error}. Write the file anew.") from error
 
 
 def rows_of(items: Iterable[Any], name: str) -> Rows:
@@ -205,8 +207,10 @@ def _csv(path: Path) -> Rows:
 
 
 def _json_lines(path: Path) -> Rows:
+    opened = gzip.open if path.suffix == ".gz" else open
+
     def texts() -> Iterator[str]:
-        with path.open(encoding="utf-8-sig", newline="\n") as lines:
+        with opened(path, "rt", encoding="utf-8-sig", newline="\n") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     _mapping(line, f"{path}, line {number}")
@@ -216,16 +220,27 @@ def _json_lines(path: Path) -> Rows:
 
 
 def _json(path: Path) -> Rows:
-    """A list of rows; a file that does not begin like one holds a row on each line, whatever its name."""
+    """A list of rows, or one row over several lines; any other file holds a row on each line, whatever its name."""
     with path.open(encoding="utf-8-sig") as file:
-        if not file.read(1024).lstrip().startswith("["):
+        if not _spans_lines(next((line for line in file if line.strip()), "")):
             return _json_lines(path)
         file.seek(0)
         try:
-            rows: Sequence[Any] = json.load(file)
+            rows: Sequence[Any] | Mapping[str, Any] = json.load(file)
         except json.JSONDecodeError as error:
             raise DataError(f"{path} is not JSON: {error}. Write the file anew.") from error
-    return rows_of(rows, str(path))
+    return rows_of([rows] if isinstance(rows, Mapping) else rows, str(path))
+
+
+def _spans_lines(first: str) -> bool:
+    """Whether what begins on the first line is a list, or a row that the line does not end."""
+    if first.lstrip().startswith("["):
+        return True
+    try:
+        json.loads(first)
+    except json.JSONDecodeError as error:
+        return first.lstrip().startswith("{") and error.pos >= len(first.rstrip()) - 1
+    return False
 
 
 def _mapping(text: str, where: str) -> None:
@@ -240,6 +255,7 @@ def _mapping(text: str, where: str) -> None:
 READERS: dict[str, Callable[[Path], Rows]] = {
     ".parquet": _parquet,
     ".jsonl": _json_lines,
+    ".jsonl.gz": _json_lines,
     ".json": _json,
     ".csv": _csv,
 }

@@ -7,6 +7,7 @@ verdict = await judge.judge(task, "… #### 42")
 from __future__ import annotations
 
 from etude.rewards.base import RewardFunction, Score, score_of
+from etude.rewards.countdown import Countdown
 from etude.rewards.environment import FromEnvironment
 from etude.rewards.function import Function
 from etude.rewards.gsm8k import Gsm8k
@@ -19,6 +20,7 @@ from etude.rewards.verdict import Verdict
 __all__ = [
     "F1",
     "REWARDS",
+    "Countdown",
     "Exact",
     "Format",
     "FromEnvironment",
@@ -42,6 +44,7 @@ REWARDS: dict[str, type[RewardFunction]] = {
     "format": Format,
     "gsm8k": Gsm8k,
     "math": Math,
+    "countdown": Countdown,
     "function": Function,
     "nothing": Nothing,
     "environment": FromEnvironment,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -54,6 +55,21 @@ def test_json_may_hold_a_row_on_each_line(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a"}\n{"prompt": "b", "n": 1}\n')
     rows = read(path)
     assert [rows.row(i) for i in range(2)] == [{"prompt": "a"}, {"prompt": "b", "n": 1}]
+
+
+@pytest.mark.parametrize("text", ['{"prompt": "a"}', '\n{\n  "prompt":\n  "a"\n}\n', '{"prompt": "a",\n"n": [\n1]}'])
+def test_json_may_be_one_row(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    rows = read(path)
+    assert [rows.row(i) for i in range(len(rows))] == [json.loads(text)]
+
+
+def test_lines_may_be_compressed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "a"}\n\n{"prompt": "b"}\n'))
+    rows = read(path)
+    assert [rows.row(i) for i in range(len(rows))] == [{"prompt": "a"}, {"prompt": "b"}]
 
 
 def test_csv_is_text_throughout(tmp_path: Path) -> None:
@@ -109,7 +125,9 @@ def test_a_name_with_a_dot_is_not_a_path() -> None:
         ("a.jsonl", '{"prompt": 1}\n\n[1]', r"a\.jsonl, line 3 holds a list"),
         ("a.json", "[{]", r"a\.json is not JSON"),
         ("a.json", "[1]", r"a\.json, row 0 is a int; each row must be a mapping"),
-        ("a.json", '{\n"a": 1}', r"a\.json, line 1 is not JSON"),
+        ("a.json", '{\n"a": 1', r"a\.json is not JSON"),
+        ("a.json", '{"a": 1}\n{"a"', r"a\.json, line 2 is not JSON"),
+        ("a.jsonl.gz", '{"a": 1}', r"a\.jsonl\.gz cannot be read as \.jsonl\.gz: Not a gzipped file"),
         ("a.csv", "", r"a\.csv cannot be read as \.csv"),
         ("a.csv", "a,b\n1\n", r"a\.csv cannot be read as \.csv"),
         ("a.parquet", "no", r"a\.parquet cannot be read as \.parquet"),

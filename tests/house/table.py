@@ -63,7 +63,8 @@ ROOMS: dict[str, Room] = {
     "demo": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "tools"),
     "tools": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "dashboard": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
-    "cli": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "__init__"),
+    "commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "__init__"),
+    "cli": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "commands", "__init__"),
     "__main__": _room(5, "cli"),
     "__init__": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS),
 }
@@ -117,6 +118,7 @@ ONLY_LIBRARIES: dict[str, tuple[str, ...]] = {"errors": (), "records": ("numpy",
 NEVER_LOADED: dict[str, tuple[str, ...]] = {
     "__init__": ("torch", "transformers", "ray"),
     "cli": ("torch", "transformers", "ray"),
+    "commands": ("torch", "transformers", "ray"),
     "records": ("torch",),
     "protocols": ("torch",),
     "config": ("torch",),
@@ -141,8 +143,8 @@ NEVER_NAMED: dict[str, tuple[str, ...]] = {
 }
 
 ENVIRONMENT_IN = ("config/env.py",)
-PRINT_IN = ("cli", "observe/console.py")
+PRINT_IN = ("cli", "commands", "observe/console.py")
 STREAMS_IN = (*PRINT_IN, "observe/log.py")
 # Beside these, a room's `__init__.py`: the chooser that imports the one implementation asked for.
-LATE_IMPORTS_IN = ("__init__", "cli", "recipes/build.py")
+LATE_IMPORTS_IN = ("__init__", "cli", "commands", "recipes/build.py")
 NO_RANKS_IN = ("recipes/loop.py", "recipes/scheduler.py", "recipes/sources.py", "recipes/evaluate.py")

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from etude.cli import parser, spelled_out
-from etude.config.compose import compose
-from etude.demo.algorithms import DemoRun
 from etude.errors import EtudeError
 from etude.recipes.presets import PRESETS
-from etude.recipes.run import Run
+from tests.commands import composed
 from tests.house.documents import ROOT, blocks, commands, documents
 
 EXAMPLES = [(page.name, example) for page in documents() for example in blocks(page.read_text(), "python")]
@@ -50,15 +48,12 @@ def understood(words: list[str]) -> bool:
     except SystemExit as end:
         return not end.code
     names = [word for word in vars(asked).get("overrides", ()) if "=" not in word]
-    options = [word for word in vars(asked).get("overrides", ()) if "=" in word]
-    presets = names if words[0] in ("train", "config") else []
-    if not set(presets) <= set(PRESETS):
+    if words[0] in ("train", "config") and not set(names) <= set(PRESETS):
         return False
     if vars(asked).get("config") is not None or vars(asked).get("multirun"):
         return True
-    root = DemoRun if "algorithms" in words or "--demo" in words else Run
     try:
-        compose(root, options, preset=PRESETS[presets[0]] if presets else None)
+        composed(asked, words)
     except EtudeError:
         return False
     return True
@@ -91,6 +86,8 @@ def test_a_command_that_does_not_exist_is_told() -> None:
     assert not understood(["no-such-command"])
     assert not understood(["train", "no-such-preset"])
     assert not understood(["train", "grpo", "stepps=3"])
+    assert understood(["data", "prepare", "math", "levels=[1]"])
+    assert not understood(["data", "prepare", "gsm8k", "levels=[1]"])
 
 
 def test_commands_are_found_where_they_stand(tmp_path: Path) -> None:

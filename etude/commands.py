@@ -1,0 +1,265 @@
+"""The commands around a run: its curves and its answers, data, this machine. `etude/cli.py` holds those that train.
+
+And what all commands are made with: a parser that leaves the options of a run to the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from etude import __version__
+from etude.errors import ConfigError
+
+__all__ = ["Parser", "add", "of_a_run"]
+
+PREPARE = """\
+the sets, from raw files as they were published:
+  gsm8k           openai/gsm8k: Parquet or JSONL with `question` and `answer`
+  math            MATH, MATH-500: a JSON file for each problem, Parquet or JSONL
+  instructions    google/IFEval: JSONL with prompts and their constraints
+  preferences     pairs of answers: Anthropic's HH, UltraFeedback, and TRL's columns
+and made up:
+  countdown       reach a number with others
+  arithmetic      sums, differences and products
+
+examples:
+  etude data prepare gsm8k raw=raw/gsm8k
+  etude data prepare math raw=raw/math held_out=0.05 levels=[3,4,5]
+  etude data prepare countdown train=50000 test=500 numbers=[3,4] seed=1
+  etude data prepare arithmetic operations=[add,multiply] digits=3 form=text prompt="'{question} ='"
+  etude data prepare preferences raw=[raw/hh/helpful-base,raw/hh/harmless-base] directory=data/hh
+  etude data prepare gsm8k --options          every option of a set, with its meaning"""
+
+TASKS = """\
+examples:
+  etude data show data/gsm8k/train.parquet
+  etude data show data/gsm8k/train.parquet --model Qwen3-0.6B -n 1 chat.variables.enable_thinking=false
+  etude data show mine.jsonl columns.prompt=question columns.answer=result"""
+
+
+RUN = "etude.recipes.run:Run"
+SETS = {
+    "gsm8k": "etude.data.prepare.gsm8k:Gsm8kTasks",
+    "math": "etude.data.prepare.maths:MathTasks",
+    "countdown": "etude.data.prepare.countdown:CountdownTasks",
+    "arithmetic": "etude.data.prepare.arithmetic:ArithmeticTasks",
+    "instructions": "etude.data.prepare.instructions:InstructionTasks",
+    "preferences": "etude.data.prepare.preferences:PreferencePairs",
+}
+"""The sets that can be prepared, and the classes whose fields are their options, without importing them."""
+
+
+SHELLS = ("bash", "zsh", "fish")
+COMPLETION = """\
+put it where your shell starts:
+  ~/.bashrc                     source <(etude completion bash)
+  ~/.zshrc, after compinit      source <(etude completion zsh)
+  ~/.config/fish/config.fish    etude completion fish | source
+
+Commands, flags, presets, options and what they can be set to, files: each is offered after a press of the key."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that can leave words without a dash to the run, wherever they stand, as its `overrides`."""
+
+    of_a_run = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The arguments that are known, and the others; of a run's command all words are."""
+        known, rest = super().parse_known_args(args, namespace)
+        if not self.of_a_run:
+            return known, rest
+        known.overrides = [word for word in rest if not word.startswith("-")]
+        dashed = [word for word in rest if word.startswith("-")]
+        if dashed:
+            name, _, value = dashed[0].lstrip("-").partition("=")
+            written = f"{name.replace('-', '_')}={value or '…'}"
+            self.error(f"{dashed[0]} is unknown here. Options of the run are written without dashes: {written}")
+        return known, []
+
+
+def of_a_run(
+    commands: Any,
+    name: str,
+    told: str,
+    epilog: str,
+    debug: argparse.ArgumentParser,
+    words: str = "",
+    roots: Mapping[str, str] = MappingProxyType({"": RUN}),
+) -> argparse.ArgumentParser:
+    """A command that takes options as `key=value`: the fields of the class that `roots` names as `module:Name`.
+
+    Where one of its words is a key of `roots`, they are those of the class that stands there.
+    """
+    command: Parser = commands.add_parser(
+        name,
+        help=told,
+        description=told[0].upper() + told[1:] + ".",
+        usage=f"{commands._prog_prefix} {name} {words}[key=value …] [--config FILE] [options]",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[debug],
+        allow_abbrev=False,
+    )
+    command.of_a_run = True
+    command.set_defaults(roots=dict(roots), words=words)
+    command.add_argument("--config", type=Path, metavar="FILE", help="YAML that the options start from")
+    return command
+
+
+def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentParser) -> None:
+    """Add the commands of this file to those of `etude`, whose parser is `top`."""
+    plot = commands.add_parser("plot", help="draw the curves of runs, here and as a PNG", parents=[debug])
+    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of runs, drawn over each other")
+    plot.add_argument("--metrics", default="", metavar="A,B", help="which metrics; by default the most telling ones")
+    plot.set_defaults(command=_plot)
+
+    answers = commands.add_parser("answers", help="look at the answers that a step was trained on", parents=[debug])
+    answers.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, which may be going on")
+    answers.add_argument("--step", type=int, metavar="K", help="which step; by default the last one")
+    answers.add_argument("-n", type=int, default=3, metavar="N", help="how many of its tasks (default 3)")
+    answers.add_argument("--whole", action="store_true", help="answers in full, however long")
+    answers.add_argument("--json", action="store_true", help="print every answer of the step, a JSON object a line")
+    answers.set_defaults(command=_answers)
+
+    data = commands.add_parser("data", help="make tasks of published data, and look at them").add_subparsers(
+        metavar="COMMAND", required=True, parser_class=Parser
+    )
+    prepare = of_a_run(data, "prepare", "make the files that a run reads", PREPARE, debug, "SET ", SETS)
+    prepare.add_argument("--options", action="store_true", help="print the options of the set, and write nothing")
+    prepare.add_argument("--json", action="store_true", help="print what was written as JSON, on the last line")
+    prepare.set_defaults(command=_data_prepare)
+    roots = {"": "etude.tools.tasks:Shown"}
+    show = of_a_run(data, "show", "look at tasks as a model would be asked them", TASKS, debug, "FILE ", roots)
+    show.add_argument("-n", type=int, default=3, metavar="N", help="how many (default 3)")
+    show.add_argument("--row", type=int, default=0, metavar="K", help="from which row on (default 0)")
+    show.add_argument("--model", type=Path, metavar="DIRECTORY", help="a model, whose template and tokens are shown")
+    show.set_defaults(command=_data_show)
+
+    doctor = commands.add_parser("doctor", help="look for what stands in the way of a run", parents=[debug])
+    where = "where runs are to be kept; by default here"
+    doctor.add_argument("directory", nargs="?", type=Path, default=Path(), metavar="DIRECTORY", help=where)
+    doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
+    doctor.set_defaults(command=_doctor)
+
+    completion = commands.add_parser(
+        "completion",
+        help="print what makes a shell complete words after `etude`",
+        epilog=COMPLETION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[debug],
+    )
+    completion.add_argument("shell", choices=SHELLS, help="which shell")
+    completion.set_defaults(command=_completion)
+    complete = commands.add_parser("complete")  # what those scripts call; not for people, hence without help
+    complete.add_argument("for_", choices=(*SHELLS, "read"))
+    complete.add_argument("cache", type=Path)
+    complete.add_argument("words", nargs=argparse.REMAINDER)
+    complete.set_defaults(command=_complete, top=top)
+
+    about = commands.add_parser("version", help="what is installed, and which devices were found", parents=[debug])
+    about.add_argument("--json", action="store_true", help="print one JSON object instead")
+    about.set_defaults(command=_version)
+
+
+def _named(arguments: argparse.Namespace, what: str, example: str) -> tuple[str, list[str]]:
+    """The one word among the options that names what the command is about, and the options."""
+    names = [word for word in arguments.overrides if "=" not in word]
+    if len(names) != 1:
+        found = " and ".join(names) or "none"
+        raise ConfigError(f"Name {what}, and only one; {found} was named. For example: `{example}`.")
+    return names[0], [word for word in arguments.overrides if word != names[0]]
+
+
+def _data_prepare(arguments: argparse.Namespace) -> None:
+    from etude.config.compose import compose
+    from etude.config.show import rendered
+    from etude.data.prepare import preparation
+    from etude.observe import make_console
+    from etude.tools.tasks import prepare, told
+
+    name, options = _named(arguments, "a data set to prepare", "etude data prepare gsm8k raw=raw/gsm8k")
+    asked = compose(preparation(name), options, file=arguments.config)
+    if arguments.options:
+        make_console().print(rendered(asked), soft_wrap=True, end="")
+        return
+    done = prepare(asked)
+    if arguments.json:
+        print(json.dumps(told(done)))
+
+
+def _data_show(arguments: argparse.Namespace) -> None:
+    from etude.config.compose import compose
+    from etude.tools.tasks import Shown, show
+
+    file, options = _named(arguments, "a file of tasks", "etude data show data/gsm8k/train.parquet")
+    shown = compose(Shown, options, file=arguments.config)
+    show(file, shown, first=arguments.row, tasks=arguments.n, model=arguments.model)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from etude.tools.doctor import examine, healthy, show, tree
+
+    if arguments.json:
+        findings = examine(arguments.directory)
+        print(json.dumps(tree(findings)))
+    else:
+        findings = show(arguments.directory)
+    return 0 if healthy(findings) else 1
+
+
+def _completion(arguments: argparse.Namespace) -> None:
+    from etude.config.env import cache_directory
+    from etude.tools.completion.offers import refresh, script
+
+    print(script(arguments.shell, cache_directory()), end="")
+    refresh(cache_directory())
+
+
+def _complete(arguments: argparse.Namespace) -> None:
+    from etude.tools.completion import offers
+
+    if arguments.for_ == "read":
+        from etude.tools.completion.words import write
+
+        write(arguments.cache, offers.roots_of(arguments.top))
+    elif arguments.for_ == "bash":
+        program, breaks, line = arguments.words
+        words = offers.typed(line, program)
+        found = [] if words is None else offers.offers(arguments.top, words, arguments.cache)
+        print("\n".join(offers.for_bash(found, words[-1] if words else "", breaks)))
+    else:
+        *before, current = (offers.unquoted(word) for word in arguments.words)
+        for offer in offers.offers(arguments.top, [*before, current], arguments.cache):
+            text = offer.text.rstrip() if arguments.for_ == "fish" else offer.text  # fish ends words itself
+            print(f"{text}\t{offer.meaning}")
+
+
+def _version(arguments: argparse.Namespace) -> None:
+    from etude.tools import versions
+
+    if arguments.json:
+        print(json.dumps(versions.tree(__version__)))
+    else:
+        print("\n".join(versions.lines(__version__)))
+
+
+def _answers(arguments: argparse.Namespace) -> None:
+    from etude.tools.answers import answers, show
+
+    if not arguments.json:
+        show(arguments.run, step=arguments.step, tasks=arguments.n, whole=arguments.whole)
+        return
+    for answer in answers(arguments.run, arguments.step)[1]:
+        print(json.dumps(answer, default=str))
+
+
+def _plot(arguments: argparse.Namespace) -> None:
+    from etude.tools.plot import plot
+
+    plot(arguments.runs, [name for name in arguments.metrics.split(",") if name])

@@ -1,0 +1,46 @@
+"""Published data sets, and problems that are made up, as the files that a run reads: `etude data prepare NAME`.
+
+    base.py          what every preparation is; problems by chance, each only once
+    raw.py           raw files: found, told apart by split, read row by row
+    write.py         rows become Parquet files, the same bytes for the same rows
+
+and a file for each set. Nothing is fetched, and nothing is guessed: a row that cannot be used is left out and counted
+by its reason, a file that is not what it should be is refused with its name and its row.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from etude.data.prepare.arithmetic import ArithmeticTasks
+from etude.data.prepare.base import LeftOut, Preparation
+from etude.data.prepare.countdown import CountdownTasks
+from etude.data.prepare.gsm8k import Gsm8kTasks
+from etude.data.prepare.instructions import InstructionTasks
+from etude.data.prepare.maths import MathTasks
+from etude.data.prepare.preferences import PreferencePairs
+from etude.data.prepare.write import Prepared, prepared
+from etude.errors import UnknownChoiceError
+
+__all__ = ["PREPARATIONS", "LeftOut", "Preparation", "Prepared", "preparation", "prepared"]
+
+PREPARATIONS: dict[str, type[Preparation]] = {
+    "gsm8k": Gsm8kTasks,
+    "math": MathTasks,
+    "countdown": CountdownTasks,
+    "arithmetic": ArithmeticTasks,
+    "instructions": InstructionTasks,
+    "preferences": PreferencePairs,
+}
+
+
+def preparation(name: str) -> type[Preparation]:
+    """The preparation of this name."""
+    if name not in PREPARATIONS:
+        near = get_close_matches(name, PREPARATIONS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UnknownChoiceError(
+            f"There is no data set '{name}' to prepare.{hint} There are {', '.join(PREPARATIONS)}. Files of your own "
+            f"need no preparation where `data.columns` can name their columns."
+        )
+    return PREPARATIONS[name]

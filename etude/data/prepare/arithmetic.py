@@ -1,0 +1,53 @@
+"""Arithmetic: sums, differences and products of whole numbers, made up."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from math import prod
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from etude.data.prepare.base import Asking, Draw, Making, Row
+
+__all__ = ["ArithmeticTasks"]
+
+SIGNS = {"add": "+", "subtract": "-", "multiply": "*"}
+
+
+class ArithmeticTasks(Making, Asking):
+    """Problems such as `57 + 68 - 3`; products are taken before sums, and the result is the ground truth."""
+
+    prompt: str = Field(
+        'What is {question}? Let\'s think step by step and output the final answer after "####".',
+        description="what is asked; {question} is the expression",
+    )
+    operations: tuple[Literal["add", "subtract", "multiply"], ...] = Field(
+        ("add", "subtract"), min_length=1, description="what stands between numbers, each as often"
+    )
+    digits: int = Field(2, ge=1, le=12, description="the most digits of a number")
+    terms: int = Field(2, ge=2, le=12, description="how many numbers an expression has")
+
+    title: ClassVar[str] = "arithmetic"
+    published: ClassVar[str] = "arithmetic"
+
+    @property
+    def reward(self) -> str:
+        return "gsm8k" if "####" in self.prompt else "exact"
+
+    def make(self, draw: Draw) -> tuple[Hashable, Row | None]:
+        numbers = [draw(0, 10**self.digits - 1) for _ in range(self.terms)]
+        signs = [SIGNS[self.operations[draw(0, len(self.operations) - 1)]] for _ in numbers[1:]]
+        expression = str(numbers[0]) + "".join(f" {sign} {n}" for sign, n in zip(signs, numbers[1:], strict=True))
+        return expression, self.task(str(_value(numbers, signs)), {}, question=expression)
+
+
+def _value(numbers: Sequence[int], signs: Sequence[str]) -> int:
+    """The sum of the products that plus and minus stand between."""
+    products: list[list[int]] = [[numbers[0]]]
+    for sign, number in zip(signs, numbers[1:], strict=True):
+        if sign == "*":
+            products[-1].append(number)
+        else:
+            products.append([1 if sign == "+" else -1, number])
+    return sum(map(prod, products))

@@ -1,0 +1,77 @@
+"""Countdown: reach a number with others, as TinyZero trains it (github.com/Jiayi-Pan/TinyZero); made up."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Annotated, ClassVar, Literal
+
+import pyarrow as pa
+from pydantic import Field
+
+from etude.data.prepare.base import Asking, Draw, Making, Row
+
+__all__ = ["CountdownTasks"]
+
+SIGNS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
+
+
+class CountdownTasks(Making, Asking):
+    """Numbers, and a target that an expression of all of them equals: `extra_info.solution` is one.
+
+    A problem is made from a solution, in which every intermediate result is a whole number above 0.
+    """
+
+    prompt: str = Field(
+        "Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic operations "
+        "({operations}) and each number must be used exactly once. Show your work in <think> </think> tags. And return "
+        "the final answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>.",
+        description="what is asked; {numbers}, {target} and {operations} are the problem",
+    )
+    numbers: tuple[Annotated[int, Field(ge=2, le=8)], ...] = Field(
+        (3, 4), min_length=1, description="how many numbers a problem has: one of these, each as often"
+    )
+    largest: int = Field(99, ge=1, description="the largest number")
+    highest: int = Field(100, ge=1, description="the highest target")
+    operations: tuple[Literal["add", "subtract", "multiply", "divide"], ...] = Field(
+        ("add", "subtract", "multiply", "divide"), min_length=1, description="what solutions are made with"
+    )
+
+    title: ClassVar[str] = "countdown"
+    published: ClassVar[str] = "countdown"
+    words: ClassVar[tuple[str, ...]] = ("numbers", "target")
+    truth: ClassVar[pa.DataType] = pa.struct([("target", pa.int64()), ("numbers", pa.list_(pa.int64()))])
+    extra: ClassVar[Mapping[str, pa.DataType]] = {"solution": pa.string()}
+
+    @property
+    def reward(self) -> str:
+        return "countdown"
+
+    def make(self, draw: Draw) -> tuple[Hashable, Row | None]:
+        numbers = [draw(1, self.largest) for _ in range(self.numbers[draw(0, len(self.numbers) - 1)])]
+        parts = [(number, str(number)) for number in numbers]
+        while len(parts) > 1:
+            left, right = (parts.pop(draw(0, len(parts) - 1)) for _ in range(2))
+            sign = SIGNS[self.operations[draw(0, len(self.operations) - 1)]]
+            value = _combined(left[0], sign, right[0])
+            if value is None:
+                return (), None
+            parts.append((value, f"({left[1]} {sign} {right[1]})"))
+        ((target, solution),) = parts
+        if target > self.highest:
+            return (), None
+        row = self.task(
+            {"target": target, "numbers": numbers},
+            {"solution": solution.removeprefix("(").removesuffix(")")},
+            numbers=str(numbers),
+            target=str(target),
+            operations=", ".join(SIGNS[name] for name in self.operations),
+        )
+        return (target, *sorted(numbers)), row
+
+
+def _combined(left: int, sign: str, right: int) -> int | None:
+    """What two numbers make; None where it is no whole number above 0."""
+    if sign == "/":
+        return left // right if left % right == 0 else None
+    value = {"+": left + right, "-": left - right, "*": left * right}[sign]
+    return value if value > 0 else None

@@ -1,0 +1,54 @@
+"""Instruction following: prompts with constraints that a program can check (IFEval, Zhou et al., arXiv 2311.07911)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pyarrow as pa
+from pydantic import Field
+
+from etude.data.prepare.base import Asking, Row
+from etude.data.prepare.raw import FromFiles, text_of
+from etude.errors import DataError
+
+__all__ = ["InstructionTasks"]
+
+
+class InstructionTasks(FromFiles, Asking):
+    """The ground truth is JSON text, for each set of constraints is made of others: `instruction_id_list` names them,
+    `kwargs` has what each is told, in the same order."""
+
+    prompt: str = Field("{question}", description="what is asked; {question} is the prompt with its constraints")
+
+    title: ClassVar[str] = "instructions"
+    published: ClassVar[str] = "google/IFEval"
+    ability: ClassVar[str] = "instruction following"
+    extra: ClassVar[Mapping[str, pa.DataType]] = {"key": pa.string()}
+
+    @property
+    def reward(self) -> str:
+        return "instructions"
+
+    def row(self, values: Mapping[str, Any], where: str) -> Row | str:
+        question = text_of(values, "prompt", where)
+        names, told = values.get("instruction_id_list"), values.get("kwargs")
+        if not isinstance(names, list) or not isinstance(told, list) or not _fit(names, told):
+            raise DataError(
+                f"{where} should name its constraints in `instruction_id_list` and say as many times in `kwargs` what "
+                f"each is told; it has {names!r} and {told!r}. Give the files as they were published."
+            )
+        if not question:
+            return "the prompt is empty"
+        if not names:
+            return "it has no constraint"
+        plain = [{key: value for key, value in each.items() if value is not None} for each in told]
+        truth = json.dumps({"instruction_id_list": names, "kwargs": plain}, ensure_ascii=False, sort_keys=True)
+        return self.task(truth, {"key": str(values.get("key", ""))}, question=question)
+
+
+def _fit(names: list[Any], told: list[Any]) -> bool:
+    """Whether these are names, and a mapping for each."""
+    named = all(isinstance(name, str) for name in names)
+    return named and len(names) == len(told) and all(isinstance(each, dict) for each in told)

@@ -1,0 +1,69 @@
+"""MATH: problems of competitions (Hendrycks et al., arXiv 2103.03874), from a JSON file for each, Parquet or JSONL."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pyarrow as pa
+from pydantic import Field
+
+from etude.data.prepare.base import Asking, Row
+from etude.data.prepare.raw import FromFiles, text_of
+
+__all__ = ["MathTasks", "last_boxed"]
+
+BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*(?=\{)|\s+)")
+
+
+class MathTasks(FromFiles, Asking):
+    """What the last `\\boxed{…}` of a solution holds is the ground truth; MATH-500 has it in a column of its own."""
+
+    prompt: str = Field(
+        "{question} Let's think step by step and output the final answer within \\boxed{}.",
+        description="what is asked; {question} is the problem",
+    )
+    levels: tuple[int, ...] = Field((), description="only problems of these levels, 1 to 5; empty is all")
+
+    title: ClassVar[str] = "math"
+    published: ClassVar[str] = "DigitalLearningGmbH/MATH-lighteval"
+    extra: ClassVar[Mapping[str, pa.DataType]] = {
+        "question": pa.string(),
+        "answer": pa.string(),
+        "level": pa.int64(),
+        "type": pa.string(),
+    }
+
+    @property
+    def reward(self) -> str:
+        return "math"
+
+    def row(self, values: Mapping[str, Any], where: str) -> Row | str:
+        question, solution = text_of(values, "problem", where), text_of(values, "solution", where)
+        if not question:
+            return "the problem is empty"
+        level = re.search(r"[1-5]$", str(values.get("level", "")))
+        if self.levels and (level is None or int(level[0]) not in self.levels):
+            return f"its level is none of {', '.join(map(str, self.levels))}"
+        truth = text_of(values, "answer", where) if values.get("answer") is not None else last_boxed(solution)
+        if not truth:
+            return "the solution has no \\boxed answer"
+        kind = values.get("type") or values.get("subject")
+        about = {"question": question, "answer": solution, "level": int(level[0]) if level else None, "type": kind}
+        return self.task(truth, about, question=question)
+
+
+def last_boxed(text: str) -> str:
+    """What the last `\\boxed{…}` holds, its braces balanced, or `\\boxed 2` without any; empty where there is none."""
+    for found in reversed(list(BOX.finditer(text))):
+        rest = text[found.end() :].lstrip()
+        if not rest.startswith("{"):
+            return re.split(r"[\s$]", rest, maxsplit=1)[0].strip(".,")
+        depth = 0
+        for place, letter in enumerate(rest):
+            escaped = rest[place - 1 : place] == "\\"
+            depth += (letter == "{" and not escaped) - (letter == "}" and not escaped)
+            if depth == 0:
+                return rest[1:place].strip()
+    return ""

@@ -1,0 +1,100 @@
+"""Countdown: an expression that uses each of the given numbers once and equals the target."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from etude.errors import DataError
+from etude.records import Task
+from etude.rewards.base import RewardFunction, named
+
+__all__ = ["Countdown", "evaluated"]
+
+LONGEST = 200
+"""Characters of an expression: all that eight numbers need, and short enough that reading it cannot take long."""
+_SECTION = re.compile(r"<answer>(.*?)</answer>", flags=re.DOTALL)
+_EXPRESSION = re.compile(r"[0-9+\-*/()\s]+")
+_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")"})
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: lambda left, right: left + right,
+    ast.Sub: lambda left, right: left - right,
+    ast.Mult: lambda left, right: left * right,
+    ast.Div: lambda left, right: left / right,
+}
+
+
+class Countdown(RewardFunction):
+    """1 where the expression in the last `<answer>…</answer>`, else on the last line, equals the target and uses every
+    number exactly once. What follows an equals sign is not read. The ground truth holds `target` and `numbers`.
+    """
+
+    partial: float = Field(
+        0.0, ge=0, le=1, description="what an expression earns that uses other numbers or misses; TinyZero pays 0.1"
+    )
+
+    quick: ClassVar[bool] = True
+
+    def check(self, task: Task) -> None:
+        _problem(task)
+
+    def __call__(self, task: Task, answer: str) -> float:
+        target, numbers = _problem(task)
+        found = evaluated(_said(answer))
+        if found is None:
+            return 0.0
+        value, used = found
+        return 1.0 if value == target and used == Counter(numbers) else self.partial
+
+    def extract(self, answer: str) -> str | None:
+        """The expression without its spaces."""
+        said = _said(answer)
+        return None if evaluated(said) is None else "".join(said.split())
+
+
+def evaluated(expression: str) -> tuple[Fraction, Counter[int]] | None:
+    """The value of an expression of whole numbers, and how often it uses each; None where it is none."""
+    if len(expression) > LONGEST or not _EXPRESSION.fullmatch(expression):
+        return None
+    used: Counter[int] = Counter()
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body, used), used
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _value(node: ast.expr, used: Counter[int]) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)) if not isinstance(number, bool):
+            used[number] += 1
+            return Fraction(number)
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return -_value(inner, used)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
+            return _OPERATIONS[type(operation)](_value(left, used), _value(right, used))
+    raise ValueError(f"{type(node).__name__} has no place in an expression of numbers")
+
+
+def _said(answer: str) -> str:
+    """The expression that an answer ends in, as Python writes it."""
+    sections = _SECTION.findall(answer)
+    text = sections[-1] if sections else answer.rstrip().rpartition("\n")[2]
+    return str(text).translate(_SIGNS).partition("=")[0].strip()
+
+
+def _problem(task: Task) -> tuple[Any, list[Any]]:
+    """The target and the numbers of a task."""
+    truth: Any = task.fields.get("ground_truth")
+    known = isinstance(truth, dict) and isinstance(truth.get("numbers"), list) and isinstance(truth.get("target"), int)
+    if not known:
+        raise DataError(
+            f"The `ground_truth` of {named(task)} is {truth!r}, and countdown needs a `target` and the `numbers` to "
+            f"reach it with. `etude data prepare countdown` makes such tasks."
+        )
+    return truth["target"], truth["numbers"]

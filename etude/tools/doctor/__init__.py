@@ -1,0 +1,94 @@
+"""`etude doctor`: what a run needs of this machine and this environment, and what to do about what is not so.
+
+Each check is a function that yields findings: what was found, how it is graded, the remedy. None waits longer than its
+bound. What needs torch, or a driver, is asked of a process of its own meanwhile, so that one that hangs or does not
+load is a finding like another; and so is whatever a check itself does not survive.
+
+    packages.py       Python and its packages
+    machine.py        cores, memory, disk, and what the system allows
+    accelerator.py    torch, precisions, threads, devices
+    probe.py          the process that loads torch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from etude.observe import make_console, progress
+from etude.tools.doctor import machine, packages
+from etude.tools.doctor.accelerator import asking
+from etude.tools.doctor.finding import Finding, fail
+
+__all__ = ["Finding", "examine", "healthy", "show", "tree"]
+
+PATIENCE = 30.0
+"""Seconds that torch may take to load and to say what it reaches; as a rule it takes two."""
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+BEFORE: tuple[Callable[[], Iterable[Finding]], ...] = (
+    *(packages.python, packages.command, packages.requirements, packages.tested, packages.extras),
+    packages.environments,
+)
+AFTER: tuple[Callable[[], Iterable[Finding]], ...] = (
+    *(machine.memory, machine.cache, machine.shared_memory, machine.limits, machine.clock, machine.loopback),
+    machine.compiler,
+)
+
+
+def examine(directory: Path, patience: float = PATIENCE) -> list[Finding]:
+    """Look at everything; `directory` is where runs are to be kept."""
+    where = directory.expanduser().resolve()
+    nearest = next(path for path in (where, *where.parents) if path.is_dir())
+    with asking() as asked:
+        before = [finding for check in BEFORE for finding in _survived(check)]
+        kept = [*_survived(lambda: machine.place(nearest)), *_survived(lambda: machine.disk(nearest))]
+        after = [finding for check in AFTER for finding in _survived(check)]
+        return [*before, *_survived(lambda: asked.findings(patience)), *kept, *after]
+
+
+def healthy(findings: Iterable[Finding]) -> bool:
+    """Whether nothing stands in the way of a run."""
+    return all(finding.grade != "fail" for finding in findings)
+
+
+def tree(findings: Sequence[Finding]) -> dict[str, Any]:
+    """All of it as plain data."""
+    return {"healthy": healthy(findings), "findings": [asdict(finding) for finding in findings]}
+
+
+def show(directory: Path, console: Console | None = None) -> list[Finding]:
+    """Look at everything, and say what was found: a line each, and below it what to do."""
+    console = make_console() if console is None else console
+    with progress("looking at this machine", None, console):
+        findings = examine(directory)
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        grade = (f"{finding.grade:<5}", STYLES[finding.grade])
+        line = Text.assemble(grade, " ", (finding.name.ljust(width), "bold"), "  ", finding.what)
+        console.print(line, soft_wrap=True)
+        if finding.remedy:
+            console.print(Text(" " * (width + 8) + finding.remedy, STYLES[finding.grade]), soft_wrap=True)
+    counted = {grade: sum(finding.grade == grade for finding in findings) for grade in STYLES}
+    told = f"\n{counted['ok']} ok, {_count(counted['warn'], 'warning')}, {_count(counted['fail'], 'failure')}."
+    console.print(Text(told), soft_wrap=True)
+    return findings
+
+
+def _survived(check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """What a check finds; where it breaks off, that."""
+    try:
+        yield from check()
+    except (
+        Exception
+    ) as error:  # a machine that needs a doctor may break anything, and the rest is looked at all the same
+        what = f"This could not be looked at: {type(error).__name__}: {error}."
+        yield fail(getattr(check, "__name__", "doctor"), what, "What it is about is broken, or Etude's doctor is.")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

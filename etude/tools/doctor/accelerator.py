@@ -1,0 +1,138 @@
+"""What computes: torch, the processor's precisions and threads, and the devices beside it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from etude.tools.doctor.finding import GIB, Finding, fail, ok, warn
+from etude.tools.doctor.machine import cores
+
+__all__ = ["Asked", "asking", "findings"]
+
+DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""What is there where an NVIDIA driver is."""
+OTHERS = 0.5
+"""The share of a device's memory that others must not have taken."""
+
+
+class Asked:
+    """A process that loads torch and looks, while other things are looked at."""
+
+    def __init__(self, process: subprocess.Popen[bytes], answer: Path, errors: Path) -> None:
+        self._process, self._answer, self._errors = process, answer, errors
+
+    def findings(self, patience: float) -> Iterator[Finding]:
+        """What it found; that it failed, or that it did not answer in this many seconds, is a finding too."""
+        try:
+            status = self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            yield fail(
+                "torch",
+                f"Torch did not say within {patience:g} s what it can reach: it hangs, or the driver does.",
+                "See whether `nvidia-smi` answers. A driver that does not needs the machine to be started anew.",
+            )
+            return
+        if status != 0 or not self._answer.exists():
+            said = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
+            how = f"ended by signal {-status}" if status < 0 else f"it said: {said[-1]}"
+            remedy = "Install it anew: `pip install --force-reinstall torch`, in this environment."
+            yield fail("torch", f"Torch cannot be used ({how}).", remedy)
+            return
+        found = json.loads(self._answer.read_text(encoding="utf-8"))
+        yield from findings(found, any(path.exists() for path in DRIVER), cores())
+
+
+@contextmanager
+def asking(python: str = sys.executable) -> Iterator[Asked]:
+    """Ask torch, in a process that is ended in the end."""
+    with TemporaryDirectory() as scratch:
+        answer, errors = Path(scratch, "answer.json"), Path(scratch, "errors")
+        with errors.open("wb") as said:
+            command = [python, "-P", "-m", "etude.tools.doctor.probe", str(answer)]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            try:
+                yield Asked(process, answer, errors)
+            finally:
+                process.kill()
+                with suppress(subprocess.TimeoutExpired):  # one that waits inside a driver cannot be ended
+                    process.wait(5)
+
+
+def findings(found: Mapping[str, Any], driver: bool, usable: int) -> Iterator[Finding]:
+    """What torch's answer means, beside whether there is a driver and how many cores may be used."""
+    built = f"CUDA {found['cuda']}" if found["cuda"] else f"ROCm {found['hip']}" if found["hip"] else "processors alone"
+    yield ok("torch", f"{found['torch']}, built for {built}")
+    yield from _devices(found, driver)
+    yield _precision(found)
+    yield _threads(found["threads"], usable)
+
+
+def _devices(found: Mapping[str, Any], driver: bool) -> Iterator[Finding]:
+    for number, gpu in enumerate(found["gpus"]):
+        name = f"{gpu['name']}, {gpu['free'] / GIB:.0f} GiB free of {gpu['total'] / GIB:.0f}"
+        if not _has_kernels(gpu["capability"], found["kernels_for"]):
+            what = f"{name}: this torch has no kernels for it, only for {', '.join(found['kernels_for'])}."
+            yield fail("device", what, "Install a torch that is built for this device: see pytorch.org.")
+        elif gpu["free"] < (1 - OTHERS) * gpu["total"]:
+            yield warn("device", f"{name}.", f"Others use it: `nvidia-smi` says who (device {number}).")
+        else:
+            yield ok("device", name)
+    if found["gpus"]:
+        return
+    if found["mps"]:
+        yield ok("device", "Apple GPU, memory shared with the processor")
+    elif driver and not found["cuda"]:
+        what = "An NVIDIA driver is here, and this torch is built for processors alone."
+        yield warn("device", what, "Install a torch that is built for CUDA: see pytorch.org.")
+    elif driver:
+        told = found["said"] or "it does not say why"
+        what = f"An NVIDIA driver is here, and this torch, built for CUDA {found['cuda']}, reaches no device: {told}"
+        remedy = (
+            "A driver that is too old is brought up to date, or a torch installed that is built for its CUDA. In a "
+            "container: `docker run --gpus all`. CUDA_VISIBLE_DEVICES must not be empty."
+        )
+        yield fail("device", what, remedy)
+    else:
+        yield ok("device", "no accelerator: runs compute on the processor")
+
+
+def _has_kernels(capability: list[int], kernels_for: list[str]) -> bool:
+    """Whether a build has kernels for a device: its own, of a lower minor version, or code that is compiled for it."""
+    major, minor = capability
+    for each in kernels_for:
+        kind, _, number = each.rstrip("af").partition("_")
+        high, low = int(number[:-1]), int(number[-1])
+        if (high == major and low <= minor) or (kind == "compute" and (high, low) <= (major, minor)):
+            return True
+    return not kernels_for
+
+
+def _precision(found: Mapping[str, Any]) -> Finding:
+    """How fast the processor is in bf16, beside fp32."""
+    rates = found["rates"]
+    times = rates["bfloat16"] / rates["float32"]
+    what = f"products in bf16 run at {times:.1f} times the speed of fp32 ({rates['float32'] / 1e9:.0f} Gflop/s)"
+    if found["multiplies_bf16"]:
+        return ok("bf16", f"the processor multiplies bf16 itself: {what}")
+    if times < 1 and not found["gpus"]:
+        return warn(
+            "bf16", f"The processor does not multiply bf16 itself: {what}.", "Train with `train.precision=fp32`."
+        )
+    return ok("bf16", f"the processor does not multiply bf16 itself; {what}")
+
+
+def _threads(threads: int, usable: int) -> Finding:
+    if threads > usable:
+        return warn(
+            "threads",
+            f"Torch computes with {threads} threads on {usable} cores, and they wait for each other.",
+            f"Give runs `threads={usable}`, or set OMP_NUM_THREADS={usable}.",
+        )
+    return ok("threads", f"torch computes with {threads} of {usable} cores; `threads` sets how many")

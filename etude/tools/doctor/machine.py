@@ -1,0 +1,262 @@
+"""The machine: its cores, its memory, its disk, and what the system allows a process."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import resource
+import shutil
+import socket
+import sqlite3
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+
+from etude.config.env import cache_directory
+from etude.tools.doctor.finding import GIB, Finding, fail, ok, warn
+
+__all__ = ["cache", "clock", "compiler", "cores", "disk", "limits", "loopback", "memory", "place", "shared_memory"]
+
+BYTES_A_PARAMETER, CHECKPOINT_BYTES = 18, 12
+"""What training in bf16 takes in memory for each parameter, and what a checkpoint takes on disk."""
+LITTLE_MEMORY, TOO_LITTLE_MEMORY = 4 * GIB, GIB
+LITTLE_DISK, TOO_LITTLE_DISK = 10 * GIB, GIB
+SLOW_DISK = 50e6
+LITTLE_SHARED = GIB
+FILES = 1024
+PART, WRITTEN, AT_MOST = 4 * 2**20, 64 * 2**20, 0.5
+"""Bytes that are written at once to time a disk, and in all, and the seconds after which no more are."""
+SKEW = 5.0
+PATIENCE = 1.0
+"""Seconds that a name or a connection on this machine may take."""
+ENDING = (
+    (resource.RLIMIT_AS, "v", "bytes of memory"),
+    (resource.RLIMIT_FSIZE, "f", "bytes in a file"),
+    (resource.RLIMIT_CPU, "t", "seconds of the processor"),
+)
+"""Limits that end a process, the letters by which a shell sets them, and what they count."""
+MEMORY_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+USED_FILES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+
+
+def memory() -> Iterator[Finding]:
+    """How much there is, for this process, whatever the machine has."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    about = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines())
+    free = int(about["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in about else total
+    limit = min((number for path in MEMORY_FILES if (number := _number(path)) is not None), default=None)
+    if limit is not None and limit < total:
+        used = min((number for path in USED_FILES if (number := _number(path)) is not None), default=0)
+        total, free = limit, min(free, limit - used)
+    yield judged_memory(total, free)
+
+
+def judged_memory(total: int, free: int) -> Finding:
+    """What this much memory is good for."""
+    size = free / BYTES_A_PARAMETER
+    room = f"{size / 1e9:.1f} billion" if size >= 1e9 else f"{size / 1e6:.0f} million"
+    what = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}: room to train up to {room} parameters in bf16"
+    remedy = "End what else runs here, give the container more, or train a smaller model with smaller answers."
+    if free < TOO_LITTLE_MEMORY:
+        return fail("memory", f"{what}.", remedy)
+    return warn("memory", f"{what}.", remedy) if free < LITTLE_MEMORY else ok("memory", what)
+
+
+def cores() -> int:
+    """How many cores this process may use: those it is bound to, and no more than its quota pays for."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, period = (_text("/sys/fs/cgroup/cpu.max").split() or ["max", "1"])[:2]
+    if quota == "max":
+        quota = str(_number("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") or 0)
+        period = str(_number("/sys/fs/cgroup/cpu/cpu.cfs_period_us") or 1)
+    paid = int(quota) / int(period)
+    return min(bound, math.ceil(paid)) if paid > 0 else bound
+
+
+def place(directory: Path) -> Iterator[Finding]:
+    """Whether a run can live there: files are made, renamed and locked, and a journal is kept."""
+    remedy = "Start runs from a folder that can be, or give them `directory=…` on a local disk."
+    try:
+        with TemporaryDirectory(prefix=".etude-doctor-", dir=directory) as inner:
+            draft = Path(inner, "draft")
+            draft.write_text("written")
+            draft = draft.rename(Path(inner, "whole"))
+            with draft.open("a") as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            skew = draft.stat().st_mtime - time.time()
+            with closing(sqlite3.connect(Path(inner, "journal.sqlite"), timeout=PATIENCE)) as journal:
+                mode = journal.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+                journal.execute("CREATE TABLE held (entry INTEGER)")
+    except (OSError, sqlite3.Error) as error:
+        told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        yield fail("place", f"No run can be kept in {directory}: {told}.", remedy)
+        return
+    if mode != "wal":
+        yield fail("place", f"{directory} cannot hold a journal: it has no shared memory for one ({mode}).", remedy)
+    elif abs(skew) > SKEW:
+        what = f"Files in {directory} are dated {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the clock."
+        yield warn("place", what, "Have the clocks of this machine and of its file server set by one source.")
+    else:
+        yield ok("place", f"runs can be kept in {directory}")
+
+
+def disk(directory: Path) -> Iterator[Finding]:
+    """How much room a run's checkpoints have, and how long one takes."""
+    yield judged_space(directory, shutil.disk_usage(directory).free)
+    try:
+        with TemporaryDirectory(prefix=".etude-doctor-", dir=directory) as inner:
+            yield judged_speed(_speed(Path(inner, "file")))
+    except OSError:
+        return  # that nothing can be written there is told by `place`
+
+
+def judged_space(directory: Path, free: int) -> Finding:
+    """What this much space is good for."""
+    what = f"{free / GIB:.1f} GiB free in {directory}; a checkpoint takes 12 bytes for each parameter"
+    remedy = "Make room, or give runs `directory=…` on another disk; `checkpoint.keep=1` keeps fewer."
+    if free < TOO_LITTLE_DISK:
+        return fail("disk", f"{what}.", remedy)
+    return warn("disk", f"{what}.", remedy) if free < LITTLE_DISK else ok("disk", what)
+
+
+def judged_speed(rate: float) -> Finding:
+    """What this many bytes a second are good for."""
+    what = f"{rate / 1e6:,.0f} MB/s to disk: {CHECKPOINT_BYTES * 1e9 / rate:,.0f} s for each billion parameters saved"
+    if rate < SLOW_DISK:
+        return warn("disk speed", f"{what}.", "Keep runs on a local disk, or save less often: `checkpoint.every`.")
+    return ok("disk speed", what)
+
+
+def cache() -> Iterator[Finding]:
+    """Whether what can be made again can be kept."""
+    directory = cache_directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=directory):
+            pass
+    except OSError as error:
+        told = f"{directory} cannot be written: {error.strerror or error}."
+        yield warn("cache", told, "Set XDG_CACHE_HOME to a folder that can be; without it all is made anew each time.")
+    else:
+        yield ok("cache", f"{directory} can be written")
+
+
+def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Finding]:
+    """What processes of one run hand each other tensors through."""
+    if not sys.platform.startswith("linux"):
+        return
+    if not path.is_dir():
+        yield warn("shared memory", f"There is no {path}.", "Runs of several processes need it: mount a tmpfs there.")
+        return
+    size = shutil.disk_usage(path).total
+    what = f"{size / GIB:.2f} GiB in {path}"
+    if size < LITTLE_SHARED:
+        remedy = "Start the container with more, `docker run --shm-size=8g`: runs of several processes need it."
+        yield warn("shared memory", f"{what}.", remedy)
+    else:
+        yield ok("shared memory", what)
+
+
+def limits() -> Iterator[Finding]:
+    """What the system allows a process."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = []
+    if files != resource.RLIM_INFINITY and files < FILES:
+        what = f"A process may have {files} files open."
+        found.append(warn("limits", what, f"Type `ulimit -n {FILES}` or more before a run."))
+    for kind, letter, what in ENDING:
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            told = f"A process that takes more than {limit:,} {what} is ended."
+            found.append(warn("limits", told, f"Type `ulimit -{letter} unlimited` before a run."))
+    yield from found
+    if not found:
+        many = "any number of" if files == resource.RLIM_INFINITY else f"{files:,}"
+        yield ok("limits", f"{many} open files to a process; no bound on its memory, its files or its time")
+
+
+def clock() -> Iterator[Finding]:
+    """Whether it tells the time: the names of runs and what is waited for go by it."""
+    behind = Path(__file__).stat().st_mtime - time.time()
+    if behind > 24 * 3600:
+        what = f"The clock says {time.strftime('%Y-%m-%d')}, which is before Etude was installed."
+        yield warn("clock", what, "Set it, for example by `timedatectl set-ntp true`.")
+    else:
+        yield ok("clock", time.strftime("%Y-%m-%d %H:%M:%S"))
+
+
+def loopback() -> Iterator[Finding]:
+    """Whether processes of this machine can speak to each other, and find it by its name."""
+    try:
+        with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+            listening.settimeout(PATIENCE)
+            with closing(socket.create_connection(listening.getsockname(), PATIENCE)):
+                listening.accept()[0].close()
+    except OSError as error:
+        remedy = "Servers and runs of several processes need it: `ip link set lo up`, or allow it in the sandbox."
+        yield fail("loopback", f"No process can be reached at 127.0.0.1: {error.strerror or error}.", remedy)
+        return
+    name = socket.gethostname()
+    for host in ("localhost", name):
+        if not _found(host):
+            remedy = f"Runs of several processes look it up: add the line `127.0.0.1 {host}` to /etc/hosts."
+            yield warn("loopback", f"The name {host} leads nowhere within {PATIENCE:.0f} s.", remedy)
+            return
+    yield ok("loopback", f"processes reach each other at 127.0.0.1, and {name} is known")
+
+
+def compiler() -> Iterator[Finding]:
+    """Whether there is one, for what is compiled as it runs."""
+    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if found is None:
+        remedy = "Only what compiles models needs one: `apt install g++`, or what your system has in its place."
+        yield warn("compiler", "There is no C++ compiler on the PATH.", remedy)
+    else:
+        yield ok("compiler", found)
+
+
+# -- small parts ------------------------------------------------------------------------------------------------------
+
+
+def _speed(file: Path) -> float:
+    """Bytes a second that reach the disk, part after part until it took long enough to tell."""
+    part, sync = os.urandom(PART), getattr(os, "fdatasync", os.fsync)
+    begun, written = time.perf_counter(), 0
+    with file.open("wb", buffering=0) as writing:
+        while written < WRITTEN and time.perf_counter() - begun < AT_MOST:
+            written += writing.write(part)
+            sync(writing.fileno())
+    return written / (time.perf_counter() - begun)
+
+
+def _found(host: str) -> bool:
+    """Whether a name leads anywhere, within the time that one has for it."""
+    found: list[object] = []
+
+    def look() -> None:
+        with suppress(OSError):
+            found.extend(socket.getaddrinfo(host, None))
+
+    # Nothing else bounds a look-up; one that takes longer is left behind, and ends with this process.
+    thread = Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return bool(found)
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _number(path: str) -> int | None:
+    """The number that a file of the system holds; None where it holds none, or the word for no limit."""
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None

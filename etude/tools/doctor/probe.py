@@ -1,0 +1,65 @@
+"""What only torch knows of this machine, written as JSON: `python -m etude.tools.doctor.probe FILE`.
+
+A process of its own, so that a torch that does not load, and a driver that never answers, cost whoever asks a few
+seconds and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["found"]
+
+SIZE, SECONDS = 512, 0.04
+
+
+def found() -> dict[str, Any]:
+    """Torch's build, its threads, the devices that it reaches, and how fast products are in each precision."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        reaches = torch.cuda.is_available()
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "kernels_for": torch.cuda.get_arch_list() if reaches else [],
+        "said": " ".join(str(warning.message).splitlines()[0] for warning in said),
+        "gpus": [_gpu(number) for number in range(torch.cuda.device_count())] if reaches else [],
+        "mps": torch.backends.mps.is_available(),
+        "threads": torch.get_num_threads(),
+        "multiplies_bf16": _multiplies_bf16(),
+        "rates": {str(dtype).removeprefix("torch."): _rate(dtype) for dtype in (torch.float32, torch.bfloat16)},
+    }
+
+
+def _gpu(number: int) -> dict[str, Any]:
+    about = torch.cuda.get_device_properties(number)
+    free, total = torch.cuda.mem_get_info(number)
+    return {"name": about.name, "capability": [about.major, about.minor], "free": free, "total": total}
+
+
+def _multiplies_bf16() -> bool:
+    """Whether the processor multiplies bfloat16 itself, and this torch has it do so."""
+    return bool(torch.cpu._is_avx512_bf16_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _rate(dtype: torch.dtype) -> float:
+    """Operations a second in products of two square matrices."""
+    a = torch.ones(SIZE, SIZE).to(dtype)
+    best, until = float("inf"), time.perf_counter() + SECONDS
+    while time.perf_counter() < until:
+        begun = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - begun)
+    return 2.0 * SIZE**3 / best
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(found()), encoding="utf-8")

@@ -1,0 +1,110 @@
+"""The pages that are made of the code are up to date, and the others name options and metrics that there are."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
+
+from etude.algorithms.reduce import Reduction
+from etude.config import load_plugin
+from etude.config.choice import options_of
+from etude.config.tree import fields_within
+from tests.house.documents import INLINE, ROOT, prose
+from tests.pages import algorithms, configuration
+from tests.pages.document import PAGES
+from tests.pages.text import cell, docstring, linked
+
+OPTION = re.compile(r"([a-z_]+(?:\.[a-z_*]+)*)(=.*)?")
+ADVICE = ("concepts.md", "troubleshooting.md", "data.md")
+"""Pages that speak of options in every other line."""
+METRICS = {"eval/mean@n"}
+"""Metrics whose names hold a number."""
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_that_is_made_of_the_code_is_up_to_date(path: Path) -> None:
+    message = f"docs/{path.name} is stale: run `python -m tests.pages.document`"
+    assert path.read_text(encoding="utf-8") == PAGES[path](), message
+
+
+def test_every_reduction_is_explained() -> None:
+    assert tuple(algorithms.REDUCTIONS) == get_args(Reduction)
+
+
+@cache
+def known() -> dict[str, set[str]]:
+    """Every option and section of every command by its path, with the names that it can be set to if it is a choice."""
+    found: dict[str, set[str]] = {}
+    for root in configuration.roots():
+        for path, field in fields_within(load_plugin(root, BaseModel)):
+            choice = options_of(field.annotation, field.metadata)
+            found.setdefault(path, set()).update(choice.names if choice else ())
+    return found
+
+
+def wrong_options(text: str, there: dict[str, set[str]]) -> list[str]:
+    """Each `inline code` that is written like an option and is none, or sets a choice to a name that it has not."""
+    tops = {path.partition(".")[0] for path in there if "." in path}
+    wrong = []
+    for code in INLINE.findall(prose(text)):
+        for word in code.split():
+            option = OPTION.fullmatch(word)
+            if option is None or word.endswith(".parquet"):
+                continue
+            if option[2] is None and ("." not in option[1] or option[1].split(".")[0] not in tops):
+                continue
+            path, value = option[1], (option[2] or "=")[1:]
+            is_name = re.fullmatch(r"[a-z_+]+", value) is not None and bool(there.get(path))
+            if path not in there or (is_name and value not in there[path]):
+                wrong.append(word)
+    return wrong
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_every_option_that_a_page_names_is_one(name: str) -> None:
+    assert not wrong_options((ROOT / "docs" / name).read_text(encoding="utf-8"), known())
+
+
+def test_an_option_that_is_none_is_told() -> None:
+    text = "`loss=gspo` `loss.clip_high=0.3` `module:Name` `a.b` `loss=gspoo` `loss.clap` `trian.clip=1` `train.clap`"
+    assert wrong_options(text, known()) == ["loss=gspoo", "loss.clap", "trian.clip=1", "train.clap"]
+
+
+def test_the_metrics_to_watch_are_explained() -> None:
+    """Those that a table of troubleshooting begins a row with stand in the table of all metrics, or are its scores."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    shown = text.partition("And where nothing is said")[2].partition("## Tuning")[0]
+    named = {code for line in re.findall(r"^\| (`[^|]*)\|", shown, re.MULTILINE) for code in INLINE.findall(line)}
+    training = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    table = training.partition("### The numbers")[2].partition("\n## ")[0]
+    explained = {code for line in re.findall(r"^\| (`[^|]*)\|", table, re.MULTILINE) for code in INLINE.findall(line)}
+    groups = tuple(name.removesuffix("*") for name in explained if name.endswith("/*"))
+    assert len(named) > 15
+    assert {name for name in named - explained - METRICS if not name.startswith(groups)} == set()
+
+
+def test_text_is_shown_as_it_is() -> None:
+    assert cell("a < b | c * d, `x|y`") == "a &lt; b \\| c \\* d, `x\\|y`"
+    assert linked("Source: 2402.03300, arXiv 2503.14476; 1.5 and 12345.678901") == (
+        "Source: [arXiv 2402.03300](https://arxiv.org/abs/2402.03300), "
+        "[arXiv 2503.14476](https://arxiv.org/abs/2503.14476); 1.5 and 12345.678901"
+    )
+
+    class Told:
+        """First [line].
+
+            a    table
+            b    c*d
+
+        Source: none.
+        Ours: all.
+        """
+
+    assert docstring(Told) == (
+        "First \\[line\\].\n\n```text\na    table\nb    c*d\n```\n\n**Source:** none.\n\n**Ours:** all."
+    )

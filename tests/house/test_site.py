@@ -1,0 +1,87 @@
+"""The documents as a site: it is built without a warning, each of its links leads somewhere, and nothing is fetched."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.house.documents import ROOT
+from tests.pages.site import rewritten
+
+FETCHED = {("link", "href"), ("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src")}
+
+
+class Page(HTMLParser):
+    """What a page links to, what it loads, and the places in it that can be linked to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.loaded: set[str] = set()
+        self.places: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        for name, value in attributes:
+            if name == "id" and value:
+                self.places.add(value)
+            elif (tag, name) in FETCHED and value and ("rel", "canonical") not in attributes:
+                self.loaded.add(value)
+            elif tag == "a" and name == "href" and value:
+                self.links.add(value)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
+    """Every page of the site, built as `make docs` builds it."""
+    place = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(place)]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    return {path: Page(path) for path in place.rglob("*.html")}
+
+
+def test_every_page_is_on_the_site(site: dict[Path, Page]) -> None:
+    names = {path.name for path in site}
+    assert names >= {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")}
+    assert names >= {"index.html", "contributing.html", "changelog.html", "loop.py.html"}
+
+
+def test_every_link_of_the_site_leads_somewhere(site: dict[Path, Page]) -> None:
+    broken = []
+    for path, page in site.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or path.name == "404.html":
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path not in ("", ".") else path
+            target = target / "index.html" if target.is_dir() else target
+            if not target.exists():
+                broken.append(f"{path.name} links to {link}")
+            elif parts.fragment and target in site and unquote(parts.fragment) not in site[target].places:
+                broken.append(f"{path.name} links to {link}, where no such place is")
+    assert not broken
+
+
+def test_nothing_is_fetched_from_elsewhere(site: dict[Path, Page]) -> None:
+    assert not {url for page in site.values() for url in page.loaded if re.match(r"(https?:)?//", url)}
+
+
+def test_links_are_turned_to_where_they_lead_on_the_site() -> None:
+    text = (
+        "[a](../README.md#train-yours) [b](training.md) [c](../etude/errors.py) [d](#here) [e](https://x.org/etude)\n"
+        "```\n[f](../README.md)\n```\n[g](../tests/conformance) [h](nowhere.md)"
+    )
+    assert rewritten(text, "tour.md") == (
+        "[a](index.md#train-yours) [b](training.md) [c](source/etude/errors.py.md) [d](#here) [e](https://x.org/etude)\n"
+        "```\n[f](../README.md)\n```\n[g](source/tests/conformance.md) [h](nowhere.md)"
+    )
+    assert rewritten("[a](docs/tour.md) [b](LICENSE)", "index.md") == "[a](tour.md) [b](source/LICENSE.md)"

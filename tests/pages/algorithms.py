@@ -1,0 +1,97 @@
+"""docs/algorithms.md: every advantage, loss, KL form and correction, from its docstring and its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel
+
+import etude.algorithms.corrections
+import etude.algorithms.kl
+from etude.algorithms import LOSSES
+from etude.algorithms.advantages import ADVANTAGES
+from etude.algorithms.corrections import Correction, Rejection
+from etude.algorithms.entropy import Entropy
+from etude.algorithms.filters import Overlong
+from etude.algorithms.kl import CONTROLLERS, KLS
+from etude.algorithms.losses import SUPERVISED
+from tests.pages.options import options
+from tests.pages.text import docstring, note
+
+__all__ = ["REDUCTIONS", "page"]
+
+INTRO = f"""\
+# Algorithms
+
+{note("tests.pages.document")}
+
+What each choice computes, from the code itself. [Conformance](conformance.md) lists the proof of each, and
+[Recipes](recipes.md) which of them a published recipe puts together.
+
+| sign | what it is |
+|---|---|
+| R, A, V | a rollout's reward, an action token's advantage, the value of the state before it |
+| g, n | the group of a rollout, and its size |
+| μ, π_old, π_ref, π_θ | the policy of the sampler, of the trainer at a step's start, the reference, the trainer's now |
+| r, ρ, w, δ | π_θ / π_old, π_old / μ, π_θ / μ, log π_θ − log π_ref, each at an action token |
+| ε, γ, λ, β, τ | an option; which one, the text says |
+| sg(·) | no gradient goes through it |
+| σ | the logistic function; of advantages, a standard deviation |
+"""
+ADVANTAGE = """\
+## Advantages
+
+What each action token is told: `advantage=NAME`. Statistics are taken over the whole rollout batch, before anything is
+dropped, and count rollouts."""
+LOSS = """\
+## Losses
+
+What the policy minimises along its advantage: `loss=NAME`. A loss gives each action token a number; how these become
+one is `loss.reduction`:"""
+REDUCED = "| `loss.reduction` | what it is |\n|---|---|"
+REDUCTIONS = {
+    "token-mean": "the mean over all tokens: every token weighs the same",
+    "token-sum": "the sum over all tokens",
+    "seq-mean-token-mean": "the mean over sequences of their means: every sequence weighs the same",
+    "seq-mean-token-sum": "the mean over sequences of their sums: long ones weigh more",
+    "seq-mean-token-sum-norm": "the same, over `loss.norm_length`: a constant that you choose",
+}
+SUPERVISE = """\
+## Losses of what is written down
+
+For demonstrations, preferences, values and teachers."""
+KL = "## What holds the policy to a reference\n\n`kl=NAME`, and `kl.coefficient` for how tightly.\n\n"
+
+
+def page() -> str:
+    """The page."""
+    parts = [
+        INTRO,
+        family(ADVANTAGE, ADVANTAGES, "advantage"),
+        LOSS,
+        "\n".join([REDUCED, *(f"| `{name}` | {told} |" for name, told in REDUCTIONS.items())]),
+        family("", LOSSES, "loss"),
+        family(SUPERVISE, SUPERVISED, ""),
+        KL + docstring(etude.algorithms.kl),
+        family("", KLS, "kl"),
+        family("The coefficient moves, or not, by `kl.controller=NAME`:", CONTROLLERS, "kl.controller"),
+        "## Corrections\n\n" + docstring(etude.algorithms.corrections),
+        options(Correction, "correction"),
+        "A rule of `correction.reject`:",
+        options(Rejection, ""),
+        "## Entropy\n\n" + docstring(Entropy),
+        options(Entropy, "entropy"),
+        "## Answers that are cut off\n\n" + docstring(Overlong),
+        options(Overlong, "overlong"),
+    ]
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def family(title: str, kinds: Mapping[str, type[BaseModel]], path: str) -> str:
+    """Every choice of a kind under its name: what it is, and its own options."""
+    shared = set.intersection(*(set(kind.model_fields) for kind in kinds.values())) if len(kinds) > 1 else set()
+    parts = [title] if title else []
+    for name, kind in kinds.items():
+        told = options(kind, path, without=shared)
+        parts += [f"### {name}", docstring(kind), *([told] if told else [])]
+    return "\n\n".join(parts)

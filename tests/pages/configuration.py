@@ -1,0 +1,104 @@
+"""docs/configuration.md: every option of every command, from the classes whose fields they are."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterator
+from inspect import cleandoc
+
+from pydantic import BaseModel
+
+from etude.cli import parser
+from etude.config import load_plugin
+from etude.config.choice import Options, options_of
+from etude.config.tree import join, model_of
+from tests.pages.options import HEAD, options, row
+from tests.pages.text import cell, note
+
+__all__ = ["page", "roots"]
+
+PARAGRAPH = "\n\n"
+INTRO = f"""\
+# Configuration
+
+{note("tests.pages.document")}
+
+Every option, with what it takes, what it is if nothing is asked, and what it means. On the command line an option is
+written `key=value`; in a file that `--config` reads, as YAML of the same shape; `etude config show` prints the options
+of a run as they are. Where there is something to choose, `module:Name` names a class of your own.
+
+```sh
+etude train grpo loss=gspo loss.clip_high=4e-4 sampling.max_tokens=512 model.path=my-model data.train=[tasks.jsonl]
+etude config show grpo loss=gspo
+```
+
+A wrong name is answered with the right one, also a name from verl or TRL. What is not an option of what was chosen is
+refused: `loss.clip_high` belongs to some losses, and not to others.
+"""
+
+
+def page() -> str:
+    """The page."""
+    parts = [INTRO]
+    for root, commands in roots().items():
+        kind = load_plugin(root, BaseModel)
+        named = ", ".join(f"`etude {command}`" for command in commands)
+        parts += [f"## {named}", *_section(kind, "", 3)]
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def roots() -> dict[str, list[str]]:
+    """Every class whose fields are options, as `module:Name`, with the commands whose options they are."""
+    found: dict[str, list[str]] = {}
+    for command, told in _commands(parser(), ""):
+        for word, root in told.items():
+            if root not in found or not word:
+                found.setdefault(root, []).append(f"{command} {word}".strip())
+    return found
+
+
+def _commands(parsing: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, dict[str, str]]]:
+    if parsing.get_default("roots") is not None:
+        yield name, parsing.get_default("roots")
+    for action in parsing._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, inner in action.choices.items():
+                yield from _commands(inner, f"{name} {word}".strip())
+
+
+def _section(kind: type[BaseModel], path: str, level: int, without: Collection[str] = ()) -> Iterator[str]:
+    """Single options first, then each choice and each section under its own heading."""
+    fields = {name: field for name, field in kind.model_fields.items() if name not in without}
+    chosen = {name: options_of(field.annotation, field.metadata) for name, field in fields.items()}
+    yield options(kind, path, without={*without, *(name for name, choice in chosen.items() if choice is not None)})
+    for name, field in fields.items():
+        here, choice, section = join(path, name), chosen[name], model_of(field.annotation)
+        if choice is not None:
+            yield f"{'#' * level} `{here}`"
+            yield "\n".join([HEAD, row(here, field)])
+            yield from _choices(choice, here, level + 1)
+        elif section is not None:
+            yield f"{'#' * level} `{here}`"
+            yield _sentence(field.description or "")
+            yield from _section(section, here, level + 1)
+
+
+def _choices(choice: Options, path: str, level: int) -> Iterator[str]:
+    """What each choice is, the options that all of them have, and those that each has besides."""
+    kinds = choice.table
+    told = [f"| `{name}` | {cell(cleandoc(kind.__doc__ or '').split(PARAGRAPH)[0])} |" for name, kind in kinds.items()]
+    yield "\n".join(["| choice | what it is |", "|---|---|", *told])
+    shared = set.intersection(*(set(kind.model_fields) for kind in kinds.values())) if len(kinds) > 1 else set()
+    if shared:
+        some = next(iter(kinds.values()))
+        yield "Options of every one:"
+        yield from _section(some, path, level, without=some.model_fields.keys() - shared)
+    for name, kind in kinds.items():
+        if kind.model_fields.keys() - shared:
+            yield f"Options of `{path}={name}`:"
+            yield from _section(kind, path, level, without=shared)
+
+
+def _sentence(text: str) -> str:
+    told = cell(text)
+    return f"{told[:1].upper()}{told[1:]}."

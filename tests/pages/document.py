@@ -1,0 +1,21 @@
+"""Writes the pages that are made of the code: `python -m tests.pages.document`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.pages import algorithms, configuration, recipes
+
+__all__ = ["PAGES"]
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES: dict[Path, Callable[[], str]] = {
+    DOCS / "recipes.md": recipes.page,
+    DOCS / "configuration.md": configuration.page,
+    DOCS / "algorithms.md": algorithms.page,
+}
+
+if __name__ == "__main__":
+    for path, page in PAGES.items():
+        path.write_text(page(), encoding="utf-8")

@@ -1,0 +1,69 @@
+"""Tables of options: what each accepts, what it is if nothing is asked, what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from etude.config.choice import options_of
+from etude.config.tree import REQUIRED, default_of, join, model_of, plain, words
+from tests.pages.text import cell
+
+__all__ = ["HEAD", "options", "row"]
+
+HUGE = 2**62
+"""A bound from here on only says what a file can hold."""
+HEAD = "| option | takes | by default | meaning |\n|---|---|---|---|"
+
+
+def options(kind: type[BaseModel], path: str, without: Collection[str] = ()) -> str:
+    """The fields of a class as a table of options below a path; empty where it has none of its own."""
+    rows = [
+        row(join(path, name), field)
+        for name, field in kind.model_fields.items()
+        if name not in without and not _is_section(field)
+    ]
+    return "\n".join([HEAD, *rows]) if rows else ""
+
+
+def row(path: str, field: FieldInfo) -> str:
+    """One option as a row."""
+    choice = options_of(field.annotation, field.metadata)
+    takes = "one of " + ", ".join(f"`{name}`" for name in choice.names) if choice else cell(_takes(field))
+    return f"| `{path}` | {takes} | {_default(field)} | {cell(field.description or '')} |"
+
+
+def _takes(field: FieldInfo) -> str:
+    """The type in words, with the bounds."""
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    bounds = [(sign, getattr(mark, name, None)) for mark in field.metadata for name, sign in signs.items()]
+    told = [f"{sign} {bound:g}" for sign, bound in bounds if bound is not None and bound < HUGE]
+    return words(field.annotation) + (f", {' and '.join(told)}" if told else "")
+
+
+def _default(field: FieldInfo) -> str:
+    value = default_of(field)
+    if value is REQUIRED:
+        return "must be given"
+    choice = options_of(field.annotation, field.metadata)
+    if choice is not None:
+        return f"`{choice.name_of(value)}`"
+    return f"`{_spoken(plain(value, field.annotation, field.metadata))}`"
+
+
+def _spoken(value: Any) -> str:
+    """A plain value as an override writes it."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list):
+        return f"[{', '.join(map(_spoken, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_spoken(item)}" for key, item in value.items()) + "}"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "''"
+
+
+def _is_section(field: FieldInfo) -> bool:
+    return options_of(field.annotation, field.metadata) is None and model_of(field.annotation) is not None

@@ -1,0 +1,60 @@
+"""docs/recipes.md: every preset, from its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from etude.recipes.presets import PRESETS
+from tests.pages.text import linked, note
+
+__all__ = ["page"]
+
+ROOT = Path(__file__).parents[2]
+CURVES = ROOT / "docs" / "curves"
+"""Where a recipe's curve lies, if it was drawn: NAME.png."""
+INTRO = f"""\
+# Recipes
+
+{note("tests.pages.document")}
+
+A preset is the name of a published recipe: what its paper sets, and nothing else. It is the first word after `etude
+train`, and every option after it goes over it:
+
+```sh
+etude train dapo model.path=my-model data.train=[tasks.jsonl] reward=math
+etude train dapo loss=gspo --config mine.yaml model.path=my-model data.train=[tasks.jsonl]
+etude config show dapo
+```
+
+What is set nowhere is as [Configuration](configuration.md) says; what the parts compute is in
+[Algorithms](algorithms.md).
+"""
+
+
+def page() -> str:
+    """The page."""
+    told = {name: _comment(path) for name, path in PRESETS.items()}
+    table = ["| preset | what it is |", "|---|---|"]
+    table += [f"| [`{name}`](#{name}) | {linked(_first(text))} |" for name, text in told.items()]
+    parts = [INTRO, "\n".join(table), *(_recipe(name, text) for name, text in told.items())]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _recipe(name: str, text: str) -> str:
+    path = PRESETS[name]
+    body = "\n".join(line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
+    parts = [f"## {name}", linked(text), f"```yaml\n{body.strip()}\n```"]
+    if (CURVES / f"{name}.png").is_file():
+        parts.append(f"![The curve of {name}, beside its control](curves/{name}.png)")
+    return "\n\n".join(parts)
+
+
+def _comment(path: Path) -> str:
+    """The comment that a preset's file begins with, as one paragraph."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+
+
+def _first(text: str) -> str:
+    """What stands before the first colon, which is where a comment begins to tell."""
+    return text.partition(": ")[0]

@@ -1,0 +1,99 @@
+"""How mkdocs makes a site of the repository's pages.
+
+Pages are written to be read where they lie, and link to each other and to files of code by their places. On the site
+README.md is the first page, CONTRIBUTING.md and CHANGELOG.md are pages too, and a file of code that some page links to
+gets a page that shows it. mkdocs calls `on_files` before it reads the pages, and `on_page_markdown` with each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from posixpath import relpath
+from typing import Any
+from urllib.parse import unquote
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+BROUGHT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+"""Pages beside docs/, and what they are called on the site."""
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
+LINK = re.compile(r"(\]\()([^()\s#]+)((?:#[^()\s]*)?\))")
+FENCE = re.compile(r"^ *```.*?^ *``` *$", flags=re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Bring in the pages from beside docs/, and the files that any page links to."""
+    for name, uri in BROUGHT.items():
+        files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
+    for path in sorted(_linked()):
+        files.append(File.generated(config, _uri(path), content=_shown(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn the links of a page to where they lead on the site."""
+    return rewritten(markdown, page.file.src_uri)
+
+
+def rewritten(markdown: str, uri: str) -> str:
+    """A page's text with each link to a file of the repository leading to that file's page."""
+    place = _place(uri)
+    if place is None:
+        return markdown
+
+    def turned(link: re.Match[str]) -> str:
+        target = _target(link[2], place)
+        return link[0] if target is None else f"{link[1]}{relpath(_uri(target), Path(uri).parent.as_posix())}{link[3]}"
+
+    fences = FENCE.findall(markdown)
+    parts = [LINK.sub(turned, part) for part in FENCE.split(markdown)]
+    return "".join(part + fence for part, fence in zip(parts, [*fences, ""], strict=True))
+
+
+def _place(uri: str) -> Path | None:
+    """Where a page lies in the repository; None for one that shows a file of code."""
+    if uri.startswith("source/"):
+        return None
+    names = {brought: name for name, brought in BROUGHT.items()}
+    return ROOT / names[uri] if uri in names else DOCS / uri
+
+
+def _target(link: str, place: Path) -> Path | None:
+    """The file that a link of a page leads to; None where it leads to no file of the repository."""
+    if re.match(r"[a-z]+:", link):
+        return None
+    path = (place.parent / unquote(link)).resolve()
+    return path if path.exists() and path.is_relative_to(ROOT) else None
+
+
+def _uri(path: Path) -> str:
+    """What a file of the repository is called on the site."""
+    inner = path.relative_to(ROOT).as_posix()
+    if inner in BROUGHT:
+        return BROUGHT[inner]
+    return path.relative_to(DOCS).as_posix() if path.is_relative_to(DOCS) else f"source/{inner}.md"
+
+
+def _linked() -> Iterator[Path]:
+    """Every file and folder outside docs/ that a page links to."""
+    found = set()
+    for page in (*(ROOT / name for name in BROUGHT), *DOCS.rglob("*.md")):
+        for link in LINK.finditer(FENCE.sub("", page.read_text(encoding="utf-8"))):
+            target = _target(link[2], page)
+            if target is not None and not target.is_relative_to(DOCS) and target.name not in BROUGHT:
+                found.add(target)
+    yield from found
+
+
+def _shown(path: Path) -> str:
+    """A page that shows a file, or what is in a folder."""
+    name = path.relative_to(ROOT).as_posix()
+    head = f"---\ntitle: {name}\nsearch:\n  exclude: true\n---\n\n# {name}\n\n"
+    if path.is_dir():
+        names = sorted(each.name for each in path.iterdir() if each.name[0] not in "._")
+        return head + "".join(f"- `{name}`\n" for name in names)
+    return f"{head}~~~~{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text(encoding='utf-8')}\n~~~~\n"

@@ -1,0 +1,50 @@
+"""What docstrings, descriptions and comments become on a page."""
+
+from __future__ import annotations
+
+import re
+from inspect import cleandoc
+from textwrap import dedent
+
+__all__ = ["cell", "docstring", "linked", "note", "prose"]
+
+PAPER = re.compile(r"(?<![\w./-])(?:arXiv[ :])?(\d{4}\.\d{4,5})(?![\w.]*\d)")
+OPENS = re.compile(r"^(Sources?:|Ours:)", flags=re.MULTILINE)
+"""How the parts of a docstring begin that each stand by themselves."""
+
+
+def note(module: str) -> str:
+    """What stands in a page that is written by a program."""
+    return f"<!-- Written by `python -m {module}`; do not edit by hand. -->"
+
+
+def linked(text: str) -> str:
+    """A text whose papers are links."""
+    return PAPER.sub(lambda found: f"[arXiv {found[1]}](https://arxiv.org/abs/{found[1]})", text)
+
+
+def prose(text: str) -> str:
+    """A text as Markdown that shows it as it is: a formula's signs are no markup. What is in `backticks` stays."""
+    parts = re.split(r"(`[^`\n]+`)", text)
+    return "".join(part if part.startswith("`") else linked(_escaped(part)) for part in parts)
+
+
+def cell(text: str) -> str:
+    """A text as it can stand in a table."""
+    return prose(" ".join(text.split())).replace("|", "\\|")
+
+
+def docstring(thing: object) -> str:
+    """A docstring as Markdown: paragraphs, and what is indented as it stands."""
+    text = cleandoc(thing.__doc__ or "")
+    blocks = []
+    for block in re.split(r"\n\s*\n", OPENS.sub(r"\n\1", text)):
+        if block.startswith("    "):
+            blocks.append(f"```text\n{dedent(block).rstrip()}\n```")
+        elif block.strip():
+            blocks.append(OPENS.sub(r"**\1**", prose(block.strip())))
+    return "\n\n".join(blocks)
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([*<\[\]])", lambda found: {"<": "&lt;"}.get(found[1], "\\" + found[1]), text)

@@ -1,0 +1,289 @@
+"""What is offered after a press of the key: asked of the shells themselves, and of what they ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import resource
+import select
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.cli import main, parser
+from etude.config.compose import compose
+from etude.config.show import all_paths, leaves
+from etude.data.prepare import PREPARATIONS
+from etude.recipes.presets import PRESETS
+from etude.recipes.run import Run
+from etude.tools.completion import offers, words
+
+RUN = "etude.recipes.run:Run"
+QUICK = 0.3
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which the options of every command are kept."""
+    place = tmp_path_factory.mktemp("cache") / "etude"
+    words.write(place, offers.roots_of(parser()))
+    return place
+
+
+@pytest.fixture
+def shell(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which a shell finds this `etude`, and some files."""
+    command = tmp_path / "bin" / "etude"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m etude "$@"\n')
+    command.chmod(0o755)
+    (tmp_path / "my data").mkdir()
+    (tmp_path / "my data" / "train.parquet").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / ".hidden").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(command.parent), os.environ["PATH"]]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
+    return tmp_path
+
+
+def offered(cache: Path, *typed: str) -> list[str]:
+    """The words that are offered in place of the last of these."""
+    return [offer.text for offer in offers.offers(parser(), typed, cache)]
+
+
+def in_bash(line: str) -> list[str]:
+    """What bash is given for a line with the cursor at its end."""
+    breaks = ' \\t\\n"><=;|&(:'
+    code = (
+        f"source <(etude completion bash); COMP_LINE=$0; COMP_POINT=${{#COMP_LINE}}; COMP_WORDBREAKS=$'{breaks}'; "
+        '_etude etude; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "--norc", "-c", code, line], capture_output=True, text=True, check=True)
+    return [text for text in done.stdout.split("\n") if text]
+
+
+def pressed(command: Sequence[str], setup: Sequence[str], keys: str, wanted: str) -> str:
+    """What a terminal shows after keys are pressed in an interactive shell, once it shows what is wanted."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ.update(TERM="xterm", COLUMNS="150", PS1="$ ")
+        os.execvp(command[0], [*command])
+    shown = ""
+    try:
+        for text, wait_for in [*((f"{line}; echo do''ne\r", "done\r\n") for line in setup), (keys, wanted)]:
+            shown, until = "", time.monotonic() + 20
+            os.write(terminal, text.encode())
+            while wait_for not in shown and time.monotonic() < until:
+                if select.select([terminal], [], [], 0.1)[0]:
+                    shown += os.read(terminal, 65536).decode(errors="replace")
+    finally:
+        os.close(terminal)
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    return shown
+
+
+# -- in a shell -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("etude tr", ["train "]),
+        ("etude config ", ["show "]),
+        ("etude train dap", ["dapo "]),
+        ("etude train grpo loss=gs", ["gspo "]),
+        ("etude train loss=gspo loss.clip_h", ["loss.clip_high="]),
+        ("etude train --res", ["--resume "]),
+        ("etude train --resume mod", ["model/"]),
+        ("etude train reward=function reward.path=my\\ da", ["my\\ data/"]),
+        ("etude train data.train=[my\\ data/tr", ["[my\\ data/train.parquet"]),
+        ("etude completion z", ["zsh "]),
+        ("FOO=1 etude data prepare countd", ["countdown "]),
+        ("etude train 'lo", []),
+        ("etude nonsense ", []),
+    ],
+)
+def test_bash_is_offered(line: str, wanted: list[str], shell: Path) -> None:
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    assert in_bash(line) == wanted
+
+
+def test_a_press_of_the_key_completes_in_bash(shell: Path) -> None:
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    start = ["source <(etude completion bash)"]
+    wanted = "train grpo loss=gspo "
+    assert wanted in pressed(["bash", "--norc", "-i"], start, "etude tr\tgr\tloss=gs\t", wanted)
+
+
+def test_a_press_of_the_key_completes_in_zsh(shell: Path) -> None:
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed")
+    start = ["autoload -U compinit", "compinit -u", "source <(etude completion zsh)"]
+    wanted = "loss=gspo "
+    assert wanted in pressed(["zsh", "-f", "-i"], start, "etude tr\tgr\tloss=gs\t", wanted)
+
+
+def test_fish_is_offered(shell: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not installed")
+    code = "etude completion fish | source; complete -C 'etude train loss=gs'"
+    done = subprocess.run(["fish", "--no-config", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("loss=gspo\tGroup sequence policy optimisation")
+
+
+@pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
+def test_scripts_are_printed_with_the_cache_in_them(
+    name: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
+    assert main(["completion", name]) == 0
+    printed = capfd.readouterr().out
+    assert f"complete {name} {cache} " in printed and "@" not in printed.replace("(@)", "").replace("[@]", "")
+
+
+def test_an_answer_is_quick_and_loads_nothing_heavy(shell: Path, cache: Path) -> None:
+    code = (
+        "import sys; from etude.cli import main; main(sys.argv[1:]);"
+        "print({'torch', 'pydantic', 'rich', 'hydra', 'yaml', 'numpy'} & sys.modules.keys(), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, "complete", "bash", str(cache), "etude", "=:", "etude train grpo loss=g"]
+    spent = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+        assert done.stderr.strip() == "set()" and done.stdout.split() == ["gspo", "gmpo", "gpg"]
+    assert min(spent) < QUICK
+
+
+# -- what is offered --------------------------------------------------------------------------------------------------
+
+
+def test_every_option_is_known_and_no_other() -> None:
+    found = words.collect([RUN])["options"][RUN]
+    assert {each["path"] for each in found} == all_paths(Run)
+    assert {each["path"] for each in found} >= words.FILES
+    assert all(each["meaning"] for each in found)
+
+
+@pytest.mark.parametrize("line", [[], ["dapo"], ["distillation"], ["loss=gspo", "kl=reverse", "reward=math"]])
+def test_the_options_offered_are_those_that_would_be_taken(line: list[str], cache: Path) -> None:
+    """Asked part by part, as one types: what comes together is what the run would have."""
+    found, asked = set(), [""]
+    for start in asked:
+        for text in offered(cache, "train", *line, start):
+            if text.endswith("="):
+                found.add(text.removesuffix("="))
+            elif text.endswith("."):
+                asked.append(text)
+    presets = [PRESETS[word] for word in line if word in PRESETS]
+    run = compose(Run, [word for word in line if "=" in word], preset=presets[0] if presets else None)
+    taken = {leaf.path for leaf in leaves(run)}
+    absent = {leaf.path for leaf in leaves(run) if leaf.type.startswith("a mapping of ")}  # until a field of it is set
+    assert found == (taken - absent) | {path for path in all_paths(Run) if path.partition(".")[0] in absent}
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        (["loss=gs"], ["loss=gspo "]),
+        (["observe.console="], ["observe.console=auto ", "observe.console=rich ", "observe.console=plain "]),
+        (["data.overlong=t"], ["data.overlong=truncate "]),
+        (["rollout.prepack="], ["rollout.prepack=true ", "rollout.prepack=false "]),
+        (["kl=no"], ["kl=none "]),
+        (["steps="], []),
+        (["no.such=x"], []),
+        (["learning_r"], ["train.learning_rate="]),
+        (["le"], []),
+        (["grpo", "g"], []),  # a second preset would be refused
+        (["--config", "mo"], ["model/"]),
+        (["--config", "mine.yaml", "kl.co"], ["kl.coefficient=", "kl.controller=", "kl.controller."]),
+        (["loss=my:Loss", "loss."], []),
+    ],
+)
+def test_what_may_follow_train(typed: list[str], wanted: list[str], cache: Path, shell: Path) -> None:
+    assert offered(cache, "train", *typed)[: len(wanted) or None] == wanted
+
+
+def test_a_command_that_reads_few_options_is_offered_those(cache: Path) -> None:
+    assert "train.learning_rate=" not in offered(cache, "eval", "run", "train.")
+    assert offered(cache, "eval", "run", "train.") == ["train.precision="]
+    assert offered(cache, "data", "prepare", "gsm8k", "held") == ["held_out="]
+    assert offered(cache, "data", "prepare", "countdown", "held") == []
+    assert offered(cache, "data", "prepare", "arithmetic", "operations=[add,m") == ["operations=[add,multiply"]
+    assert {text.strip() for text in offered(cache, "data", "prepare", "")} == PREPARATIONS.keys()
+    assert offered(cache, "config", "show", "--demo", "noi") == ["noise="] != offered(cache, "config", "show", "noi")
+
+
+def test_files_are_offered(cache: Path, shell: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert offered(cache, "plot", "m") == ["model/", "my\\ data/"]
+    assert offered(cache, "plot", "") == ["bin/", "model/", "my\\ data/"]
+    assert offered(cache, "data", "show", ".h") == [".hidden "]
+    assert offered(cache, "data", "show", "my data/") == ["my\\ data/train.parquet "]
+    assert offered(cache, "train", "data.train=[a,my data/t") == ["data.train=[a,my\\ data/train.parquet"]
+    assert offered(cache, "train", "model.path=absent/") == []
+    monkeypatch.setenv("HOME", str(shell))
+    assert offered(cache, "plot", "~/mo") == ["~/model/"]
+
+
+WORDS = st.lists(st.text(st.characters(categories=["L", "N", "P", "S", "Z"]), min_size=1), max_size=4)
+
+
+@given(WORDS, st.text("ab=./", max_size=4))
+def test_a_line_is_read_as_a_shell_reads_it(before: list[str], last: str) -> None:
+    assert offers.typed(f"etude {shlex.join(before)} {last}", "etude") == [*before, last]
+    assert offers.typed(f"etude {shlex.join(before)} '{last}", "etude") is None
+    assert offers.typed(last, "etude") is None
+
+
+@given(st.text("ab=:", max_size=6), st.sampled_from(["=:", "=", ":", ""]))
+def test_bash_gets_what_it_takes_for_the_word(current: str, breaks: str) -> None:
+    (text,) = offers.for_bash([offers.Offer(f"{current}more ")], current, breaks)
+    broken = max((current.rfind(sign) + 1 for sign in breaks), default=0)
+    assert text == f"{current[broken:]}more "
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_options_are_read_by_a_process_of_their_own(tmp_path: Path, cache: Path) -> None:
+    """What was kept of other sources is offered until then; one process is at it at a time; nothing waits for it."""
+    place = offers.kept(tmp_path)
+    old = place.with_name("old.json")
+    place.parent.mkdir(parents=True)
+    known = json.loads(offers.kept(cache).read_text())
+    known["options"][RUN] = [each for each in known["options"][RUN] if each["path"] == "steps"]
+    old.write_text(json.dumps(known))
+    begun = time.monotonic()
+    assert offered(tmp_path, "train", "st") == ["steps="]
+    assert time.monotonic() - begun < 5
+    mark = place.with_suffix(".reading")
+    stamp = mark.stat().st_mtime_ns
+    assert offered(tmp_path, "train", "st") == ["steps="]
+    assert place.exists() or mark.stat().st_mtime_ns == stamp
+    until = time.monotonic() + 90
+    while not place.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert offered(tmp_path, "train", "see") == ["seed="]
+    assert json.loads(place.read_text())["presets"].keys() == PRESETS.keys()
+
+
+def test_where_nothing_can_be_kept_the_rest_is_offered(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert offered(tmp_path / "file", "tra") == ["train "]
+    assert offered(tmp_path / "file", "train", "gr") == ["grpo "]
+    assert offered(tmp_path / "file", "train", "loss=") == []

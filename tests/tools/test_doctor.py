@@ -1,0 +1,258 @@
+"""The doctor finds what is wrong, says what to do, and survives what it looks at."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.cli import main
+from etude.tools.doctor import Finding, examine, healthy, machine, packages
+from etude.tools.doctor.accelerator import asking, findings
+from etude.tools.doctor.finding import GIB, ok
+
+Captured = pytest.CaptureFixture[str]
+PROBED: dict[str, Any] = {
+    "torch": "2.13.0+cu130",
+    "cuda": "13.0",
+    "hip": None,
+    "kernels_for": ["sm_80", "sm_90a", "compute_120"],
+    "said": "",
+    "gpus": [{"name": "H100", "capability": [9, 0], "free": 70 * GIB, "total": 80 * GIB}],
+    "mps": False,
+    "threads": 4,
+    "multiplies_bf16": True,
+    "rates": {"float32": 1e11, "bfloat16": 4e11},
+}
+
+
+def named(found: list[Finding], name: str) -> Finding:
+    """The one finding of this name."""
+    (finding,) = [each for each in found if each.name == name]
+    return finding
+
+
+def fake(directory: Path, **versions: str) -> None:
+    """Packages that claim to be installed in these versions."""
+    for name, version in versions.items():
+        about = directory / f"{name}-{version}.dist-info" / "METADATA"
+        about.parent.mkdir(parents=True)
+        about.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_a_machine_is_looked_at(tmp_path: Path, capsys: Captured) -> None:
+    code = main(["doctor", str(tmp_path)])
+    told = capsys.readouterr().out
+    lines = [line for line in told.splitlines() if line.startswith(("ok ", "warn", "fail"))]
+    names = {line[6:].partition("  ")[0] for line in lines}
+    assert names >= {
+        *("python", "command", "packages", "trackers", "environments", "torch", "device", "bf16", "threads", "place"),
+        *("disk", "disk speed", "memory", "cache", "limits", "clock", "loopback", "compiler"),
+    }
+    assert code == (1 if any(line.startswith("fail") for line in lines) else 0)
+    assert f"runs can be kept in {tmp_path}" in told and not list(tmp_path.iterdir())
+    counted = f"{sum(line.startswith('ok') for line in lines)} ok, "
+    assert counted in told.splitlines()[-1]
+
+
+def test_what_is_damaged_is_found(tmp_path: Path) -> None:
+    """All at once, in a process that really meets it: nothing that is broken hides what else is."""
+    fake(tmp_path, pydantic="1.0", wandb="0.1", jinja2="99.0")
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
+    (tmp_path / "etude").write_text("#!/bin/sh\n")
+    (tmp_path / "etude").chmod(0o755)
+    (tmp_path / "cache").touch()
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "etude", "doctor", "/proc", "--json"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == ""
+    told = json.loads(done.stdout)
+    found = [Finding(**each) for each in told["findings"]]
+    assert told["healthy"] is False and all(bool(each.remedy) == (each.grade != "ok") for each in found)
+    bad = {each.name: each for each in found if each.grade != "ok" and each.name != "packages"}
+    assert {name: bad[name].grade for name in ("torch", "place", "disk", "command", "cache", "trackers", "tested")} == {
+        **dict.fromkeys(("torch", "place", "disk"), "fail"),
+        **dict.fromkeys(("command", "cache", "trackers", "tested"), "warn"),
+    }
+    assert "it said: ImportError: libcudart.so.13: cannot open" in bad["torch"].what
+    assert bad["place"].what == "No run can be kept in /proc: No such file or directory."
+    assert f"another `etude`: {tmp_path / 'etude'}, not the one" in bad["command"].what
+    assert "wandb 0.1 installed, and Etude needs wandb>=0.31" in bad["trackers"].what
+    assert "pydantic 1.0 (tested: " in bad["tested"].what
+    wants = [each for each in found if each.name == "packages" and each.grade == "fail"]
+    assert [each.what for each in wants] == ["etude needs pydantic>=2.9, and 1.0 is installed."]
+    assert wants[0].remedy == "`pip install 'pydantic>=2.9'` mends it."
+    assert named(found, "loopback").grade == "ok"
+
+
+def test_a_torch_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    begun = time.monotonic()
+    found = examine(tmp_path, patience=0.5)
+    assert "Torch did not say within 0.5 s what it can reach" in named(found, "torch").what
+    assert time.monotonic() - begun < 20
+    with asking() as asked:
+        process = asked._process
+    assert process.poll() is not None
+
+
+def test_a_torch_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 11)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    with asking() as asked:
+        assert "ended by signal 11" in named(list(asked.findings(30)), "torch").what
+
+
+@pytest.mark.parametrize(
+    ("change", "driver", "grade", "says"),
+    [
+        ({}, True, "ok", "H100, 70 GiB free of 80"),
+        ({"gpus": [PROBED["gpus"][0] | {"free": GIB}]}, True, "warn", "H100, 1 GiB free of 80."),
+        ({"gpus": [PROBED["gpus"][0] | {"capability": [8, 6]}]}, True, "ok", "H100"),
+        ({"gpus": [PROBED["gpus"][0] | {"capability": [13, 0]}]}, True, "ok", "H100"),
+        ({"gpus": [PROBED["gpus"][0] | {"capability": [7, 5]}]}, True, "fail", "no kernels for it, only for sm_80"),
+        ({"gpus": [], "said": "The driver is too old."}, True, "fail", "reaches no device: The driver is too old."),
+        ({"gpus": [], "cuda": None}, True, "warn", "and this torch is built for processors alone"),
+        ({"gpus": []}, False, "ok", "no accelerator: runs compute on the processor"),
+        ({"gpus": [], "cuda": None, "mps": True}, False, "ok", "Apple GPU"),
+    ],
+)
+def test_a_device_is_judged(change: dict[str, Any], driver: bool, grade: str, says: str) -> None:
+    finding = named(list(findings(PROBED | change, driver, usable=4)), "device")
+    assert finding.grade == grade and says in finding.what
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "grade", "remedy"),
+    [
+        ({"threads": 5}, "threads", "warn", "`threads=4`, or set OMP_NUM_THREADS=4"),
+        ({"threads": 1}, "threads", "ok", ""),
+        ({"multiplies_bf16": False, "rates": {"float32": 2.0, "bfloat16": 1.0}}, "bf16", "ok", ""),
+        (
+            {"gpus": [], "multiplies_bf16": False, "rates": {"float32": 2.0, "bfloat16": 1.0}},
+            *("bf16", "warn", "`train.precision=fp32`"),
+        ),
+        ({"gpus": [], "multiplies_bf16": False}, "bf16", "ok", ""),
+        ({"hip": "7.1", "cuda": None}, "torch", "ok", ""),
+    ],
+)
+def test_what_computes_is_judged(change: dict[str, Any], name: str, grade: str, remedy: str) -> None:
+    finding = named(list(findings(PROBED | change, True, usable=4)), name)
+    assert finding.grade == grade and remedy in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("finding", "grade", "says"),
+    [
+        (machine.judged_memory(64 * GIB, 40 * GIB), "ok", "40.0 GiB free of 64.0: room to train up to 2.4 billion"),
+        (machine.judged_memory(4 * GIB, 2 * GIB), "warn", "room to train up to 119 million parameters"),
+        (machine.judged_memory(4 * GIB, GIB // 2), "fail", "0.5 GiB free of 4.0"),
+        (machine.judged_space(Path("runs"), 100 * GIB), "ok", "100.0 GiB free in runs"),
+        (machine.judged_space(Path("runs"), 5 * GIB), "warn", "5.0 GiB free in runs"),
+        (machine.judged_space(Path("runs"), GIB // 2), "fail", "0.5 GiB free in runs"),
+        (machine.judged_speed(1.2e9), "ok", "1,200 MB/s to disk: 10 s for each billion parameters saved"),
+        (machine.judged_speed(1e7), "warn", "10 MB/s to disk: 1,200 s for each billion"),
+    ],
+)
+def test_what_there_is_of_memory_and_disk_is_judged(finding: Finding, grade: str, says: str) -> None:
+    assert finding.grade == grade and says in finding.what and bool(finding.remedy) == (grade != "ok")
+
+
+def in_process(check: str, *before: str) -> list[Finding]:
+    """What a check finds in a process of its own, started by these words."""
+    code = (
+        "import json, dataclasses; from etude.tools.doctor import machine;"
+        f"print(json.dumps([dataclasses.asdict(each) for each in machine.{check}]))"
+    )
+    done = subprocess.run([*before, sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [Finding(**each) for each in json.loads(done.stdout)]
+
+
+def test_limits_of_a_process_are_told() -> None:
+    found = in_process("limits()", "sh", "-c", 'ulimit -n 200; ulimit -f 2048; exec "$0" "$@"')
+    assert [each.grade for each in found] == ["warn", "warn"]
+    assert found[0].what == "A process may have 200 files open." and "ulimit -n 1024" in found[0].remedy
+    assert "bytes in a file is ended" in found[1].what and "ulimit -f unlimited" in found[1].remedy
+
+
+def test_a_machine_that_cannot_be_reached_is_told() -> None:
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
+        pytest.skip("the kernel grants no network namespace here")
+    (finding,) = in_process("loopback()", "unshare", "-rn")
+    assert finding.grade == "fail" and finding.what.startswith("No process can be reached at 127.0.0.1: ")
+
+
+def test_a_name_that_leads_nowhere_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
+    (finding,) = machine.loopback()
+    assert finding.grade == "warn" and "add the line `127.0.0.1 no-such-host.invalid`" in finding.remedy
+
+
+def test_cores_are_those_that_the_process_is_bound_to() -> None:
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});" if sys.platform == "linux" else ""
+    code += "from etude.tools.doctor.machine import cores; print(cores())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == ("1" if sys.platform == "linux" else str(os.cpu_count()))
+
+
+def test_shared_memory_that_is_small_or_absent_is_told(tmp_path: Path) -> None:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("shared memory is a folder on Linux alone")
+    (absent,) = machine.shared_memory(tmp_path / "absent")
+    (small,) = machine.shared_memory(Path("/sys"))
+    assert absent.grade == small.grade == "warn"
+    assert "mount a tmpfs" in absent.remedy and "--shm-size" in small.remedy
+
+
+def test_a_clock_that_is_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    (finding,) = machine.clock()
+    assert finding.grade == "warn" and "before Etude was installed" in finding.what
+    monkeypatch.setattr("time.time", lambda: now - 60)
+    (finding,) = machine.place(tmp_path)
+    assert finding.grade == "warn" and "s ahead of the clock" in finding.what
+
+
+def test_a_tool_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (compiler,), (command,) = machine.compiler(), packages.command()
+    assert compiler.grade == command.grade == "warn"
+    assert "no C++ compiler" in compiler.what and "A shell finds no `etude`" in command.what
+
+
+def test_environments_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = tmp_path / "etude" / "environments"
+    (kept / "torn-abc").mkdir(parents=True)
+    (kept / "vllm-cpu-def").mkdir()
+    (kept / "vllm-cpu-def" / "whole.json").touch()
+    (kept / "vllm-cpu-def.lock").touch()
+    torn, there = packages.environments()
+    assert torn.grade == "warn" and f"Half built: {kept / 'torn-abc'}." == torn.what
+    assert there.grade == "ok" and "for other engines: vllm-cpu (" in there.what
+
+
+def test_what_a_check_does_not_survive_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken() -> Iterator[Finding]:
+        yield ok("first", "seen")
+        raise KeyError("MemAvailable")
+
+    monkeypatch.setattr("etude.tools.doctor.BEFORE", (broken,))
+    monkeypatch.setattr("etude.tools.doctor.AFTER", ())
+    found = examine(tmp_path)
+    assert found[0] == ok("first", "seen") and found[1].what == (
+        "This could not be looked at: KeyError: 'MemAvailable'."
+    )
+    assert found[1].name == "broken" and not healthy(found)
