@@ -7,23 +7,34 @@ verdict = await judge.judge(task, "… #### 42")
 from __future__ import annotations
 
 from etude.rewards.base import RewardFunction, Score, score_of
+from etude.rewards.choice import MultipleChoice
+from etude.rewards.combined import PARTS, Combined
 from etude.rewards.function import Function
 from etude.rewards.gsm8k import Gsm8k
+from etude.rewards.instructions import Instructions
 from etude.rewards.judge import Judge, Judging
 from etude.rewards.maths import Math
+from etude.rewards.model_judge import ModelJudge
+from etude.rewards.program import Program
 from etude.rewards.text import F1, Exact, Format, Regex
 from etude.rewards.verdict import Verdict
 
 __all__ = [
     "F1",
+    "PARTS",
     "REWARDS",
+    "Combined",
     "Exact",
     "Format",
     "Function",
     "Gsm8k",
+    "Instructions",
     "Judge",
     "Judging",
     "Math",
+    "ModelJudge",
+    "MultipleChoice",
+    "Program",
     "Regex",
     "RewardFunction",
     "Score",
@@ -31,12 +42,5 @@ __all__ = [
     "score_of",
 ]
 
-REWARDS: dict[str, type[RewardFunction]] = {
-    "exact": Exact,
-    "regex": Regex,
-    "f1": F1,
-    "format": Format,
-    "gsm8k": Gsm8k,
-    "math": Math,
-    "function": Function,
-}
+REWARDS: dict[str, type[RewardFunction]] = {**PARTS, "combined": Combined}
+"""Every reward that a run may be given by name; all but `combined` may be parts of that one."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
@@ -78,6 +78,13 @@ class Function(RewardFunction):
     @property
     def waits(self) -> bool:
         return _loaded(self.path).waits
+
+    def rooted(self, absolute: Callable[[Path], Path]) -> Self:
+        file, _, name = self.path.rpartition(":")
+        return self.model_copy(update={"path": f"{absolute(Path(file))}:{name}"}) if file.endswith(".py") else self
+
+    def files(self) -> list[Path]:
+        return [Path(file)] if (file := self.path.rpartition(":")[0]).endswith(".py") else []
 
     def prepare(self) -> None:
         _loaded(self.path)
