@@ -120,6 +120,10 @@ class Evaluator:
         """
         return self._runner.run(self._all(told))
 
+    def spent(self) -> Metrics:
+        """What judging them has cost, where that is counted."""
+        return self._judge.spent()
+
     async def _all(self, told: Callable[[], None]) -> list[Answer]:
         tasks = [self._dataset.task(row, row) for row in range(self.tasks)]
         line = asyncio.Semaphore(self._at_once)

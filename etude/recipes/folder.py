@@ -26,7 +26,6 @@ from etude.config.tree import to_tree
 from etude.errors import ConfigError, RunError
 from etude.recipes.inputs import is_module
 from etude.recipes.run import FREE, Run
-from etude.rewards import Function
 
 __all__ = [
     "OPTIONS",
@@ -137,11 +136,8 @@ def rooted(run: Run) -> Run:
         "reference": run.reference.model_copy(update={"path": path(run.reference.path)}),
         "chat": run.chat.model_copy(update={"template": path(run.chat.template)}),
         "data": run.data.model_copy(update={"train": data(run.data.train), "val": data(run.data.val)}),
+        "reward": run.reward.rooted(_absolute),
     }
-    if isinstance(run.reward, Function):
-        file, _, name = run.reward.path.rpartition(":")
-        if file.endswith(".py"):
-            parts["reward"] = run.reward.model_copy(update={"path": f"{_absolute(Path(file))}:{name}"})
     return run.model_copy(update=parts)
 
 

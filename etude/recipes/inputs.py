@@ -14,13 +14,12 @@ from pathlib import Path
 from etude.errors import RunError
 from etude.observe import get_log
 from etude.recipes.run import Run
-from etude.rewards import Function
 
 __all__ = ["INPUTS", "check_inputs", "is_module", "keep_inputs", "yardstick"]
 
 INPUTS = "inputs.json"
 REWARD = "reward"
-"""The print of the file that a reward function lies in. It may be mended under a run, unlike the others."""
+"""The print of the files that say how a reward judges. They may be mended under a run, unlike the others."""
 PART = 1 << 20
 """Bytes at either end of a file that are hashed."""
 
@@ -71,8 +70,8 @@ def is_module(name: str) -> bool:
 
 def _prints(run: Run) -> dict[str, str]:
     prints = {name: _print_of(path) if isinstance(path, Path) else path for name, path in _files(run)}
-    file = Path(run.reward.path.rpartition(":")[0]) if isinstance(run.reward, Function) else None
-    return prints if file is None or not file.is_file() else prints | {REWARD: _print_of(file)}
+    judged_by = [_print_of(file) for file in run.reward.files() if file.is_file()]
+    return prints | ({REWARD: " ".join(judged_by)} if judged_by else {})
 
 
 def _files(run: Run) -> Iterator[tuple[str, Path | str]]:

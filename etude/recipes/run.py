@@ -34,6 +34,7 @@ FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
     *("judging.workers", "train.micro_tokens", "train.activation_checkpointing"),
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack"),
+    *("reward.at_once", "reward.prices", "reward.requests_per_minute", "reward.tokens_per_minute"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, and how much
 memory is used. `steps` is among them only while the schedule is constant, which does not depend on it. None changes
@@ -65,7 +66,8 @@ class Run(Algorithm):
     chat: ChatConfig = Field(ChatConfig(), description="how conversations are shown to it")
     data: Data = Field(Data(), description="the tasks")
     reward: Annotated[RewardFunction, Choice(REWARDS)] = Field(
-        REWARDS["exact"](), description="what an answer earns; `function` calls one of your own"
+        REWARDS["exact"](),
+        description="what an answer earns; `function` calls one of your own, `combined` adds several",
     )
     judging: Judging = Field(Judging(), description="how rewards are computed, and what their failures mean")
     sampling: Sampling = Field(Sampling(), description="how answers are drawn for training")

@@ -159,7 +159,9 @@ class EngineSource:
         self._store.append([events.Admitted(step, tuple(ids))])
         scored, level, groups = [self._scored.pop(rollout) for rollout in ids], admit.spare, len(admit.tasks)
         self._notices.of(step, self._tally, [each.rollout.reward for each in scored], level=level == groups)
-        return self._groups(scored, self._tally.metrics(level, groups))
+        metrics = self._tally.metrics(level, groups)
+        metrics.merge(self._judge.spent())
+        return self._groups(scored, metrics)
 
     @property
     def replays(self) -> int:
@@ -280,7 +282,10 @@ class EngineSource:
         for end in ended:
             verdict, rollout = end.verdict, self._id(end.task, end.sample)
             attempt = len(self._attempts[rollout]) - 1
+            self._tally.attempts += 1
             self._tally.judged += verdict.seconds
+            if verdict.part:
+                self._tally.failed_parts[verdict.part] += 1
             if end.turn is not None:
                 self._tally.tokens += len(end.turn.completion.ids)
                 written.append(events.TurnRecorded(rollout, attempt, end.turn))

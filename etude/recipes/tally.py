@@ -20,7 +20,9 @@ class Tally:
     began: float = field(default_factory=time.perf_counter)
     tokens: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    attempts: int = 0
     failed: Counter[str] = field(default_factory=Counter)
+    failed_parts: Counter[str] = field(default_factory=Counter)
     judged: float = 0.0
     error: str = ""
 
@@ -33,10 +35,13 @@ class Tally:
                 "level_groups": Mean.over(level, groups),
                 "dropped_tasks": Sum.of(self.dropped.total()),
                 "failed_attempts": Sum.of(self.failed.total()),
+                "failed_share": Mean.over(self.failed.total(), self.attempts),
             }
         )
         for cause, count in self.failed.items():
             metrics.add(f"failed_attempts/{cause}", Sum.of(count))
+        for part, count in self.failed_parts.items():
+            metrics.add(f"failed_parts/{part}", Sum.of(count))
         for cause, count in self.dropped.items():
             metrics.add(f"dropped_tasks/{cause.replace(' ', '_')}", Sum.of(count))
         return metrics

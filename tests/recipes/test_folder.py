@@ -99,10 +99,12 @@ def test_another_run_is_told_by_what_differs(world: Path, tmp_path: Path) -> Non
 def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: Path) -> None:
     sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
     values = {"directory": "elsewhere", "train.activation_checkpointing": "true", "data.val": "[others.jsonl]"}
-    values |= {"rollout.prepack": "false"}
+    values |= {"rollout.prepack": "false", "reward.prices": "[1,2]"}
     name, _, value = sections.get(path, f"{path}={values.get(path, '3')}").partition("=")
-    other = run_of(world, **{name: value})
-    assert other != run_of(world) and not differences(run_of(world), other)
+    asked = {"reward": "judge", "reward.path": None, "reward.base_url": "http://here/v1", "reward.model": "small"}
+    beside = asked if path.startswith("reward.") else {}
+    run, other = run_of(world, **beside), run_of(world, **beside, **{name: value})
+    assert other != run and not differences(run, other)
 
 
 def test_what_a_step_measured_last_counts(tmp_path: Path) -> None:
