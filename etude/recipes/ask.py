@@ -93,7 +93,8 @@ def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool, answers
     told: dict[str, Any] = {"tasks": evaluator.tasks, "samples": evaluator.samples}
     told |= {} if step is None else {"step": step}
     told |= {} if written is None else {"answers": str(written)}
-    _show_scores(console, run, told, reduced := dict(scores(found).reduce()))
+    spent = {f"eval/{name}": value for name, value in evaluator.spent().reduce().items()}
+    _show_scores(console, run, told, reduced := {**scores(found).reduce(), **spent})
     if written is not None:
         write_answers(found, written)
         console.print(Text(f"answers  {written}"), soft_wrap=True)

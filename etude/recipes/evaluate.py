@@ -94,7 +94,7 @@ class Evaluator:
         """runner: the event loop of the run, in which its judge lives too. episodes: who plays rollouts of several
         turns."""
         self._config, self._sampling, self._seed = config, sampling, seed
-        self._dataset, self._runner = dataset, runner
+        self._dataset, self._runner, self._judge = dataset, runner, judge
         self._player = Player(
             prompt_ids=prompt_ids, engine=engine, judge=judge, timeout=timeout, at_once=at_once, episodes=episodes
         )
@@ -128,6 +128,10 @@ class Evaluator:
         told: is called after each.
         """
         return self._runner.run(self._all(told))
+
+    def spent(self) -> Metrics:
+        """What judging them has cost, where that is counted."""
+        return self._judge.spent()
 
     async def _all(self, told: Callable[[], None]) -> list[Answer]:
         tasks = [self._dataset.task(row, row) for row in range(self.tasks)]

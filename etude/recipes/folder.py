@@ -31,7 +31,6 @@ from etude.recipes.commands import RECIPES
 from etude.recipes.inputs import is_module, place_of
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
-from etude.rewards import Function
 
 __all__ = [
     "OPTIONS",
@@ -168,9 +167,8 @@ def rooted(run: R) -> R:
     run = _with(_with(run, "data.train", data(run.data.train)), "data.val", data(run.data.val))
     if not isinstance(run, Run):
         return run
-    env, reward = run.env, run.reward
-    if isinstance(reward, Function):
-        run = _with(run, "reward.path", _named(reward.path))
+    env = run.env
+    run = _with(run, "reward", run.reward.rooted(_absolute))
     run = _with(run, "env.path", env.path and _named(env.path))
     return _with(run, "env.tools", tuple(_named(tool) for tool in env.tools))
 

@@ -16,7 +16,6 @@ from etude.errors import RunError
 from etude.observe import get_log
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
-from etude.rewards import Function
 
 __all__ = ["INPUTS", "check_base", "check_inputs", "is_module", "keep_inputs", "place_of", "yardstick"]
 
@@ -102,12 +101,12 @@ def _prints(run: Recipe) -> dict[str, str]:
     prints = {name: _print_of(path) if isinstance(path, Path) else path for name, path in _files(run)}
     if not isinstance(run, Run):
         return prints
-    rewards = [run.reward.path] if isinstance(run.reward, Function) else []
-    environments = [run.env.path] if run.env.path else []
-    for name, paths in zip(MENDED, (rewards, environments, run.env.tools), strict=True):
-        files = sorted({file for path in paths if (file := Path(path.rpartition(":")[0])).is_file()})
-        if files:
-            prints[name] = "; ".join(_print_of(file) for file in files)
+    named = ([run.env.path] if run.env.path else [], run.env.tools)
+    lying = ({Path(path.rpartition(":")[0]) for path in paths} for paths in named)
+    for name, files in zip(MENDED, (run.reward.files(), *lying), strict=True):
+        there = sorted(file for file in files if file.is_file())
+        if there:
+            prints[name] = "; ".join(_print_of(file) for file in there)
     return prints
 
 

@@ -110,7 +110,8 @@ class Scoring:
                 return Metrics()
             scored = scores(answers)
             self._keep(step, answers, scored)
-            metrics.merge({f"eval/{name}": metric for name, metric in self.engine.stats().items()})
+            beside = {**self.engine.stats(), **self.evaluator.spent()}
+            metrics.merge({f"eval/{name}": metric for name, metric in beside.items()})
         metrics.merge(scored)
         self._remember(step, scored.reduce(), self.evaluator)
         return metrics

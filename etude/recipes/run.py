@@ -38,6 +38,7 @@ FREE = (
     *("critic.train.compile", "critic.train.offload", "ranks", "crew.silence", "crew.timeout"),
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
     *("env.timeout", "env.at_once"),
+    *("reward.at_once", "reward.prices", "reward.requests_per_minute", "reward.tokens_per_minute"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, how much memory
 is used, and by how many processes. `steps` is among them only while the schedule is constant, which does not depend on
@@ -77,7 +78,8 @@ class Run(Recipe, Algorithm):
     env: EnvConfig = Field(EnvConfig(), description="whom it speaks with, where a rollout is more than one answer")
     reward: Annotated[RewardFunction, Choice(REWARDS)] = Field(
         REWARDS["exact"](),
-        description="what an answer earns; `function` calls one of your own, `environment` leaves it to `env`",
+        description="what an answer earns; `function` calls one of your own, `combined` adds several, `environment` "
+        "leaves it to `env`",
     )
     judging: Judging = Field(Judging(), description="how rewards are computed, and what their failures mean")
     sampling: Sampling = Field(Sampling(), description="how answers are drawn for training")

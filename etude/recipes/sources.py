@@ -126,7 +126,7 @@ class EngineSource:
         rollouts of several turns. greedy: whether each task is answered greedily too, for the others to be compared
         with."""
         self._config, self._sampling, self._seed, self._greedy = collection, sampling, seed, greedy
-        self._dataset, self._order, self._store = dataset, order, store
+        self._dataset, self._order, self._store, self._judge = dataset, order, store, judge
         self._player = Player(
             prompt_ids=prompt_ids,
             engine=engine,
@@ -172,7 +172,9 @@ class EngineSource:
         self._store.append([events.Admitted(step, tuple(ids))])
         scored, level, groups = [self._scored.pop(rollout) for rollout in ids], admit.spare, len(admit.tasks)
         self._notices.of(step, self._tally, [each.total for each in scored], level=level == groups)
-        return self._groups(scored, self._tally.metrics(level, groups, episodic=self._player.episodic))
+        metrics = self._tally.metrics(level, groups, episodic=self._player.episodic)
+        metrics.merge(self._judge.spent())
+        return self._groups(scored, metrics)
 
     @property
     def replays(self) -> int:

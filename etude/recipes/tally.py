@@ -21,7 +21,9 @@ class Tally:
     began: float = field(default_factory=time.perf_counter)
     tokens: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    attempts: int = 0
     failed: Counter[str] = field(default_factory=Counter)
+    failed_parts: Counter[str] = field(default_factory=Counter)
     judged: float = 0.0
     error: str = ""
     waited: float = 0.0
@@ -31,6 +33,9 @@ class Tally:
 
     def of(self, played: Played) -> None:
         """Count what an attempt cost, however it ended."""
+        self.attempts += 1
+        if played.verdict.part:
+            self.failed_parts[played.verdict.part] += 1
         self.judged += played.verdict.seconds
         self.tokens += sum(len(turn.completion.ids) for turn in played.turns)
         self.waited += played.waited
@@ -47,6 +52,7 @@ class Tally:
                 "level_groups": Mean.over(level, groups),
                 "dropped_tasks": Sum.of(self.dropped.total()),
                 "failed_attempts": Sum.of(self.failed.total()),
+                "failed_share": Mean.over(self.failed.total(), self.attempts),
             }
         )
         if episodic:
@@ -55,6 +61,8 @@ class Tally:
             metrics.add("failed_tool_calls", Sum.of(self.failed_calls))
         for cause, count in self.failed.items():
             metrics.add(f"failed_attempts/{cause}", Sum.of(count))
+        for part, count in self.failed_parts.items():
+            metrics.add(f"failed_parts/{part}", Sum.of(count))
         for cause, count in self.dropped.items():
             metrics.add(f"dropped_tasks/{cause.replace(' ', '_')}", Sum.of(count))
         return metrics

@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
@@ -75,6 +76,13 @@ class Function(RewardFunction):
     @property
     def waits(self) -> bool:
         return _loaded(self.path).waits
+
+    def rooted(self, absolute: Callable[[Path], Path]) -> Self:
+        file, _, name = self.path.rpartition(":")
+        return self.model_copy(update={"path": f"{absolute(Path(file))}:{name}"}) if file.endswith(".py") else self
+
+    def files(self) -> list[Path]:
+        return [Path(file)] if (file := self.path.rpartition(":")[0]).endswith(".py") else []
 
     def prepare(self) -> None:
         _loaded(self.path)

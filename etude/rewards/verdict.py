@@ -34,6 +34,8 @@ class Verdict:
     """How long judging took, its wait for a free worker not counted."""
     extracted: str | None = None
     """What the reward reads as the answer, where it does."""
+    part: str = ""
+    """The part of a combined reward that failed, where one did."""
 
     @classmethod
     def failure(cls, outcome: Outcome, error: str, seconds: float = 0.0) -> Self:
