@@ -9,18 +9,19 @@ import pytest
 from etude.algorithms import ADVANTAGES, LOSSES
 from etude.errors import ConfigError
 from etude.recipes.build import policy
-from etude.recipes.checks import BY_THE_MODEL, COLLECTED, MISSING, before, from_the_model, room
+from etude.recipes.checks import BY_AN_ENVIRONMENT, BY_THE_MODEL, COLLECTED, MISSING, before, from_the_model, room
 from etude.rollout.kv import block_bytes
 from tests.recipes.runs import run_of
 
 
 def test_every_column_that_something_needs_is_collected_told_or_refused(world: Path) -> None:
     """Each advantage and each loss either runs or says what it misses; none is let through to fail in a step."""
-    known = COLLECTED | BY_THE_MODEL | MISSING.keys()
+    refused = MISSING.keys() | BY_AN_ENVIRONMENT
+    known = COLLECTED | BY_THE_MODEL | refused
     for name in ADVANTAGES:
         run = run_of(world, advantage=name, **({"loss.reduction": "seq-mean-token-sum"} if name == "opo" else {}))
         assert run.needs() <= known, (name, run.needs() - known)
-        missing = sorted(run.needs() & MISSING.keys())
+        missing = sorted(run.needs() & refused)
         if missing:
             with pytest.raises(ConfigError, match=missing[0]):
                 before(run)
