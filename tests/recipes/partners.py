@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from etude.envs import Observation, TextEnv
@@ -162,6 +163,13 @@ class Blocks(Echo):
     def play(self, answer: str) -> Observation:
         time.sleep(0.05)
         return super().play(answer)
+
+
+class Sides(Echo):
+    """The same game, in which the model is one player or another."""
+
+    def reset(self, task: Task) -> Observation:
+        return replace(super().reset(task), role=1 + task.ordinal % 2, anchor="same")
 
 
 class Talks:

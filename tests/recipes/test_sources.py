@@ -374,6 +374,18 @@ def test_each_turn_draws_numbers_of_its_own_and_the_first_those_of_an_answer_alo
     assert len(set(many.asked)) == 18 and set(alone.asked) < set(many.asked)
 
 
+def test_which_player_a_rollout_was_is_kept() -> None:
+    store, sides = open_store(), EnvConfig(path="tests.recipes.partners:Sides")
+    with sourced(Scripted(), store, env=sides) as source:
+        first = source.next(1)
+    with sourced(Scripted(), store, env=sides) as source:
+        again = source.next(1)
+    assert [r.role for r in first.rollouts] == [1, 1, 1, 2, 2, 2] and again.replayed and told(again) == told(first)
+    assert len({turn.anchor for id in range(6) for turn in store.turns(id)[:1]}) == 1, "a named state is the same"
+    batch = collate(again.samples, again.rollouts)
+    assert batch.role is not None and batch.role.tolist() == [1, 1, 1, 2, 2, 2]
+
+
 def test_a_group_is_level_only_if_its_turns_were_paid_alike() -> None:
     """Groups are compared by all that was earned, though the reward function says the same of every answer."""
     store = open_store()
