@@ -41,6 +41,7 @@ from etude.errors import ConfigError, DataError, RewardError, UnknownChoiceError
 from etude.models import Model
 from etude.models.adopt import adopt, with_score_head
 from etude.recipes import checks
+from etude.recipes.parts import Learners
 from etude.recipes.presets import PRESETS
 from etude.recipes.run import Run
 from etude.recipes.sampling import derived_seed
@@ -48,7 +49,6 @@ from etude.recipes.workers import Beside, Minimise, PolicyWorker
 from etude.records import Outcome, Rollout, Task, Turn
 from etude.rewards import Judge, RewardFunction, Verdict
 from etude.rollout import TorchEngine
-from etude.sync import LocalCarrier
 from etude.train import Frozen, Learner
 from etude.train.optim import PRECISIONS
 
@@ -174,12 +174,18 @@ class PPOTrainer:
         self.run = config.run(**{"train.precision": _precision(model), "data.max_prompt": longest})
         if checks.imitates(self.run):
             raise ConfigError("A teacher is a model directory: learn from one with `etude train distillation`.")
+        if self.run.needs() & {"greedy_reward", "anchor"}:
+            raise ConfigError(
+                f"`{config.algorithm}` wants more than answers and rewards (greedy answers, or states that an "
+                f"environment names): run it with `etude train`."
+            )
         checks.algorithm(self.run)
         checks.room(self.run, model)
         self._order = self.run.data.sampler.start(len(self._dataset), self.run.seed, self._dataset.sources)
         self._engine = self._ends.enter_context(closing(TorchEngine(model, self._tokenizer, self.run.rollout)))
-        self._crew = self._ends.enter_context(closing(LocalCrew(_worker(self.run, model))))
-        self._carrier, self._loop = LocalCarrier(self._engine), _Loop(self._ends)
+        crew = self._ends.enter_context(closing(LocalCrew(_worker(self.run, model, self._engine))))
+        self._learners = Learners(crew, checks.from_the_models(self.run), self.run.updates, self.run.loss.split_unit)
+        self._loop = _Loop(self._ends)
         self._judge: Judge | None = None
         self._step = self._collected = 0
         weakref.finalize(self, self._ends.close)
@@ -227,11 +233,10 @@ class PPOTrainer:
                 f"{self._step} now. Collect new ones before each call of optimize."
             )
         batch = self._batch(trajectories, earned)
-        batch = self._crew.call(PolicyWorker.annotate, batch, checks.from_the_models(self.run))
-        batch = self._crew.call(PolicyWorker.estimate, batch, self._step + 1)
-        metrics = self._crew.call(PolicyWorker.update, batch)
+        batch = self._learners.estimate(self._learners.annotate(batch), self._step + 1)
+        metrics = self._learners.update(batch)
         self._step += 1
-        metrics.merge(self._loop.run(self._carrier.publish(self._crew.call(PolicyWorker.weights), self._step)))
+        metrics.merge(self._learners.crew.call(PolicyWorker.publish, self._step))
         return metrics.reduce()
 
     def close(self) -> None:
@@ -327,7 +332,7 @@ def _judged(reward: Any) -> Any:
     return awaited if inspect.iscoroutinefunction(reward) else called
 
 
-def _worker(run: Run, model: Model) -> PolicyWorker:
+def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
     """The learner, and what stands beside it; each begins from the model that was handed over."""
     held = {}
     if checks.compares(run):
@@ -346,4 +351,4 @@ def _worker(run: Run, model: Model) -> PolicyWorker:
         reference=held["ref_logp"] if "full_kl" in run.outputs() else None,
     )
     beside = Beside(held, critic, Minimise(run.critic.loss), alone)
-    return PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs, beside=beside)
+    return PolicyWorker(run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine)

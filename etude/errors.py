@@ -12,10 +12,12 @@
     │   └── RewardError                   a reward that could not be had, or is no finite number; names the task
     ├── CheckpointError                   a checkpoint that cannot be written or read; names the file
     ├── CollectionError                   a step that got nothing to train on; says what failed
+    ├── EnvError                          an environment or a tool that breaks its word; names it
     ├── RunError                          a run directory that cannot be used: in use, missing, not a run
     ├── TrainingError                     an update that cannot be taken; the weights are as they were
     ├── StoreError                        the journal cannot be opened, read or written as asked; names the file
     │   └── IllegalMoveError (ValueError) an event that may not follow what is recorded; names both states
+    ├── CrewError                         processes that work together cannot start or go on; names the rank
     ├── EngineError (RuntimeError)         an inference engine cannot go on; says which knob to turn
     └── MissingPackageError (ImportError) an optional package is absent; names the extra to install
 
@@ -31,8 +33,10 @@ __all__ = [
     "CheckpointError",
     "CollectionError",
     "ConfigError",
+    "CrewError",
     "DataError",
     "EngineError",
+    "EnvError",
     "EtudeError",
     "IllegalMoveError",
     "MissingColumnError",
@@ -95,6 +99,10 @@ class CollectionError(EtudeError):
     """A step got nothing to train on."""
 
 
+class EnvError(EtudeError):
+    """An environment or a tool that breaks its word."""
+
+
 class RunError(EtudeError):
     """A run directory cannot be used."""
 
@@ -109,6 +117,10 @@ class StoreError(EtudeError):
 
 class IllegalMoveError(StoreError, ValueError):
     """An event that may not follow what is recorded."""
+
+
+class CrewError(EtudeError):
+    """A process of those that work together did not start, ended, fell silent, or met what is no error of ours."""
 
 
 class EngineError(EtudeError, RuntimeError):

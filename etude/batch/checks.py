@@ -37,8 +37,11 @@ def layout(batch: Batch) -> None:
         raise BatchError(
             f"A plug-in's column is called `{taken[0]}`, a name that the batch has itself. Choose another."
         )
-    if batch.rollouts == 0:
-        raise BatchError("An empty batch trains nothing: it has no rollout. Collect at least one before building it.")
+    if batch.rollouts == 0 and batch.rows:  # neither is a share of a batch that has fewer rollouts than ranks
+        raise BatchError(
+            f"An empty batch trains nothing: it has {batch.rows} rows, and no rollout that they are rows of. Collect "
+            f"at least one before building it."
+        )
     _rows(batch)
     if batch.rows:
         wrong = ((batch.unit < 0) | (batch.unit >= batch.rollouts)).nonzero()

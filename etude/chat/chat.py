@@ -65,11 +65,16 @@ class Chat:
         """The ids of a conversation, up to where the assistant is to speak."""
         return self.tokenizer.encode(self.text(messages, tools))
 
-    def prompt_ids(self, prompt: str | Sequence[Message | Mapping[str, Any]]) -> Ids:
+    def prompt_ids(self, prompt: str | Sequence[Message | Mapping[str, Any]], tools: Tools = ()) -> Ids:
         """The ids of what a task asks: a text as it is, messages (or their JSON form) by the template."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, special=True)
-        return self.render([each if isinstance(each, Message) else message_of(each) for each in prompt])
+        return self.render([each if isinstance(each, Message) else message_of(each) for each in prompt], tools)
+
+    @property
+    def calls(self) -> str | None:
+        """The form in which the model calls tools, as its template teaches it; None for one that is not known here."""
+        return self._calls
 
     def parse(self, completion: Ids, prompt: Ids | None = None, tools: Tools = ()) -> Message:
         """What the model said. A malformed tool call stays text.

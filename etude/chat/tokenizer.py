@@ -117,6 +117,16 @@ class Tokenizer:
             return whole[len(first) :]
         return self.encode(text)
 
+    def after(self, ids: Ids, text: str) -> Ids:
+        """The ids of a text that follows these ids. Where those end with the end of an answer it is encoded too, for
+        tokenizers that treat a text's beginning in a way of its own."""
+        end = int(ids[-1]) if len(ids) and int(ids[-1]) in self.eos_ids else None
+        if end is not None:
+            whole = self.encode(self.decode([end], special=True) + text)
+            if len(whole) and whole[0] == end:
+                return whole[1:]
+        return self.encode(text)
+
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of ids, without special tokens unless they are wanted."""
         return self._inner.decode([int(id) for id in ids], skip_special_tokens=not special)

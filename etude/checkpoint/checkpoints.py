@@ -43,6 +43,10 @@ _BEST = "best.json"
 _log = get_log("checkpoint")
 
 
+def _nothing(_point: str) -> None:
+    """What happens at a point of a save, where nobody wants anything."""
+
+
 class CheckpointConfig(Config):
     """How often a run is saved, and how much of that stays."""
 
@@ -54,7 +58,7 @@ class CheckpointConfig(Config):
 class Checkpoints:
     """The checkpoints in one directory. One process (or one process group, all of its ranks) writes."""
 
-    def __init__(self, directory: Path, keep: int = 2, at: Callable[[str], None] = lambda _point: None) -> None:
+    def __init__(self, directory: Path, keep: int = 2, at: Callable[[str], None] = _nothing) -> None:
         """`at` is called at named points of a save, where tests kill the process."""
         self.directory = directory
         self.keep = keep

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import socket
 import sys
 from pathlib import Path
 
-__all__ = ["cache_directory", "etude_command", "required_components"]
+__all__ = ["cache_directory", "etude_command", "for_one_machine", "required_components"]
 
 
 def required_components() -> frozenset[str]:
@@ -32,3 +33,10 @@ def cache_directory() -> Path:
     """Where what can be made again is kept between runs: `etude` in `XDG_CACHE_HOME`, by default `~/.cache`."""
     asked = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (asked if asked.is_absolute() else Path.home() / ".cache") / "etude"
+
+
+def for_one_machine() -> dict[str, str]:
+    """The environment for processes that speak to each other and to no other machine: through the loopback interface,
+    unless it says otherwise itself."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    return {"GLOO_SOCKET_IFNAME": loopback, **os.environ}

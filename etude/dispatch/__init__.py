@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from etude.dispatch.config import CrewConfig
 from etude.dispatch.local import LocalCrew
 
-__all__ = ["LocalCrew"]
+__all__ = ["CrewConfig", "LocalCrew"]

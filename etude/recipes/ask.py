@@ -29,8 +29,8 @@ from etude.errors import ConfigError, RunError
 from etude.models import Model, adapter_config
 from etude.observe import configure, make_console, progress
 from etude.protocols import Ids
-from etude.recipes import folder, inputs
-from etude.recipes.build import evaluator_of, policy
+from etude.recipes import checks, folder, inputs
+from etude.recipes.build import episodes_of, evaluator_of, policy
 from etude.recipes.evaluate import scores, write_answers
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
@@ -48,7 +48,16 @@ SHARED = (
 )
 READ = {
     "eval": (
-        *("data.val", "data.columns", "data.max_prompt", "data.overlong", "reward", "judging", "evaluate.samples"),
+        *(
+            "data.val",
+            "data.columns",
+            "data.max_prompt",
+            "data.overlong",
+            "reward",
+            "judging",
+            "env",
+            "evaluate.samples",
+        ),
         *("evaluate.limit", "evaluate.sampling", "sampling.max_tokens", "collect.timeout", *SHARED),
     ),
     "generate": ("sampling", *SHARED),
@@ -75,7 +84,8 @@ def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool, answers
         asyncio.Runner() as runner,
     ):
         with progress("reading the tasks", None, console):
-            evaluator = evaluator_of(run, chat, engine, judge, runner)
+            episodes = episodes_of(run, checks.longest(run, engine.model), chat)
+            evaluator = evaluator_of(run, chat, engine, judge, runner, episodes)
         assert evaluator is not None
         with progress(f"answering {evaluator.tasks} tasks", evaluator.tasks * evaluator.samples, console) as bar:
             found = evaluator.answers(bar.advance)

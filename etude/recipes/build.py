@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,22 +21,25 @@ from etude.data import Dataset
 from etude.dispatch import LocalCrew
 from etude.errors import ConfigError, DataError
 from etude.observe import RunInfo, get_log, last_step, open_run_log
-from etude.protocols import Generate, Ids
+from etude.protocols import Crew, Generate, Ids
+from etude.recipes.episodes import Episodes
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.interrupt import Interrupt
-from etude.recipes.sources import EngineSource, PromptIds
+from etude.recipes.play import PromptIds
+from etude.recipes.sources import EngineSource
 from etude.records import Task
 from etude.rewards import Judge, RewardFunction
 from etude.store import open_store
 
 if TYPE_CHECKING:
     from etude.models import Model
-    from etude.recipes.parts import Parts
+    from etude.recipes.parts import Engine, Parts
     from etude.recipes.recipe import Recipe
     from etude.recipes.run import Run
     from etude.recipes.workers import PolicyWorker
+    from etude.rollout import TorchEngine
 
-__all__ = ["build", "evaluator_of", "policy", "prompts", "tasks"]
+__all__ = ["build", "chat_of", "episodes_of", "evaluator_of", "model_of", "policy", "prompts", "rank", "tasks"]
 
 
 @contextmanager
@@ -58,21 +62,17 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     from etude.checkpoint import Checkpoints
     from etude.recipes import checks, folder, inputs
     from etude.recipes.frame import introduce
-    from etude.recipes.meter import Meter
     from etude.recipes.parts import Learners, Parts, Scoring
     from etude.recipes.saving import Saver, taken_up
-    from etude.rollout import TorchEngine
-    from etude.sync import LocalCarrier
+    from etude.recipes.workers import PolicyWorker
 
-    model, chat = policy(run, trained=True)
-    checks.room(run, model)
+    chat = chat_of(run)
     train, overlong = tasks(run, chat, "data.train", run.data.train)
     judge = stack.enter_context(Judge(run.reward, run.judging))
-    merge = run.lora.publish == "merged"
-    engine = stack.enter_context(closing(TorchEngine(model, chat.tokenizer, run.rollout, merge=merge)))
+    crew, engine = _crew(run, chat, directory, stack)
     runner = stack.enter_context(asyncio.Runner())
-    evaluator = evaluator_of(run, chat, engine, judge, runner)
-    crew = stack.enter_context(closing(LocalCrew(_worker(run, model))))
+    episodes = episodes_of(run, crew.call(PolicyWorker.longest), chat)
+    evaluator = evaluator_of(run, chat, engine, judge, runner, episodes)
     store = stack.enter_context(closing(open_store(directory / "journal.sqlite")))
     source = EngineSource(
         run.collect,
@@ -85,10 +85,12 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         judge=judge,
         store=store,
         runner=runner,
-        at_once=run.rollout.max_running,
+        at_once=run.rollout.max_running * run.ranks,
+        episodes=episodes,
+        greedy="greedy_reward" in run.needs(),
     )
     kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
-    learners = Learners(crew, checks.from_the_models(run))
+    learners = Learners(crew, checks.from_the_models(run), run.updates, run.loss.split_unit)
     step = taken_up(run.checkpoint, kept, learners, source, run.steps, f"steps={run.steps}")
     inputs.keep_inputs(directory, run)
     folder.settle(directory, run)
@@ -104,30 +106,72 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         step=step,
         saved=step,
     )
-    introduce(model, f"tasks: {len(train)}", saver, written)
+    introduce(*crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, written)
     if source.replays:
         told = "The answers of what was collected since, up to step %d, are read back and not drawn again."
         get_log("recipes").info(told, source.replays)
     if run.train.offload:
-        learners.make_room = lambda: runner.run(engine.sleep())
-    carrier, meter = LocalCarrier(engine), Meter(model.device)
-    return Parts(directory, log, source, learners, scoring, saver, engine, carrier, store, meter, runner, overlong)
+        learners.make_room = lambda: crew.call(PolicyWorker.make_room)
+    return Parts(directory, log, source, learners, scoring, saver, engine, store, runner, overlong)
+
+
+def _crew(run: Run, chat: Chat, directory: Path, stack: ExitStack) -> tuple[Crew, Engine]:
+    """Whoever trains and samples: here, or in as many processes as there are to be ranks."""
+    if run.ranks == 1:
+        worker, engine = _rank(run, chat)
+        stack.enter_context(closing(engine))
+        return stack.enter_context(closing(LocalCrew(worker))), engine
+    from etude.recipes.replicas import Replicas, start
+
+    crew = stack.enter_context(closing(start(rank, run, directory / "ranks")))
+    return crew, Replicas(crew)
+
+
+def rank(run: Run) -> PolicyWorker:
+    """The worker of one rank, made in its own process."""
+    return _rank(run, chat_of(run))[0]
+
+
+def _rank(run: Run, chat: Chat) -> tuple[PolicyWorker, TorchEngine]:
+    """A model, the engine that samples from it, and whoever trains it."""
+    from etude.recipes import checks
+    from etude.rollout import TorchEngine
+
+    model = model_of(run, chat, trained=True)
+    checks.room(run, model)
+    engine = TorchEngine(model, chat.tokenizer, run.rollout, merge=run.lora.publish == "merged")
+    try:
+        return _worker(run, model, engine), engine
+    except BaseException:
+        engine.close()
+        raise
 
 
 def policy(run: Recipe, *, trained: bool = False) -> tuple[Model, Chat]:
     """The model of a run, and how it is spoken to: with the adapters that are trained in place of its weights, and with
     what is frozen frozen. To be trained, it brings its weights as exactly as its files do."""
-    from etude.models import adapt, load
+    chat = chat_of(run)
+    return model_of(run, chat, trained=trained), chat
+
+
+def chat_of(run: Recipe) -> Chat:
+    """How the model of a run is spoken to."""
     from etude.recipes.folder import check_model
-    from etude.train.optim import PRECISIONS
 
     if run.model.path is None:
         raise ConfigError("A run needs a model: give a Hugging Face model directory with `model.path=…`.")
     check_model(run.model.path)
-    tokenizer = Tokenizer.load(run.model.tokenizer or run.model.path)
-    model = load(
-        run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained and not run.lora.on, head=run.head
-    )
+    return run.chat.chat(Tokenizer.load(run.model.tokenizer or run.model.path))
+
+
+def model_of(run: Recipe, chat: Chat, *, trained: bool) -> Model:
+    """The model of a run, which is spoken to so."""
+    from etude.models import adapt, load
+    from etude.train.optim import PRECISIONS
+
+    assert run.model.path is not None, "a run has a model"
+    tokenizer, exact = chat.tokenizer, trained and not run.lora.on
+    model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=exact, head=run.head)
     if tokenizer.size > model.vocabulary:
         raise ConfigError(
             f"The tokenizer in {tokenizer.directory} has {tokenizer.size} tokens, and the model in {run.model.path} "
@@ -137,7 +181,7 @@ def policy(run: Recipe, *, trained: bool = False) -> tuple[Model, Chat]:
         model = adapt(model, run.lora, seed=run.seed)
     if run.model.freeze:
         model.freeze(run.model.freeze)
-    return model, run.chat.chat(tokenizer)
+    return model
 
 
 def prompts(run: Run, chat: Chat) -> PromptIds:
@@ -150,10 +194,28 @@ def prompts(run: Run, chat: Chat) -> PromptIds:
     return ids
 
 
+def episodes_of(run: Run, longest: int, chat: Chat) -> Episodes | None:
+    """Who plays rollouts of several turns, where there is anybody to speak with; of so many tokens at most."""
+    if run.env.tools and chat.calls is None:
+        raise ConfigError(
+            "`env.tools` offers functions to a model whose chat template teaches no form of calls that is known here "
+            "(Hermes' and Qwen's `<tool_call>`, Llama 3.1's JSON), so none would ever be called. Set `chat.template`, "
+            "or read calls of another form in an environment: a `ToolEnv` with `calls` of its own."
+        )
+    return Episodes(run.env, chat, longest) if run.env.asked else None
+
+
 def tasks(run: Run, chat: Chat, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
     """The tasks of some files, without those whose prompts are too long, if that is wanted; and how many those are."""
     whole = _judged(run, Dataset.load(files, run.data.columns), name)
-    fitting, counts = whole.fitting(chat.prompt_ids, run.data.max_prompt, run.data.overlong)
+    toolbox = run.env.toolbox()
+    if toolbox is not None and run.env.path is None and isinstance(whole.task(0, 0).fields["prompt"], str):
+        raise ConfigError(
+            f"`env.tools` offers functions by the chat template, and {whole.where(0)} has text for a prompt, which is "
+            f"continued without one. Give prompts as messages."
+        )
+    asked = partial(chat.prompt_ids, tools=() if toolbox is None else toolbox.schemas)
+    fitting, counts = whole.fitting(asked, run.data.max_prompt, run.data.overlong)
     over = int(counts.reduce()["overlong_prompts"])
     if over:
         done = "left out" if run.data.overlong == "filter" else "cut at the beginning"
@@ -176,13 +238,18 @@ def _judged(run: Run, dataset: Dataset, name: str) -> Dataset:
     if wanted.all():
         return dataset
     if not wanted.any():
-        raise DataError(f"None of the {len(dataset)} tasks in {name} can be judged. {why}")
+        remedy = " Where the environment pays, and nothing else is to be judged: `reward=environment`."
+        raise DataError(
+            f"None of the {len(dataset)} tasks in {name} can be judged. {why}{remedy if run.env.path else ''}"
+        )
     left = int((~wanted).sum())
     get_log("recipes").warning(f"{left} of {len(dataset)} tasks in {name} cannot be judged: left out. {why}")
     return dataset.only(wanted)
 
 
-def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge, runner: asyncio.Runner) -> Evaluator | None:
+def evaluator_of(
+    run: Run, chat: Chat, engine: Generate, judge: Judge, runner: asyncio.Runner, episodes: Episodes | None
+) -> Evaluator | None:
     """Whoever scores the policy on `data.val`, if there are such tasks."""
     if not run.data.val:
         return None
@@ -197,11 +264,12 @@ def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge, runner: a
         judge=judge,
         timeout=run.collect.timeout,
         runner=runner,
-        at_once=run.rollout.max_running,
+        at_once=run.rollout.max_running * run.ranks,
+        episodes=episodes,
     )
 
 
-def _worker(run: Run, model: Model) -> PolicyWorker:
+def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
     from etude.recipes import checks, models
     from etude.recipes.meter import peak_of
     from etude.recipes.workers import Beside, Minimise, PolicyWorker
@@ -223,7 +291,9 @@ def _worker(run: Run, model: Model) -> PolicyWorker:
         reference=reference if reference is not None and "full_kl" in run.outputs() else None,
     )
     beside = Beside(held | taught, critic, Minimise(run.critic.loss), alone)
-    return PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs, beside=beside)
+    return PolicyWorker(
+        run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine, longest=checks.longest(run, model)
+    )
 
 
 def _headline(run: Run) -> list[str]:

@@ -162,14 +162,14 @@ def rooted(run: R) -> R:
     def data(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name if is_module(name) else str(_absolute(Path(name))) for name in names)
 
-    for path in ("directory", *run.places.values()):
-        there = place_of(run, path)
-        run = run if there is None else _with(run, path, _absolute(there))
-    run = _with(_with(run, "data.train", data(run.data.train)), "data.val", data(run.data.val))
-    if isinstance(run, Run) and isinstance(run.reward, Function):
-        file, _, name = run.reward.path.rpartition(":")
-        if file.endswith(".py"):
-            return _with(run, "reward.path", f"{_absolute(Path(file))}:{name}")
+    found: dict[str, Any] = {path: place_of(run, path) for path in ("directory", *run.places.values())}
+    found = {path: _absolute(there) for path, there in found.items() if there is not None}
+    found |= {"data.train": data(run.data.train), "data.val": data(run.data.val)}
+    if isinstance(run, Run):
+        found |= {"env.path": run.env.path and _named(run.env.path), "env.tools": tuple(map(_named, run.env.tools))}
+        found |= {"reward.path": _named(run.reward.path)} if isinstance(run.reward, Function) else {}
+    for path, value in found.items():
+        run = _with(run, path, value)
     return run
 
 
@@ -177,6 +177,12 @@ def _with(run: R, path: str, value: Any) -> R:
     """The same run with another value at a dotted path."""
     name, _, rest = path.partition(".")
     return run.model_copy(update={name: _with(getattr(run, name), rest, value) if rest else value})
+
+
+def _named(path: str) -> str:
+    """`path/to/file.py:name` with the file as it is seen from anywhere; `module:name` as it is."""
+    file, _, name = path.rpartition(":")
+    return f"{_absolute(Path(file))}:{name}" if file.endswith(".py") else path
 
 
 def _absolute(path: Path) -> Path:

@@ -17,7 +17,6 @@ import torch
 
 from etude.config.env import etude_command
 from etude.config.secrets import mask_text
-from etude.models import Model
 from etude.observe import configure, format_seconds, get_log
 from etude.recipes import folder, inputs
 from etude.recipes.interrupt import Interrupt
@@ -88,11 +87,10 @@ def framed(
             _conclude(run, saver.steps, time.perf_counter() - began, looks)
 
 
-def introduce(model: Model, what: str, saver: Saver, written: int) -> None:
-    """The first words of a run: what it has, and from where it goes on; up to `written` its steps were measured."""
+def introduce(size: int, trained: int, what: str, saver: Saver, written: int) -> None:
+    """The first words of a run: its model's size and how much of it is trained, what it has, and from where it goes on;
+    up to `written` its steps were measured."""
     log, step = get_log("recipes"), saver.step
-    size = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     told = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
     log.info("A model of %s; %s.", told, what)
     if step >= saver.steps:

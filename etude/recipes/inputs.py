@@ -21,8 +21,8 @@ from etude.rewards import Function
 __all__ = ["INPUTS", "check_base", "check_inputs", "is_module", "keep_inputs", "place_of", "yardstick"]
 
 INPUTS = "inputs.json"
-REWARD = "reward"
-"""The print of the file that a reward function lies in. It may be mended under a run, unlike the others."""
+MENDED = ("reward", "environment", "tools")
+"""The prints of files in which a run's own code lies. It may be mended under a run, unlike what lies in the others."""
 PART = 1 << 20
 """Bytes at either end of a file that are hashed."""
 
@@ -41,8 +41,11 @@ def check_inputs(directory: Path, run: Recipe) -> None:
     if not kept.exists():
         return
     before, found = json.loads(kept.read_text(encoding="utf-8")), _prints(run)
-    if before.pop(REWARD, None) != found.pop(REWARD, None):
-        get_log("recipes").info("The reward's file changed since the run was started. What was judged stays judged.")
+    for name in MENDED:
+        if before.pop(name, None) != found.pop(name, None):
+            get_log("recipes").info(
+                "The file of the %s changed since the run was started. What was collected stays as it is.", name
+            )
     changed = sorted(name for name in before.keys() | found.keys() if before.get(name) != found.get(name))
     if changed:
         listed = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
@@ -97,10 +100,15 @@ def is_module(name: str) -> bool:
 
 def _prints(run: Recipe) -> dict[str, str]:
     prints = {name: _print_of(path) if isinstance(path, Path) else path for name, path in _files(run)}
-    file = None
-    if isinstance(run, Run) and isinstance(run.reward, Function):
-        file = Path(run.reward.path.rpartition(":")[0])
-    return prints if file is None or not file.is_file() else prints | {REWARD: _print_of(file)}
+    if not isinstance(run, Run):
+        return prints
+    rewards = [run.reward.path] if isinstance(run.reward, Function) else []
+    environments = [run.env.path] if run.env.path else []
+    for name, paths in zip(MENDED, (rewards, environments, run.env.tools), strict=True):
+        files = sorted({file for path in paths if (file := Path(path.rpartition(":")[0])).is_file()})
+        if files:
+            prints[name] = "; ".join(_print_of(file) for file in files)
+    return prints
 
 
 def _files(run: Recipe) -> Iterator[tuple[str, Path | str]]:

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from etude.batch import Batch
+from etude.checkpoint import Checkpoint, Checkpoints
 from etude.data.collate import collate
 from etude.observe import Last, Max, Mean, Metrics, RunLog, Sum, get_log
-from etude.protocols import Crew
+from etude.protocols import Crew, Generate
 from etude.recipes.evaluate import Answer, Evaluator, scores, write_answers
-from etude.recipes.meter import Meter
 from etude.recipes.saving import Saver
 from etude.recipes.sources import EngineSource, Groups, Watch
 from etude.recipes.workers import PolicyWorker
-from etude.rollout import TorchEngine
+from etude.records import Sample
 from etude.store import Journal, events
-from etude.sync import LocalCarrier
 
-__all__ = ["Learners", "Parts", "Scoring"]
+__all__ = ["Engine", "Learners", "Parts", "Scoring"]
+
+
+class Engine(Generate, Protocol):
+    """What answers, as far as the loop looks at it: one engine, or one on each rank."""
+
+    def stats(self) -> Metrics:
+        """What was done since this was last asked."""
+        ...
 
 
 @dataclass
@@ -31,6 +39,10 @@ class Learners:
     crew: Crew
     columns: frozenset[str]
     """What the model itself must tell of a batch before advantages can be estimated."""
+    updates: int
+    """Into how many update batches a step's batch is cut, before each of them is shared out over the ranks."""
+    unit: Literal["rollout", "group"]
+    """What no update batch has a part of."""
     make_room: Callable[[], None] = field(default=lambda: None)
     """Has whoever shares the device give up its memory, before there is work."""
 
@@ -45,19 +57,19 @@ class Learners:
 
     def update(self, batch: Batch) -> Metrics:
         """Every optimizer step that this batch is good for."""
-        return self.crew.call(PolicyWorker.update, batch)
-
-    def tensors(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps of them in tensors."""
-        return self.crew.call(PolicyWorker.tensors)
+        return self.crew.call(PolicyWorker.update, batch.split(self.updates, by=self.unit))
 
     def facts(self) -> Mapping[str, Any]:
         """What a checkpoint keeps of them in plain numbers."""
         return self.crew.call(PolicyWorker.facts)
 
-    def restore(self, tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        self.crew.call(PolicyWorker.restore, tensors, facts)
+    def save(self, checkpoints: Checkpoints, step: int, facts: Mapping[str, Any]) -> Checkpoint:
+        """Write a checkpoint of them."""
+        return self.crew.call(PolicyWorker.save, checkpoints, step, facts)
+
+    def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
+        """Go on from one."""
+        self.crew.call(PolicyWorker.resume, checkpoints, checkpoint)
 
 
 @dataclass
@@ -71,7 +83,7 @@ class Scoring:
     directory: Path
     steps: int
     store: Journal
-    engine: TorchEngine
+    engine: Engine
     measured: str
     """What the scores are measured with, as the journal names it."""
     watch: Watch
@@ -150,10 +162,8 @@ class Parts:
     learners: Learners
     evaluate: Scoring
     checkpoint: Saver
-    engine: TorchEngine
-    carrier: LocalCarrier
+    engine: Engine
     store: Journal
-    meter: Meter
     runner: asyncio.Runner
     """The run's one event loop."""
     overlong: int
@@ -178,16 +188,12 @@ class Parts:
 
     def publish(self, version: int) -> Metrics:
         """Hand the weights to every engine, under a new version."""
-        weights = self.learners.crew.call(PolicyWorker.weights)
-        metrics = self.runner.run(self.carrier.publish(weights, version))
-        self.runner.run(self.engine.wake())  # where it slept, to make room
-        return metrics
+        return self.learners.crew.call(PolicyWorker.publish, version)
 
     def measure(self, groups: Groups, batch: Batch) -> Metrics:
         """What is seen of a step's rollouts, of the engine that drew them, and of the device."""
-        answers = [int(sample.action.sum()) for sample in groups.samples]
-        prompts = [len(sample.ids) - answer for sample, answer in zip(groups.samples, answers, strict=True)]
-        rewards = [rollout.reward for rollout in groups.rollouts]
+        prompts, answers = _lengths(groups.samples)
+        rewards = batch.need("metric").tolist()
         metrics = Metrics(
             {
                 "reward": Mean.over(sum(rewards), len(rewards)),
@@ -204,11 +210,24 @@ class Parts:
         for rollout in groups.rollouts:
             for name, value in rollout.parts.items():
                 metrics.add(f"reward/{name}", Mean.of(value))
+        if batch.observation is not None and "turns" in groups.metrics:
+            metrics.add("observation_length", Mean.over(int(batch.observation.sum()), batch.rollouts))
         metrics.merge(groups.metrics)
         seen = self.engine.stats()
         drawn, busy = (seen[f"engine/{name}"].value() or 0.0 for name in ("new_tokens", "busy_seconds"))
         metrics.add("sampled_tokens_per_second", Mean.over(drawn, busy))
         metrics.merge(seen)
-        metrics.merge(self.meter.read())
+        metrics.merge(self.learners.crew.call(PolicyWorker.utilisation))
         metrics.merge(self.checkpoint.spent())
         return metrics
+
+
+def _lengths(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
+    """Of each rollout that has rows: the tokens of its prompt, and those of all its answers."""
+    prompts: dict[int, int] = {}
+    answers: Counter[int] = Counter()
+    for sample in samples:
+        acted = int(sample.action.sum())
+        prompts.setdefault(sample.rollout, int(sample.action.argmax()) if acted else len(sample.ids))
+        answers[sample.rollout] += acted
+    return list(prompts.values()), list(answers.values())

@@ -18,6 +18,7 @@ from etude.algorithms.losses.supervised import Value
 from etude.config import Choice, Config
 from etude.data import Data
 from etude.errors import ConfigError
+from etude.recipes.environment import EnvConfig
 from etude.recipes.evaluate import Evaluation
 from etude.recipes.names import KNOWN_AS
 from etude.recipes.recipe import Recipe, Reference, Teacher
@@ -33,12 +34,14 @@ FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
     *("judging.workers", "train.micro_tokens", "train.activation_checkpointing", "train.compile", "train.offload"),
     *("critic.train.micro_tokens", "critic.train.activation_checkpointing"),
-    *("critic.train.compile", "critic.train.offload"),
+    *("critic.train.compile", "critic.train.offload", "ranks", "crew.silence", "crew.timeout"),
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
+    *("env.timeout", "env.at_once"),
 )
-"""Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, and how much
-memory is used. `steps` is among them only while the schedule is constant, which does not depend on it. None changes
-what is trained on, but that a timeout decides which answers fail; those of memory may change the last bits."""
+"""Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, how much memory
+is used, and by how many processes. `steps` is among them only while the schedule is constant, which does not depend on
+it. None changes what is trained on, but that a timeout decides which answers fail; those of memory and processes may
+change the last bits."""
 
 
 class Critic(Config):
@@ -70,8 +73,10 @@ class Run(Recipe, Algorithm):
     teacher: Teacher = Field(Teacher(), description="the policy that `advantage=distillation` learns from")
     critic: Critic = Field(Critic(), description="what `advantage=gae` compares with")
     data: Data = Field(Data(), description="the tasks")
+    env: EnvConfig = Field(EnvConfig(), description="whom it speaks with, where a rollout is more than one answer")
     reward: Annotated[RewardFunction, Choice(REWARDS)] = Field(
-        REWARDS["exact"](), description="what an answer earns; `function` calls one of your own"
+        REWARDS["exact"](),
+        description="what an answer earns; `function` calls one of your own, `environment` leaves it to `env`",
     )
     judging: Judging = Field(Judging(), description="how rewards are computed, and what their failures mean")
     sampling: Sampling = Field(Sampling(), description="how answers are drawn for training")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from etude.checkpoint import CheckpointConfig, Checkpoints
+from etude.checkpoint import Checkpoint, CheckpointConfig, Checkpoints
 from etude.errors import ConfigError
 from etude.observe import Metrics, RunLog, Sum, get_log
 from etude.recipes.interrupt import Interrupt
@@ -16,18 +16,18 @@ __all__ = ["Learned", "Read", "Saver", "Unwritten", "Written", "taken_up"]
 
 
 class Learned(Protocol):
-    """What was learned: the trained roles of a run, as a checkpoint keeps them."""
-
-    def tensors(self) -> Mapping[str, Any]:
-        """What is kept of them in tensors, which are also read into."""
-        ...
+    """What was learned: the trained roles of a run."""
 
     def facts(self) -> Mapping[str, Any]:
-        """What is kept in plain numbers."""
+        """What a checkpoint keeps of them in plain numbers."""
         ...
 
-    def restore(self, tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Go on from both."""
+    def save(self, checkpoints: Checkpoints, step: int, facts: Mapping[str, Any]) -> Checkpoint:
+        """Write a checkpoint of them, with these facts."""
+        ...
+
+    def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
+        """Go on from one."""
         ...
 
 
@@ -82,9 +82,7 @@ def taken_up(
             f"The run in {checkpoints.directory.parent} has done {found.step} steps, and `{asked}` asks for "
             f"fewer: they cannot be undone. Ask for more, or start a new run in another `directory`."
         )
-    tensors = learned.tensors()
-    checkpoints.load(found, tensors)
-    learned.restore(tensors, found.facts["learner"])
+    learned.resume(checkpoints, found)
     read.take_up(found.facts["source"], found.facts["position"])
     if found.facts["score"] is not None:
         checkpoints.mark_best(found.step, found.facts["score"], found.facts["measured"])
@@ -149,7 +147,7 @@ class Saver:
             "learner": self.learned.facts(),
             "source": self.read.state(),
         }
-        made = self.checkpoints.save(step, self.learned.tensors(), facts)
+        made = self.learned.save(self.checkpoints, step, facts)
         self.saved = step
         self.seconds += time.perf_counter() - began
         get_log("recipes").debug("Saved step %d in %s.", step, made.path)

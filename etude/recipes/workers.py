@@ -1,11 +1,12 @@
-"""What runs on a rank: the policy's learner, and the algorithm that it learns by.
+"""What runs on a rank: the policy's learner, the algorithm that it learns by, and the engine that samples from it.
 
 The controller speaks to these through a crew. Token columns come in and go out as batches; numbers come out as metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -15,9 +16,16 @@ from torch import Tensor
 from etude.algorithms import Algorithm, Denominators, Loss, LossValue, Outputs, State, View
 from etude.algorithms.losses.supervised import Value
 from etude.batch import Batch
-from etude.observe import Last, Metrics
-from etude.protocols import Gather, Split, spread
+from etude.checkpoint import Checkpoint, Checkpoints
+from etude.observe import Last, Metrics, Sum
+from etude.protocols import Gather, Ids, Split, spread
+from etude.recipes.meter import Meter
+from etude.records import Completion, SamplingParams
+from etude.rollout import TorchEngine
+from etude.rollout.team import dismiss_team
+from etude.sync import LocalCarrier
 from etude.train import Frozen, Learner
+from etude.train.ranks import count, of_group
 
 __all__ = ["Beside", "Improve", "Minimise", "PolicyWorker"]
 
@@ -95,12 +103,17 @@ class PolicyWorker:
         learner: Learner,
         *,
         seed: int,
-        updates: int,
         epochs: int,
         beside: Beside | None = None,
+        engine: TorchEngine | None = None,
+        longest: int = 0,
     ) -> None:
-        self._algorithm, self._learner, self._beside = algorithm, learner, beside or Beside()
-        self._seed, self._updates, self._epochs = seed, updates, epochs
+        """engine: what samples from the learner's model. longest: the tokens that both have room for, prompt and
+        answers together."""
+        self._algorithm, self._learner, self._beside, self._engine = algorithm, learner, beside or Beside(), engine
+        self._seed, self._epochs, self._ranks = seed, epochs, of_group()
+        self._longest = longest
+        self._meter = Meter(learner.model.device)
         self._objective = Improve(algorithm)
         self._following = State()
         self._estimated = Metrics()
@@ -122,21 +135,21 @@ class PolicyWorker:
     def estimate(self, batch: Batch, step: int) -> Batch:
         """The batch with advantages, weights and masks."""
         self._step = step
-        found = self._algorithm.estimate(batch, self._following, seed=self._seed, step=step)
+        found = self._algorithm.estimate(batch, self._following, seed=self._seed, step=step, ranks=self._ranks)
         self._objective.state, self._following = found.state, found.following
         self._estimated = found.metrics
         return found.batch
 
     @spread(Split.GROUPS, Gather.METRICS)
-    def update(self, batch: Batch) -> Metrics:
-        """Every optimizer step of this step, and what was seen since the batch came."""
+    def update(self, parts: Sequence[Batch]) -> Metrics:
+        """An optimizer step on each of these update batches, in every epoch, and what was seen since the last ones."""
         metrics, self._estimated = self._estimated, Metrics()
         before = self._learner.version
         critic = self._beside.critic
         resting = nullcontext() if critic is None else critic.working()
         with self._learner.working(), resting:
             for _ in range(self._epochs):
-                for part in batch.split(self._updates, by=self._algorithm.loss.split_unit):
+                for part in parts:
                     if critic is not None:
                         told = critic.update(part, self._beside.foresee)
                         metrics.merge({f"critic/{name}": metric for name, metric in told.items()})
@@ -144,6 +157,17 @@ class PolicyWorker:
                         metrics.merge(self._learner.update(part, self._objective))
         metrics.add("optimizer_steps", Last.of(self._learner.version - before))
         return metrics
+
+    @spread()
+    def parameters(self) -> tuple[int, int]:
+        """How many weights the model has, and how many of them are trained."""
+        weights = list(self._learner.model.parameters())
+        return sum(w.numel() for w in weights), sum(w.numel() for w in weights if w.requires_grad)
+
+    @spread()
+    def longest(self) -> int:
+        """How many tokens a rollout may have."""
+        return self._longest
 
     @spread()
     def weights(self) -> Iterable[tuple[str, Tensor]]:
@@ -169,3 +193,51 @@ class PolicyWorker:
         self._learner.restore({name: value for name, value in tensors.items() if name != CRITIC})
         means = {int(role): mean for role, mean in facts["role_means"].items()}
         self._following = State(facts["kl_value"], means)
+
+    @spread()
+    def save(self, checkpoints: Checkpoints, step: int, facts: Mapping[str, Any]) -> Checkpoint:
+        """Write a checkpoint, each rank its share."""
+        return checkpoints.save(step, self.tensors(), facts)
+
+    @spread()
+    def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
+        """Go on from what lies on the disk, however many ranks wrote it."""
+        tensors = self.tensors()
+        checkpoints.load(checkpoint, tensors)
+        self.restore(tensors, checkpoint.facts["learner"])
+
+    # -- sampling -------------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None]) -> Completion:
+        """Answer one question by this rank's engine."""
+        return await self._hosted.generate(prompt, sampling, begun=begun)
+
+    @spread()
+    def publish(self, version: int) -> Metrics:
+        """Have the engine compute with the learner's weights, under a new version; what that cost, on each rank."""
+        told = asyncio.run(LocalCarrier(self._hosted).publish(self.weights(), version))
+        asyncio.run(self._hosted.wake())  # where it slept, to make room
+        dismiss_team()
+        return told
+
+    @spread()
+    def make_room(self) -> None:
+        """Have the engine give its memory up, until new weights are published."""
+        asyncio.run(self._hosted.sleep())
+
+    @spread(gather=Gather.METRICS)
+    def sampled(self) -> Metrics:
+        """What the engine did since this was last asked. It is busy beside those of the other ranks."""
+        seen = dict(self._hosted.stats())
+        seen["engine/busy_seconds"] = Sum.of((seen["engine/busy_seconds"].value() or 0.0) / count(self._ranks))
+        return Metrics(seen)
+
+    @spread(gather=Gather.METRICS)
+    def utilisation(self) -> Metrics:
+        """How busy the device was since this was last asked."""
+        return self._meter.read()
+
+    @property
+    def _hosted(self) -> TorchEngine:
+        assert self._engine is not None, "a worker that samples has an engine"
+        return self._engine

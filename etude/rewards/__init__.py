@@ -7,6 +7,7 @@ verdict = await judge.judge(task, "… #### 42")
 from __future__ import annotations
 
 from etude.rewards.base import RewardFunction, Score, score_of
+from etude.rewards.environment import FromEnvironment
 from etude.rewards.function import Function
 from etude.rewards.gsm8k import Gsm8k
 from etude.rewards.judge import Judge, Judging
@@ -20,6 +21,7 @@ __all__ = [
     "REWARDS",
     "Exact",
     "Format",
+    "FromEnvironment",
     "Function",
     "Gsm8k",
     "Judge",
@@ -42,4 +44,5 @@ REWARDS: dict[str, type[RewardFunction]] = {
     "math": Math,
     "function": Function,
     "nothing": Nothing,
+    "environment": FromEnvironment,
 }

@@ -30,6 +30,8 @@ class RewardFunction(Config, ABC):
     """Whether it surely ends at once, whatever it reads: it is then called where it is, without a limit."""
     processes: ClassVar[int] = 0
     """In how many processes of its own it is computed, unless the run says otherwise."""
+    judges: ClassVar[bool] = True
+    """Whether it says anything of an answer, and does not leave all to the environment."""
 
     @property
     def title(self) -> str:

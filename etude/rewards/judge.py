@@ -26,6 +26,7 @@ from etude.errors import ConfigError, RewardError
 from etude.records import Outcome, Task
 from etude.rewards.base import RewardFunction, named
 from etude.rewards.function import Adapted
+from etude.rewards.nothing import Nothing
 from etude.rewards.seats import Pool, ProcessSeat, Seat, ThreadSeat
 from etude.rewards.verdict import Verdict, extracted_by, failed, too_long, verdict_of
 
@@ -86,6 +87,16 @@ class Judge:
     def one_by_one(self) -> bool:
         """Whether it judges one answer at a time, though it might judge several."""
         return self._pool is not None and self._judging.workers is None and not self._reward.processes
+
+    @property
+    def judges(self) -> bool:
+        """Whether its reward says anything of an answer, and does not leave all to the environment."""
+        return self._reward.judges
+
+    @property
+    def pays(self) -> bool:
+        """Whether there is anything to earn."""
+        return not isinstance(self._reward, Nothing)
 
     async def judge(self, task: Task, answer: str) -> Verdict:
         """What this answer earns. Raises `RewardError` where a failure stops the run."""

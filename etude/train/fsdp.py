@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from etude.algorithms import Denominators, LossValue, Outputs, View
@@ -35,6 +34,7 @@ from etude.train.cost import Cost
 from etude.train.forward import Compared, ForwardPass, cut
 from etude.train.offload import Resting
 from etude.train.optim import PRECISIONS, Masters, rate
+from etude.train.ranks import count, everywhere, most, of_group
 
 __all__ = ["Learner", "Objective", "load_weights", "read_weights"]
 
@@ -66,7 +66,7 @@ class Objective(Protocol):
 
 
 class Learner:
-    """One model on one device, and how it learns.
+    """One model on one device, and how it learns; together with others like it, where ranks share the rollouts.
 
     The model's parameters are what is computed with, here and in an engine that shares them. In half precision they
     are a copy of float32 weights that the optimizer keeps; see `Masters`. A model that was loaded with `exact` gives
@@ -88,10 +88,6 @@ class Learner:
         can do in operations a second, where the share of it that is used shall be told. Without `steps` there is no
         schedule to follow, as for a learner that only annotates. `reference` is who its whole distributions are
         compared with, where an objective does that."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ConfigError(
-                f"This learner trains on one device, and {dist.get_world_size()} processes are in its group. Start one."
-            )
         if model.dtype != PRECISIONS[config.precision]:
             raise ConfigError(
                 f"`train.precision={config.precision}` computes in {PRECISIONS[config.precision]}, and the model was "
@@ -115,7 +111,8 @@ class Learner:
         self._columns = SCORING if model.scores else LANGUAGE
         self._outputs = {"value", "score"} if model.scores else {"logp", "entropy", "topk_logp"}
         self._outputs |= set() if reference is None else {"full_kl"}
-        self._masters = Masters(model.trained_weights(), config, model.take_exact())
+        self._ranks = of_group()
+        self._masters = Masters(model.trained_weights(), config, model.take_exact(), ranks=self._ranks)
         self._version = torch.tensor(0)
         self._cost = Cost.of(model)
         if config.offload and model.device.type == "cpu":
@@ -160,34 +157,38 @@ class Learner:
 
     @spread(Split.GROUPS, Gather.METRICS)
     def update(self, batch: Batch, objective: Objective) -> Metrics:
-        """One optimizer step over an update batch. If it cannot be made, the weights and the version stay."""
+        """One optimizer step over an update batch, of which this may be one rank's share. If it cannot be made, the
+        weights and the version stay."""
         with self.working():
             return self._update(batch, objective)
 
     def _update(self, batch: Batch, objective: Objective) -> Metrics:
         begun = self._begin()
-        whole, metrics, flops = Denominators.of(View(batch)), Metrics(), 0.0
+        mine, metrics, flops = Denominators.of(View(batch)), Metrics(), 0.0
+        whole = everywhere(mine, self._ranks)
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
         self._refuse_what_it_cannot_tell(objective)
-        micros = list(self._micro_batches(batch, objective.split_unit))
-        for micro, _ in micros:
-            with self._memory(micro):
-                value, cost = self._share(micro, objective, whole)
-            metrics.merge(value.metrics)
-            loss = loss + value.loss.detach()
-            flops += cost
+        micros = [micro for micro, _ in self._micro_batches(batch, objective.split_unit) if micro.rollouts]
+        for index in range(most(len(micros), self._ranks)):
+            if index < len(micros):
+                with self._memory(micros[index]):
+                    value, cost = self._share(micros[index], objective, whole)
+                metrics.merge(value.metrics)
+                loss = loss + value.loss.detach()
+                flops += cost
+            self._masters.gather()
         scale = float(self._masters.scale)
         learning_rate = rate(self._config, self.version, self._steps)
         taken = self._masters.step(learning_rate)
         self._version += 1
-        metrics.add("loss", Mean.of(loss))
+        metrics.add("loss", Mean.of(self._ranks.sum(loss)))
         metrics.add("learning_rate", Last.of(learning_rate))
         metrics.add("micro_batches", Sum.of(len(micros)))
         if self._config.precision == "fp16":
-            metrics.merge({"loss_scale": Last.of(scale), "skipped_updates": Sum.of(float(taken.skipped))})
+            metrics.merge({"loss_scale": Last.of(scale), "skipped_updates": Sum.of(taken.skipped / count(self._ranks))})
         if not taken.skipped:
             metrics.add("grad_norm", Mean.of(taken.norm))
-        metrics.merge(self._measured(batch, whole, flops, begun))
+        metrics.merge(self._measured(batch, mine, flops, begun))
         return metrics
 
     @spread(Split.GROUPS, Gather.METRICS)
@@ -197,14 +198,15 @@ class Learner:
         """What an objective says of a batch that nothing is learned from. annotated: a micro-batch with the columns
         that the objective reads and the batch has not, so that they need not be held for all of it at once."""
         self._refuse_what_it_cannot_tell(objective)
-        whole, metrics = Denominators.of(View(batch)), Metrics()
+        whole, metrics = everywhere(Denominators.of(View(batch)), self._ranks), Metrics()
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
         for micro, _ in self._micro_batches(batch, objective.split_unit):
-            with torch.no_grad(), self._memory(micro):
-                value, _cost = self._share(annotated(micro), objective, whole)
-            metrics.merge(value.metrics)
-            loss = loss + value.loss
-        metrics.add("loss", Mean.of(loss))
+            if micro.rollouts:
+                with torch.no_grad(), self._memory(micro):
+                    value, _cost = self._share(annotated(micro), objective, whole)
+                metrics.merge(value.metrics)
+                loss = loss + value.loss
+        metrics.add("loss", Mean.of(self._ranks.sum(loss)))
         return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -285,7 +287,8 @@ class Learner:
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
 
-    def _measured(self, batch: Batch, whole: Denominators, flops: float, begun: float) -> Metrics:
+    def _measured(self, batch: Batch, mine: Denominators, flops: float, begun: float) -> Metrics:
+        """Of this rank: tokens add up over ranks, and seconds pass on all of them at once."""
         seconds = self._now() - begun
         if self.model.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.model.device)
@@ -294,12 +297,14 @@ class Learner:
         metrics = Metrics(
             {
                 "trained_tokens": Sum.of(batch.tokens),
-                "action_tokens": Sum.of(whole.tokens),
-                "update_seconds": Sum.of(seconds),
-                "trained_tokens_per_second": Mean.over(batch.tokens, seconds),
+                "action_tokens": Sum.of(mine.tokens),
+                "update_seconds": Sum.of(seconds / count(self._ranks)),
+                "trained_tokens_per_second": Mean.over(batch.tokens, seconds / count(self._ranks)),
                 "peak_memory_gb": Max.of(peak / 1e9),
             }
         )
+        if count(self._ranks) > 1:
+            metrics.add("exchange_seconds", Sum.of(self._masters.waited() / count(self._ranks)))
         if self._peak is not None:
             metrics.add("mfu", Mean.over(flops / self._peak, seconds))
         return metrics

@@ -2,12 +2,15 @@
 
 A model in half precision is a *compute copy*: what forward passes read, and what an engine in the same process samples
 from. Beside it stand the masters, in float32, begun from the weights as their files have them, and the gradient is
-gathered there too: a step of 1e-6 of a weight is far
-below what half precision can hold, and would be lost every time. After a step the copy is refreshed in place.
+gathered there too: a step of 1e-6 of a weight is far below what half precision can hold, and would be lost every time.
+After a step the copy is refreshed in place.
 
     backward ──► gradient (half) ──added──► gradient (float32) ──AdamW──► master (float32) ──cast──► copy (half)
 
 A model in float32 or float64 is its own master, and there is no copy.
+
+Where several ranks train together, each computes with the whole copy and keeps its rows of the masters, of their
+gradient and of AdamW's moments: see `Shards`. One rank keeps all of them, and exchanges nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from etude.algorithms.view import Ranks
 from etude.errors import TrainingError
 from etude.train.config import Precision, Train
+from etude.train.ranks import Together
+from etude.train.shards import BUCKET, Shards
 
 __all__ = ["PRECISIONS", "Masters", "Taken", "rate"]
 
@@ -69,18 +75,28 @@ class Masters:
     """
 
     def __init__(
-        self, leaves: Iterable[tuple[str, Tensor]], config: Train, exact: Mapping[str, Tensor] | None = None
+        self,
+        leaves: Iterable[tuple[str, Tensor]],
+        config: Train,
+        exact: Mapping[str, Tensor] | None = None,
+        *,
+        ranks: Ranks | None = None,
+        bucket: int = BUCKET,
     ) -> None:
+        """`ranks`: who trains the same leaves; each exchange among them takes buckets of so many bytes."""
         self._config = config
         self._copies = dict(leaves)
         self.half = config.precision in ("bf16", "fp16")
+        self._shards: Shards | None = None
+        if isinstance(ranks, Together):
+            self._shards = Shards(self._copies, ranks, widen=self.half, bucket=bucket)
         given = exact or {}
-        self._weights = {
-            name: _master(leaf.detach(), given.get(name)) if self.half else leaf for name, leaf in self._copies.items()
-        }
-        if self.half:
+        self._weights = {name: self._owned(leaf, given.get(name), name) for name, leaf in self._copies.items()}
+        if self._shards is not None:
+            self._shards.owned(self._weights)
+        if self.half or self._shards is not None:
             hooks = [
-                leaf.register_post_accumulate_grad_hook(_gather(self._weights[name]))  # type: ignore[no-untyped-call]
+                leaf.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
                 for name, leaf in self._copies.items()
             ]
             # The model may outlive its learner, and have another.
@@ -103,15 +119,24 @@ class Masters:
         """Forget every gradient: an update starts anew, also after one that failed halfway."""
         for tensor in (*self._weights.values(), *self._copies.values()):
             tensor.grad = None
+        if self._shards is not None:
+            self._shards.begin()
+
+    def gather(self) -> None:
+        """End a micro-batch, of which every rank has as many in an update: add up its gradients over the ranks."""
+        if self._shards is not None:
+            self._shards.finish()
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient so far, by name, where there is one."""
+        """The gradient so far, by name, where there is one: of the rows that this rank keeps."""
         return {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
 
     def step(self, learning_rate: float) -> Taken:
         """Clip, step and refresh the copy; a gradient that is not finite changes no weight."""
+        if self._shards is not None:
+            self._shards.leave_unmoved()
         gradients = list(self.gradients().values())
-        norm = float(get_total_norm(gradients)) / float(self.scale)
+        norm = self._norm() / float(self.scale)
         if not math.isfinite(norm):
             return self._overflowed(norm)
         factor = 1 / float(self.scale)
@@ -129,8 +154,10 @@ class Masters:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring the copy to the masters, in place."""
-        if self.half:
+        """Bring the copy to the masters, in place, on every rank."""
+        if self._shards is not None:
+            self._shards.publish()
+        elif self.half:
             torch._foreach_copy_(list(self._copies.values()), list(self._weights.values()))
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -139,11 +166,37 @@ class Masters:
         After they were written to, call `refresh`.
         """
         kept = {
-            kind: {name: self._adam.state[weight][kind] for name, weight in self._weights.items()}
-            for kind in (*MOMENTS, "step")
+            kind: {name: self._whole(name, self._adam.state[weight][kind]) for name, weight in self._weights.items()}
+            for kind in MOMENTS
         }
-        weights = {name: weight.detach() for name, weight in self._weights.items()}
-        return {"weights": weights, **kept, "scaling": {"scale": self.scale, "good_steps": self._good_steps}}
+        weights = {name: self._whole(name, weight.detach()) for name, weight in self._weights.items()}
+        step = {name: self._adam.state[weight]["step"] for name, weight in self._weights.items()}
+        scaling = {"scale": self.scale, "good_steps": self._good_steps}
+        return {"weights": weights, **kept, "step": step, "scaling": scaling}
+
+    def waited(self) -> float:
+        """Seconds that exchanges with other ranks were waited for since this was last asked."""
+        return 0.0 if self._shards is None else self._shards.waited()
+
+    def _owned(self, leaf: Tensor, exact: Tensor | None, name: str) -> Tensor:
+        """The rows of a leaf that are kept here in full precision; those of all rows, where there is one rank."""
+        if self._shards is None:
+            return _master(leaf.detach(), exact) if self.half else leaf
+        part = self._shards.part(name, leaf.detach())
+        if not self.half:
+            return part
+        return _master(part, None if exact is None else self._shards.part(name, exact).clone())
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        """What takes a leaf's gradient as soon as it is there."""
+        return _gather(self._weights[name]) if self._shards is None else self._shards.hook(name)
+
+    def _whole(self, name: str, part: Tensor) -> Tensor:
+        return part if self._shards is None else self._shards.named(name, part)
+
+    def _norm(self) -> float:
+        gradients = self.gradients()
+        return float(get_total_norm(list(gradients.values()))) if self._shards is None else self._shards.norm(gradients)
 
     def at_rest(self) -> list[Tensor]:
         """What is needed for a step alone: the moments, and the masters where the model computes with a copy."""
@@ -151,7 +204,9 @@ class Masters:
         return [*moments, *(self._weights.values() if self.half else ())]
 
     def _overflowed(self, norm: float) -> Taken:
-        names = [name for name, gradient in self.gradients().items() if not bool(torch.isfinite(gradient).all())]
+        odd = {name for name, gradient in self.gradients().items() if not bool(torch.isfinite(gradient).all())}
+        odd = odd if self._shards is None else self._shards.anywhere(odd)
+        names = [name for name in self._weights if name in odd]
         self.begin()
         if self._config.precision == "fp16" and float(self.scale) > 1:
             self.scale.div_(2)

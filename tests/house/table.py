@@ -82,6 +82,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "data/collate.py",
         "data/pack.py",
         "checkpoint",
+        "dispatch/rank.py",
         "train",
         "rollout/torch_engine.py",
         "rollout/kv.py",

@@ -85,8 +85,8 @@ def test_it_is_held_to_the_model_it_adapts_without_a_second_copy(world: Path, tm
     held = LORA | {"kl": "reverse", "kl.coefficient": 0.5}
     with build(run_of(world, directory=tmp_path / "looked", **held)) as parts:
         worker = parts.learners.crew._worker  # type: ignore[attr-defined]
-        assert isinstance(worker, PolicyWorker) and worker._reference is not None
-        assert worker._reference.model is worker._learner.model is parts.engine.model
+        assert isinstance(worker, PolicyWorker) and "ref_logp" in worker._beside.frozen
+        assert worker._beside.frozen["ref_logp"].model is worker._learner.model is parts.engine.model
     first, second, third = measured(train(world, tmp_path / "run", steps=3, **held))
     assert first["kl"] == 0, "the adapter begins as nothing"
     assert abs(second["kl"]) > 1e-5 and abs(third["kl"]) > 1e-5

@@ -24,7 +24,7 @@ def worker_of(run: Run) -> LocalCrew:
     """A crew of one worker for a run."""
     model, _ = policy(run)
     learner = Learner(model, run.train, steps=100)
-    return LocalCrew(PolicyWorker(run, learner, seed=run.seed, updates=run.updates, epochs=run.epochs))
+    return LocalCrew(PolicyWorker(run, learner, seed=run.seed, epochs=run.epochs))
 
 
 def batch_of(groups: int = 2, size: int = 4) -> Batch:
@@ -46,7 +46,7 @@ def stepped(crew: LocalCrew, run: Run, step: int = 1) -> Metrics:
     batch = crew.call(PolicyWorker.annotate, batch_of(), frozenset({"old_logp"}))
     batch = crew.call(PolicyWorker.estimate, batch, step)
     assert batch.advantage is not None
-    return crew.call(PolicyWorker.update, batch)
+    return crew.call(PolicyWorker.update, batch.split(run.updates))
 
 
 @pytest.mark.parametrize(("updates", "epochs"), [(1, 1), (4, 1), (2, 3)])
@@ -69,8 +69,8 @@ def test_what_was_seen_before_the_update_is_told_once(world: Path) -> None:
     assert "advantage_std" in stepped(crew, run)
     batch = crew.call(PolicyWorker.annotate, batch_of(), frozenset({"old_logp"}))
     estimated = crew.call(PolicyWorker.estimate, batch, 2)
-    assert "advantage_std" in crew.call(PolicyWorker.update, estimated)
-    assert "advantage_std" not in crew.call(PolicyWorker.update, estimated)
+    assert "advantage_std" in crew.call(PolicyWorker.update, [estimated])
+    assert "advantage_std" not in crew.call(PolicyWorker.update, [estimated])
 
 
 def test_annotated_are_the_action_tokens(world: Path) -> None:

@@ -1,0 +1,76 @@
+"""A call divided over ranks, and their answers made one again, as the method's `spread` says.
+
+    batch ──► shares of whole rollouts or groups, about equal ──► ranks ──► answers ──► in the order of the batch
+
+A rank may get no rollout at all: it is called like the others, because they may want to exchange something with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from etude.batch import Batch
+from etude.observe import Metrics
+from etude.protocols import Gather, Split, Spread
+
+__all__ = ["Division", "Share", "divide"]
+
+Share = Callable[[Batch, int, Literal["rollout", "group"]], Sequence[Sequence[int]]]
+"""Which rollouts of a batch each of so many ranks gets, by whole rollouts or whole groups; each one's in order."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """What each rank is called with."""
+
+    gather: Gather
+    arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
+    """One for each rank; where all get the same, one for all."""
+    cut: tuple[Batch, Sequence[Sequence[int]]] | None = None
+    """The one batch that was cut, and which of its rollouts went where."""
+
+    def join(self, answers: Sequence[Callable[[], Any]]) -> Any:
+        """One answer of the ranks', each of which is read only if it is wanted."""
+        if self.gather is Gather.FIRST:
+            return answers[0]()
+        told = [answer() for answer in answers]
+        if self.gather is Gather.ALL:
+            return told
+        if self.gather is Gather.METRICS:
+            metrics = Metrics()
+            for each in told:
+                metrics.merge(each)
+            return metrics
+        assert self.cut is not None, "answers are put in order by the one batch that the call was cut from"
+        batch, places = self.cut
+        order = [place for share in places for place in share]
+        joined = Batch.concat([each for each in told if each.rollouts] or told[:1])
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return joined.select(back).replace(group=batch.group)
+
+
+def divide(spread: Spread, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int, share: Share) -> Division:
+    """The call of each rank. Batches are cut, also those in a list; everything else goes to all."""
+    if spread.split is Split.SAME:
+        return Division(spread.gather, [(args, kwargs)])
+    by: Literal["rollout", "group"] = "rollout" if spread.split is Split.ROLLOUTS else "group"
+    cuts: list[tuple[Batch, Sequence[Sequence[int]]]] = []
+
+    def parts(value: Any) -> list[Any]:
+        if isinstance(value, Batch):
+            places = share(value, ranks, by)
+            cuts.append((value, places))
+            return [value.select(each) for each in places]
+        if isinstance(value, list | tuple) and any(isinstance(each, Batch) for each in value):
+            return [list(each) for each in zip(*(parts(each) for each in value), strict=True)]
+        return [value] * ranks
+
+    by_place = [parts(value) for value in args]
+    by_name = {name: parts(value) for name, value in kwargs.items()}
+    arguments = [
+        ([each[rank] for each in by_place], {name: each[rank] for name, each in by_name.items()})
+        for rank in range(ranks)
+    ]
+    return Division(spread.gather, arguments, cuts[0] if len(cuts) == 1 else None)

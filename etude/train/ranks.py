@@ -1,0 +1,64 @@
+"""The ranks of a run: processes that each hold the whole model and some of the rollouts, and learn as one.
+
+Whatever is summed over them is summed in the order of ranks, on every rank alike: all of them then hold the same number
+in every bit, and so does the next run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from etude.algorithms import Denominators
+from etude.algorithms.view import Alone, Ranks
+
+__all__ = ["Together", "count", "everywhere", "most", "of_group"]
+
+
+class Together:
+    """The `Ranks` of torch's process group. Each of them makes the same calls in the same order."""
+
+    def __init__(self) -> None:
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks, entry by entry."""
+        return torch.stack(self._told(values)).sum(0, dtype=values.dtype)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The ranks' values [n, …], which may differ in n, end to end in rank order."""
+        counts = [int(count) for count in self._told(torch.tensor(len(values), device=values.device))]
+        longest = values.new_zeros((max(counts), *values.shape[1:]))
+        longest[: len(values)] = values
+        return torch.cat([told[:count] for told, count in zip(self._told(longest), counts, strict=True)])
+
+    def _told(self, values: Tensor) -> list[Tensor]:
+        """What each rank has, all of one shape."""
+        heard = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.count)]
+        dist.all_gather(heard, values.detach().contiguous())
+        return heard
+
+
+def of_group() -> Ranks:
+    """The ranks that this process is one of: those of its process group, or itself alone."""
+    many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return Together() if many else Alone()
+
+
+def count(ranks: Ranks) -> int:
+    """How many there are."""
+    return ranks.count if isinstance(ranks, Together) else 1
+
+
+def most(number: int, ranks: Ranks) -> int:
+    """The largest of the ranks' numbers."""
+    return int(ranks.gather(torch.tensor([number])).max())
+
+
+def everywhere(mine: Denominators, ranks: Ranks) -> Denominators:
+    """The counts of an update batch, of which each rank holds a share."""
+    told = ranks.gather(torch.tensor([astuple(mine)]))
+    return Denominators.total([Denominators(*counts) for counts in told.tolist()])

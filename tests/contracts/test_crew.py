@@ -1,0 +1,100 @@
+"""What every crew promises, wherever its workers are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import torch
+
+from etude.batch import Batch
+from etude.data.share import shares
+from etude.dispatch import CrewConfig, LocalCrew
+from etude.dispatch.processes import ProcessCrew
+from etude.errors import TrainingError
+from etude.protocols import Crew
+from tests.batches import random_batch
+from tests.dispatch.workers import Clerk, counted
+
+RANKS = {"local": 1, "processes": 2}
+
+
+@pytest.fixture(scope="module", params=sorted(RANKS))
+def crew(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    if request.param == "local":
+        yield LocalCrew(counted())
+        return
+    logs = tmp_path_factory.mktemp("ranks")
+    made = ProcessCrew(counted, ranks=RANKS[request.param], share=shares, logs=logs, config=CrewConfig(timeout=120))
+    with closing(made):
+        yield made
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> int:
+    return RANKS[request.node.callspec.params["crew"]]
+
+
+def same(one: Batch, other: Batch) -> None:
+    """Whether two batches are one, column by column; what is NaN in one is NaN in the other."""
+    assert dict(one.columns()).keys() == dict(other.columns()).keys()
+    for name in ("offsets", "unit", "group"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    for name, column in one.columns():
+        theirs = dict(other.columns())[name]
+        if isinstance(column.values, tuple):
+            assert column.values == theirs.values
+        else:
+            torch.testing.assert_close(column.tensor, theirs.tensor, rtol=0, atol=0, equal_nan=True)
+
+
+def test_workers_keep_their_state_from_call_to_call(crew: Crew) -> None:
+    before = crew.call(Clerk.add, 0)
+    assert crew.call(Clerk.add, 2) == before + 2
+    assert crew.call(Clerk.add, 3, twice=True) == before + 8
+
+
+def test_what_every_rank_says_comes_as_a_list(crew: Crew, ranks: int) -> None:
+    told = crew.call(Clerk.everyone)
+    assert len(set(told)) == len(told) == ranks
+
+
+@pytest.mark.parametrize("sizes", [(3, 1, 4), (2,), (1, 1, 1, 1, 1), (1, 7)], ids=str)
+def test_a_batch_comes_back_in_its_order(crew: Crew, sizes: tuple[int, ...]) -> None:
+    """However few its groups are: a rank may get none."""
+    batch = random_batch(0, sizes)
+    same(crew.call(Clerk.double, batch, by=3), batch.replace(reward=3 * batch.need("reward")))
+    same(crew.call(Clerk.centre, batch), Clerk().centre(batch))
+
+
+def test_groups_that_stand_apart_in_the_batch_stay_whole(crew: Crew) -> None:
+    batch = random_batch(1, (3, 3, 2))
+    mixed = batch.select([0, 3, 6, 1, 4, 7, 2, 5])
+    same(crew.call(Clerk.centre, mixed), Clerk().centre(mixed))
+
+
+def test_metrics_are_merged_by_their_own_reduction(crew: Crew, ranks: int) -> None:
+    parts = [random_batch(2, (4, 1, 2)), random_batch(3, (2,))]
+    found = crew.call(Clerk.measure, parts, 0.5).reduce()
+    wanted = Clerk().measure(parts, 0.5).reduce()
+    assert found.pop("whole") == pytest.approx(ranks * wanted.pop("whole"))
+    assert found == pytest.approx(wanted)
+
+
+def test_ranks_hear_each_other_in_their_order(crew: Crew, ranks: int) -> None:
+    wanted = torch.cat([torch.arange(2 + rank) for rank in range(ranks)])
+    assert all(torch.equal(heard, wanted) for heard in crew.call(Clerk.exchange, 2))
+
+
+def test_an_error_that_all_meet_is_raised_as_it_is_and_ends_nothing(crew: Crew) -> None:
+    before = crew.call(Clerk.add, 0)
+    with pytest.raises(TrainingError) as raised:
+        crew.call(Clerk.refuse)
+    assert str(raised.value) == "The gradient is not finite."
+    assert crew.call(Clerk.add, 1) == before + 1
+
+
+def test_an_undeclared_method_is_refused(crew: Crew) -> None:
+    with pytest.raises(AssertionError, match="does not say how it is spread"):
+        crew.call(Clerk.secret)

@@ -1,0 +1,149 @@
+"""Workers for crews: each rank makes one, here or in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from etude.batch import Batch
+from etude.errors import ConfigError, TrainingError
+from etude.observe import Last, Max, Mean, Metrics, Sum, get_log
+from etude.protocols import Gather, Split, spread
+from etude.train.ranks import of_group
+
+
+class Clerk:
+    """Counts, marks, measures, and goes wrong in every way."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+        self.ranks = of_group()
+
+    @property
+    def rank(self) -> int:
+        """Its own."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @spread()
+    def add(self, amount: int, *, twice: bool = False) -> int:
+        """Count on; every rank has counted alike."""
+        self.count += amount * (2 if twice else 1)
+        return self.count
+
+    @spread(gather=Gather.ALL)
+    def everyone(self) -> list[int]:
+        """One entry a rank: its process."""
+        return os.getpid()  # type: ignore[return-value]
+
+    @spread(gather=Gather.ALL)
+    def threads(self) -> list[int]:
+        """With how many each computes."""
+        return torch.get_num_threads()  # type: ignore[return-value]
+
+    @spread(Split.GROUPS, Gather.CONCAT)
+    def centre(self, batch: Batch) -> Batch:
+        """Rewards beside the mean of their group, which only whole groups tell."""
+        reward = batch.need("reward")
+        total = torch.zeros(batch.groups, dtype=reward.dtype).index_add(0, batch.group, reward)
+        count = torch.zeros_like(total).index_add(0, batch.group, torch.ones_like(reward))
+        return batch.replace(reward=reward - (total / count)[batch.group])
+
+    @spread(Split.ROLLOUTS, Gather.CONCAT)
+    def double(self, batch: Batch, by: int = 2) -> Batch:
+        """Twice the reward."""
+        return batch.replace(reward=batch.need("reward") * by)
+
+    @spread(Split.GROUPS, Gather.METRICS)
+    def measure(self, parts: list[Batch], factor: float) -> Metrics:
+        """What is seen of several batches, each of which is shared out."""
+        metrics = Metrics()
+        for part in parts:
+            reward = part.need("reward")
+            metrics.merge({"mean": Mean.over(reward.sum() * factor, len(reward)), "tokens": Sum.of(part.tokens)})
+            if len(reward):
+                metrics.add("highest", Max.of(reward.max()))
+            metrics.merge({"whole": Sum.of(float(self.ranks.sum(reward.sum()))), "factor": Last.of(factor)})
+        return metrics
+
+    @spread(gather=Gather.ALL)
+    def exchange(self, size: int) -> list[Tensor]:
+        """What each rank hears of the others."""
+        return self.ranks.gather(torch.arange(size + self.rank))  # type: ignore[return-value]
+
+    @spread()
+    def refuse(self, rank: int | None = None) -> None:
+        """An error of ours, on one rank or on all of them."""
+        if rank in (None, self.rank):
+            raise TrainingError("The gradient is not finite.")
+
+    @spread()
+    def stumble(self, rank: int) -> None:
+        """An error of nobody's on one rank; the others wait for it."""
+        if self.rank == rank:
+            raise ZeroDivisionError("a slip")
+        self.ranks.sum(torch.ones(1))
+
+    @spread()
+    def end(self, rank: int, how: str) -> None:
+        """One rank ends, or stops; the others wait for it in an exchange."""
+        if self.rank == rank:
+            sys.stderr.write("these are its last words\n")
+            sys.stderr.flush()
+            if how == "exit":
+                os._exit(3)
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "crash": signal.SIGSEGV}[how])
+        self.ranks.sum(torch.ones(1))
+
+    @spread()
+    def work(self, seconds: float) -> None:
+        """Compute for a while, as far as anybody can see."""
+        time.sleep(seconds)
+
+    @spread()
+    def warn(self) -> None:
+        """Say something that is worth a warning."""
+        get_log("train").warning("the weather is bad")
+        get_log("train").warning("and here it is rank %d", self.rank)
+
+    async def wonder(self, seconds: float, *, begun: Callable[[], None]) -> tuple[int, int]:
+        """Take some time, beside others."""
+        begun()
+        if seconds < 0:
+            raise ConfigError("Time goes on.")
+        await asyncio.sleep(seconds)
+        return self.rank, os.getpid()
+
+    def secret(self) -> int:
+        """Not declared."""
+        return self.count
+
+    @spread()
+    def generator(self) -> Any:
+        """What cannot travel."""
+        return (number for number in range(3))
+
+
+def refusing(_: int) -> Clerk:
+    """A worker that cannot be made."""
+    raise ConfigError("No worker can be made of this.")
+
+
+def stopping(rank: int) -> Clerk:
+    """One of the ranks never comes."""
+    if dist.get_rank() == rank:
+        time.sleep(600)
+    return Clerk()
+
+
+def counted() -> Clerk:
+    """One that has counted already."""
+    return Clerk(10)

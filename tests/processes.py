@@ -1,0 +1,20 @@
+"""What tests ask of processes that are not theirs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+
+def gone(pid: int, within: float = 10.0) -> bool:
+    """Whether a process has ended, or does so soon; one that nobody has waited for yet has."""
+    until = time.monotonic() + within
+    while True:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.02)

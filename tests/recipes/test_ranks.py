@@ -1,0 +1,253 @@
+"""Several ranks learn what one learns: the same loss, gradient and weights, up to the order of sums."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.algorithms import Algorithm
+from etude.algorithms.advantages import ADVANTAGES
+from etude.algorithms.entropy import Entropy
+from etude.algorithms.losses import LOSSES
+from etude.algorithms.losses.clip import PPO
+from etude.batch import Batch
+from etude.checkpoint import Checkpoints
+from etude.data.share import shares
+from etude.dispatch import CrewConfig, LocalCrew
+from etude.dispatch.processes import ProcessCrew
+from etude.errors import TrainingError
+from etude.protocols import Crew
+from etude.train import load_weights
+from tests.recipes.ranked import Pupil
+from tests.train.tasks import model, rollouts
+
+EVERYTHING = Algorithm(
+    loss=PPO(reduction="seq-mean-token-mean"),
+    advantage=ADVANTAGES["reinforce++"](),
+    entropy=Entropy(coefficient=0.1, top_share=0.8),
+    correction={"weight": "truncate", "high": 2.0, "normalise": "tokens"},
+    echo=0.3,
+)
+COVARIANCE = Algorithm(loss=LOSSES["clip_cov"](share=0.2), advantage=ADVANTAGES["gpg"]())
+TOLERANCE = {"fp64": 1e-12, "fp32": 2e-5}
+"""How far a weight may be off after five steps of four updates at a rate of 1e-2: each moves it by up to as much."""
+TIMES = {"update_seconds", "trained_tokens_per_second", "exchange_seconds", "peak_memory_gb", "mfu", "micro_batches"}
+"""Metrics that say how it was computed."""
+
+
+def crew_of(ranks: int, logs: Path) -> ProcessCrew:
+    return ProcessCrew(Pupil, ranks=ranks, share=shares, logs=logs, config=CrewConfig(timeout=120))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCrew]:
+    with closing(crew_of(2, tmp_path_factory.mktemp("two"))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCrew]:
+    with closing(crew_of(3, tmp_path_factory.mktemp("three"))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCrew]:
+    with closing(crew_of(4, tmp_path_factory.mktemp("four"))) as made:
+        yield made
+
+
+@pytest.fixture(params=["two", pytest.param("four", marks=pytest.mark.soak)])
+def many(request: pytest.FixtureRequest) -> ProcessCrew:
+    found: ProcessCrew = request.getfixturevalue(request.param)
+    return found
+
+
+def alone(*args: Any, **options: Any) -> LocalCrew:
+    """One rank, here."""
+    crew = LocalCrew(Pupil())
+    crew.call(Pupil.begin, *args, **options)
+    return crew
+
+
+def practised(
+    crew: Crew, steps: int = 5, *, updates: int = 2, groups: int = 3, first: int = 0
+) -> list[dict[str, float]]:
+    """What some steps measure, on batches of unequal groups."""
+    told = []
+    for step in range(first, first + steps):
+        batch = crew.call(Pupil.ready, rollouts(seed=step, groups=groups))
+        told.append(crew.call(Pupil.update, batch.split(updates, by="rollout")).reduce())
+    return told
+
+
+def apart(one: Crew, other: Crew) -> float:
+    """The largest difference of two weights; every rank has the same ones."""
+    mine, theirs = one.call(Pupil.weights), other.call(Pupil.weights)
+    for weights in (mine, theirs):
+        assert all(same(weights[0], each) for each in weights)
+    return max(float((weight - theirs[0][name]).abs().max()) for name, weight in mine[0].items())
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("precision", sorted(TOLERANCE))
+@pytest.mark.parametrize("algorithm", [Algorithm(), EVERYTHING, COVARIANCE], ids=["grpo", "everything", "covariance"])
+def test_five_steps_are_those_of_one_rank(many: ProcessCrew, algorithm: Algorithm, precision: str) -> None:
+    """In loss, gradient norm and weights; and every other number that is measured of the learning is the same too."""
+    options: dict[str, Any] = {"precision": precision, "algorithm": algorithm, "epochs": 2, "micro_tokens": 60}
+    one = alone(**options)
+    many.call(Pupil.begin, **options)
+    before = one.call(Pupil.weights)[0]
+    wanted, found = practised(one), practised(many)
+    tolerance = TOLERANCE[precision]
+    assert apart(one, many) <= tolerance
+    assert max(float((w - before[name]).abs().max()) for name, w in one.call(Pupil.weights)[0].items()) > 0.05
+    for mine, theirs in zip(wanted, found, strict=True):
+        assert mine.keys() | {"exchange_seconds"} == theirs.keys()
+        for name in ("loss", "grad_norm", "policy_loss"):
+            assert theirs[name] == pytest.approx(mine[name], rel=50 * tolerance, abs=tolerance), name
+        for name in mine.keys() - TIMES:  # what the sampler said is in float32 always
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-6), name
+
+
+def test_ranks_without_a_rollout_take_part(many: ProcessCrew) -> None:
+    """Fewer groups than ranks, and update batches with nothing for some of them."""
+    one = alone(algorithm=EVERYTHING)
+    many.call(Pupil.begin, algorithm=EVERYTHING)
+    practised(one, 2, groups=1, updates=3), practised(many, 2, groups=1, updates=3)
+    assert apart(one, many) <= 1e-12
+
+
+def test_ranks_with_more_micro_batches_than_others_do_not_wait_in_vain(many: ProcessCrew) -> None:
+    options = {"algorithm": Algorithm(), "micro_tokens": 1}
+    one = alone(**options)
+    many.call(Pupil.begin, **options)
+    lengths = torch.tensor([0, 1, 2, 3, 4, 5, 8])  # groups of four, of two and of one
+    batch = rollouts(groups=3).select(lengths)
+    for crew in (one, many):
+        crew.call(Pupil.update, [crew.call(Pupil.ready, batch)])
+    assert apart(one, many) <= 1e-12
+
+
+def test_half_precision_is_the_masters_rounded_on_every_rank(many: ProcessCrew, tmp_path: Path) -> None:
+    many.call(Pupil.begin, "bf16")
+    practised(many, 2)
+    weights = many.call(Pupil.weights)
+    assert all(same(weights[0], each) for each in weights)
+    assert sum(many.call(Pupil.kept)) == sum(weight.numel() for weight in weights[0].values())
+    assert max(many.call(Pupil.kept)) <= 1.2 * min(many.call(Pupil.kept))
+    many.call(Pupil.save, Checkpoints(tmp_path), 1)
+    one = alone("bf16")
+    one.call(Pupil.resume, tmp_path)
+    assert same(one.call(Pupil.weights)[0], weights[0])
+
+
+def test_a_scale_that_overflows_is_lowered_on_every_rank_at_once(two: ProcessCrew) -> None:
+    one = alone("fp16", learning_rate=0.0)
+    two.call(Pupil.begin, "fp16", learning_rate=0.0)
+    batch = rollouts()
+    batch = batch.replace(reward=batch.need("reward") * 1e6)
+    for crew in (one, two):
+        told = [crew.call(Pupil.update, [crew.call(Pupil.ready, batch)]).reduce() for _ in range(3)]
+        assert [each["skipped_updates"] for each in told] == [0] * 3  # advantages do not grow with rewards
+
+
+def test_a_weight_that_nothing_pulls_at_stays(two: ProcessCrew) -> None:
+    """Where no rank has a gradient, weight decay and AdamW's memory do not act either."""
+    two.call(Pupil.begin, weight_decay=0.5)
+    two.call(Pupil.imitate, rollouts())
+    before = two.call(Pupil.weights)[0]
+    told = two.call(Pupil.imitate, rollouts(), seen=0).reduce()
+    assert told["grad_norm"] == 0 and told["action_tokens"] == 0
+    assert same(two.call(Pupil.weights)[0], before)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_by_all_and_named(two: ProcessCrew) -> None:
+    two.call(Pupil.begin)
+    batch = two.call(Pupil.ready, rollouts())
+    before = two.call(Pupil.weights)[0]
+    broken = batch.replace(advantage=torch.where(batch.action, torch.tensor(1e308).double(), 0.0))
+    with pytest.raises(TrainingError, match=r"not finite in \d+ weights, `model\.embed_tokens\.weight` first"):
+        two.call(Pupil.update, [broken])
+    assert same(two.call(Pupil.weights)[0], before)
+    two.call(Pupil.update, [batch])
+
+
+@pytest.mark.parametrize("readers", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_a_checkpoint_of_two_ranks_is_one_of_any_number(
+    two: ProcessCrew, readers: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Others go on from it as the two do; and a model is read from it alone."""
+    two.call(Pupil.begin, algorithm=EVERYTHING)
+    practised(two, 2)
+    two.call(Pupil.save, Checkpoints(tmp_path), 2)
+    if readers == 1:
+        other: Crew = alone(algorithm=EVERYTHING)
+    else:
+        other = request.getfixturevalue("three")
+        other.call(Pupil.begin, algorithm=EVERYTHING)
+    assert apart(two, other) > 0.01
+    other.call(Pupil.resume, tmp_path)
+    assert apart(two, other) == 0
+    policy, checkpoints = model(seed=5), Checkpoints(tmp_path)
+    newest = checkpoints.newest()
+    assert newest is not None
+    load_weights(policy, checkpoints, newest)
+    assert same({name: w.detach() for name, w in policy.named_weights()}, two.call(Pupil.weights)[0])
+    practised(two, 2, first=2), practised(other, 2, first=2)
+    assert 0 < apart(two, other) <= 1e-12
+
+
+def test_a_checkpoint_of_one_rank_is_read_by_two(two: ProcessCrew, tmp_path: Path) -> None:
+    one = alone()
+    practised(one, 2)
+    one.call(Pupil.save, Checkpoints(tmp_path), 2)
+    two.call(Pupil.begin)
+    two.call(Pupil.resume, tmp_path)
+    assert apart(one, two) == 0
+    practised(one, 2, first=2), practised(two, 2, first=2)
+    assert apart(one, two) <= 1e-12
+
+
+def test_the_same_ranks_find_the_same_bits(many: ProcessCrew) -> None:
+    weights = []
+    for _ in range(2):
+        many.call(Pupil.begin, "fp32")
+        practised(many, 3)
+        weights.append(many.call(Pupil.weights)[0])
+    assert same(*weights)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's own count of memory is read")
+def test_an_exchange_takes_two_buckets_at_most(many: ProcessCrew) -> None:
+    """By the system's own count, everything that torch and the transport do inside included."""
+    bucket = 32 * 2**20
+    for _ in range(2):  # the first time round, pages are still being found
+        found = many.call(Pupil.spent, 192, bucket)
+    for each in found:
+        assert each["gradients"] <= 2.3 and each["weights"] <= 2, found
+
+
+def test_shares_are_whole_groups_of_about_the_same_tokens() -> None:
+    batch = rollouts(groups=9, size=5)
+    for ranks in (1, 2, 4, 12):
+        parts = shares(batch, ranks)
+        assert sorted(place for part in parts for place in part) == list(range(batch.rollouts))
+        owners = [{int(batch.group[place]) for place in part} for part in parts]
+        assert sum(map(len, owners)) == 9, "a group was divided"
+    tokens = [sum_of(batch, part) for part in shares(batch, 3)]
+    assert max(tokens) < 1.2 * min(tokens)
+
+
+def sum_of(batch: Batch, places: list[int]) -> int:
+    return batch.select(places).tokens

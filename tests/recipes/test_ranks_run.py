@@ -1,0 +1,177 @@
+"""Whole runs of several ranks, by the command: what they train, what they leave, and how they end."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from etude.cli import main
+from etude.recipes import checks
+from etude.store import open_store
+from tests.processes import gone
+from tests.recipes.rewards import planned
+from tests.recipes.runs import Captured, measured, options, refused, run_of, same, train, weights
+from tests.recipes.test_interrupt import CODE
+from tests.recipes.test_loop import EVERY_STEP
+
+
+def drawn(run: Path, step: int) -> list[tuple[list[int], list[float], float]]:
+    """The answers that a step trained on, with their log-probs, and what they earned."""
+    with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
+        states = [store.rollout(rollout) for rollout in sorted(store.admitted()[step])]
+        turns = [store.turns(state.id)[0].completion for state in states]
+        earned = [state.last.reward for state in states if state.last is not None and state.last.reward is not None]
+    return [(t.ids.tolist(), t.logp.tolist(), r) for t, r in zip(turns, earned, strict=True)]
+
+
+def furthest(one: Path, other: Path) -> float:
+    """The largest difference between the weights of two runs."""
+    theirs = weights(other)
+    return max(float((weight - theirs[name]).abs().max()) for name, weight in weights(one).items())
+
+
+def children(of: int | None = None) -> list[int]:
+    """The ranks that a process has started."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            ours = b"etude.dispatch.rank" in (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if ours and parent == (of or os.getpid()):
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+@contextmanager
+def upset(number: signal.Signals, after: int, run: Path) -> Iterator[list[int]]:
+    """Send this to a run's last rank, once a step has its line; the ranks are noted."""
+    noted: list[int] = []
+
+    def wait() -> None:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            if (run / "metrics.jsonl").is_file() and len(measured(run)) >= after:
+                noted.extend(children())
+                os.kill(noted[-1], number)
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        yield noted
+    finally:
+        thread.join()
+
+
+def test_a_run_of_two_ranks_goes_on_with_one(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
+    """It draws the very answers that one rank draws, learns what one learns, and measures what one measures."""
+    run = tmp_path / "run"
+    held = {"data__val": f"[{world / 'held_out.jsonl'}]", "evaluate__sampling__max_tokens": 6}
+    train(world, run, ranks=2, steps=2, reward__path="tests.recipes.rewards:in_parts", **held)
+    assert not children()
+    steps = measured(run)
+    assert [step["step"] for step in steps] == [1, 2] and "eval/mean@1" in steps[1]
+    for step in steps:
+        assert step.keys() >= EVERY_STEP | {"exchange_seconds"}, EVERY_STEP - step.keys()
+        assert all(math.isfinite(step[name]) for name in EVERY_STEP)
+        assert step["rollouts"] == 12 and step["trained_tokens"] == step["tokens"]
+        assert step["mismatch/largest_gap"] < 1e-5 and 0 < step["device_utilisation"] < 1.5
+        assert step["publish_bytes"] == 0 and step["engine/finished"] == 12
+    assert [(ids, logp) for ids, logp, _ in drawn(run, 1)] == [(ids, logp) for ids, logp, _ in drawn(whole, 1)]
+    assert sorted(path.name for path in (run / "ranks").iterdir()) == ["rank-0.log", "rank-1.log"]
+    assert len(list(next((run / "checkpoints").glob("step-*")).glob("*.distcp"))) == 2
+
+    straight = train(world, tmp_path / "straight", reward__path="tests.recipes.rewards:in_parts", **held)
+    assert 0 < furthest(run, straight) < 1e-4
+    assert main(["train", "--resume", str(run), "ranks=1", "steps=3"]) == 0
+    assert [step["step"] for step in measured(run)] == [1, 2, 3] and "exchange_seconds" not in measured(run)[2]
+    assert main(["export", str(run), str(tmp_path / "model")]) == 0
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert "does not read `ranks`" in refused(capsys, "eval", str(run), "ranks=2")
+
+
+def test_what_more_ranks_are_not_good_for_is_told(world: Path, capsys: Captured) -> None:
+    cores = os.cpu_count() or 1
+    for changes, sentence in (
+        ({"ranks": 4, "threads": cores}, f"`ranks=4` want {4 * cores} processors, {cores} each, and this machine has"),
+        ({"ranks": 4, "collect__tasks": 3}, "A step has 3 groups, each of which one rank trains on, and there are 4"),
+        ({"crew.silence": 5}, "`crew` says how several ranks wait for each other, and there is one"),
+    ):
+        capsys.readouterr()
+        checks.before(run_of(world, **changes))
+        told = capsys.readouterr().err
+        assert sentence in told
+    capsys.readouterr()
+    checks.before(run_of(world, ranks=1, threads=1))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.soak
+def test_ctrl_c_ends_the_step_and_three_ranks_go_on(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = tmp_path / "run"
+    with planned({30: signal.SIGINT}):
+        assert main(["train", *options(world, directory=run, steps=4, ranks=2)]) == 130
+    told = capsys.readouterr().err
+    assert "Stopping after this step" in told and "Stopped after step 3 of 4" in told and not children()
+    assert main(["train", "--resume", str(run), "ranks=3"]) == 0
+    assert [step["step"] for step in measured(run)] == [1, 2, 3, 4] and not children()
+    assert furthest(run, whole) < 1e-3
+
+
+@pytest.mark.soak
+def test_a_second_ctrl_c_ends_every_rank_at_once(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    with planned({30: signal.SIGINT, 31: signal.SIGTERM}):
+        assert main(["train", *options(world, directory=tmp_path / "run", steps=4, ranks=2)]) == 130
+    assert "Stopped at once, in step 3" in capsys.readouterr().err and not children()
+
+
+@pytest.mark.soak
+def test_a_killed_run_of_two_ranks_is_the_run_of_two_ranks_bit_for_bit(world: Path, tmp_path: Path) -> None:
+    """And the kill leaves no process behind."""
+    straight = train(world, tmp_path / "straight", ranks=2, steps=6)
+    run = tmp_path / "run"
+    words = ["train", *options(world, directory=run, ranks=2, steps=6, checkpoint__every=2)]
+    for step in (1, 3):
+        process = subprocess.Popen([sys.executable, "-c", CODE, *words])
+        until = time.monotonic() + 120
+        while not ((run / "metrics.jsonl").is_file() and len(measured(run)) >= step):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.01)
+        ranks = children(process.pid)
+        process.kill()
+        process.wait()
+        assert len(ranks) == 2 and all(gone(pid) for pid in ranks)
+    assert main(words) == 0
+    assert [step["step"] for step in measured(run)] == [1, 2, 3, 4, 5, 6]
+    assert same(weights(run), weights(straight))
+    assert np.allclose([s["loss"] for s in measured(run)], [s["loss"] for s in measured(straight)], rtol=0, atol=0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
+    number: signal.Signals, world: Path, whole: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = tmp_path / "run"
+    words = ["train", *options(world, directory=run, ranks=2, steps=400, checkpoint__every=1, **{"crew.silence": 3})]
+    with upset(number, 2, run) as ranks:
+        told = refused(capsys, *words)
+    assert told.startswith(f"Rank 1 (process {ranks[1]}) ") and "Start the run again" in told
+    assert ("killed by SIGKILL" if number is signal.SIGKILL else "gave no sign of life") in told
+    assert all(gone(pid, 0) for pid in ranks)
+    done = len(measured(run))
+    assert main(["train", *options(world, directory=run, ranks=2, steps=done + 1)]) == 0
