@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from etude.recipes.workers import PolicyWorker
     from etude.rollout import TorchEngine
 
-__all__ = ["build", "chat_of", "episodes_of", "evaluator_of", "policy", "prompts", "rank", "tasks"]
+__all__ = ["build", "chat_of", "episodes_of", "evaluator_of", "model_of", "policy", "prompts", "rank", "tasks"]
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         step=step,
         saved=step,
     )
-    introduce(crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, written)
+    introduce(*crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, written)
     if source.replays:
         told = "The answers of what was collected since, up to step %d, are read back and not drawn again."
         get_log("recipes").info(told, source.replays)
@@ -137,7 +137,7 @@ def _rank(run: Run, chat: Chat) -> tuple[PolicyWorker, TorchEngine]:
     from etude.recipes import checks
     from etude.rollout import TorchEngine
 
-    model = _model(run, chat, trained=True)
+    model = model_of(run, chat, trained=True)
     checks.room(run, model)
     engine = TorchEngine(model, chat.tokenizer, run.rollout, merge=run.lora.publish == "merged")
     try:
@@ -151,7 +151,7 @@ def policy(run: Recipe, *, trained: bool = False) -> tuple[Model, Chat]:
     """The model of a run, and how it is spoken to: with the adapters that are trained in place of its weights, and with
     what is frozen frozen. To be trained, it brings its weights as exactly as its files do."""
     chat = chat_of(run)
-    return _model(run, chat, trained=trained), chat
+    return model_of(run, chat, trained=trained), chat
 
 
 def chat_of(run: Recipe) -> Chat:
@@ -164,13 +164,13 @@ def chat_of(run: Recipe) -> Chat:
     return run.chat.chat(Tokenizer.load(run.model.tokenizer or run.model.path))
 
 
-def _model(run: Recipe, chat: Chat, *, trained: bool) -> Model:
+def model_of(run: Recipe, chat: Chat, *, trained: bool) -> Model:
+    """The model of a run, which is spoken to so."""
     from etude.models import adapt, load
     from etude.train.optim import PRECISIONS
 
     assert run.model.path is not None, "a run has a model"
-    tokenizer = chat.tokenizer
-    exact = trained and not run.lora.on
+    tokenizer, exact = chat.tokenizer, trained and not run.lora.on
     model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=exact, head=run.head)
     if tokenizer.size > model.vocabulary:
         raise ConfigError(

@@ -14,15 +14,15 @@ from etude.errors import BatchError, ConfigError, DataError
 from etude.models import Model
 from etude.observe import MlflowConfig, Observe, WandbConfig, get_log
 from etude.recipes.evaluate import Evaluation
-from etude.recipes.recipe import Reference, Teacher
+from etude.recipes.recipe import Recipe, Reference, Teacher
 from etude.recipes.run import Critic, Run
 from etude.records import Rollout, Sample
 from etude.rewards import Nothing
 from etude.rollout.kv import block_bytes
 
 __all__ = [
-    *("algorithm", "before", "compares", "fits", "foresees", "from_the_models", "idle_trackers", "imitates"),
-    *("longest", "room", "threads_of"),
+    *("algorithm", "before", "compares", "fits", "foresees", "from_the_models", "idle_trackers", "imitates", "longest"),
+    *("of_ranks", "room", "threads_of"),
 ]
 
 COLLECTED = frozenset(
@@ -103,31 +103,6 @@ def algorithm(run: Run) -> None:
         get_log("recipes").warning("%s", warning)
 
 
-def threads_of(run: Run) -> int:
-    """With how many threads each rank computes."""
-    return run.threads or max(1, torch.get_num_threads() // run.ranks)
-
-
-def _of_ranks(run: Run) -> list[str]:
-    """What more ranks than one may not be good for."""
-    if run.ranks == 1:
-        alone = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
-        return [alone] if run.crew != CrewConfig() else []
-    told: list[str] = []
-    cores, threads = os.cpu_count() or 1, threads_of(run)
-    if run.ranks * threads > cores:
-        told.append(
-            f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has {cores}: "
-            f"they will get in each other's way. Lower `ranks` or `threads`."
-        )
-    if run.collect.tasks < run.ranks:
-        told.append(
-            f"A step has {run.collect.tasks} groups, each of which one rank trains on, and there are {run.ranks} "
-            f"ranks: some will be idle. Lower `ranks`, or raise `collect.tasks`."
-        )
-    return told
-
-
 def idle_trackers(observe: Observe) -> list[str]:
     """What to say of trackers that were given options and are off."""
     warnings = []
@@ -138,9 +113,34 @@ def idle_trackers(observe: Observe) -> list[str]:
     return warnings
 
 
+def threads_of(run: Recipe) -> int:
+    """With how many threads each rank computes."""
+    return run.threads or max(1, torch.get_num_threads() // run.ranks)
+
+
+def of_ranks(run: Recipe, groups: int, told_by: str) -> list[str]:
+    """What more ranks than one may not be good for. groups: how many a step has, as an option tells."""
+    if run.ranks == 1:
+        alone = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
+        return [alone] if run.crew != CrewConfig() else []
+    told: list[str] = []
+    cores, threads = os.cpu_count() or 1, threads_of(run)
+    if run.ranks * threads > cores:
+        told.append(
+            f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has {cores}: "
+            f"they will get in each other's way. Lower `ranks` or `threads`."
+        )
+    if groups < run.ranks:
+        told.append(
+            f"A step has {groups} groups, each of which one rank trains on, and there are {run.ranks} ranks: some will "
+            f"be idle. Lower `ranks`, or raise `{told_by}`."
+        )
+    return told
+
+
 def _idle_options(run: Run) -> list[str]:
     """What is spoken of and does nothing, a sentence each."""
-    warnings = [*_of_ranks(run), *idle_trackers(run.observe)]
+    warnings = of_ranks(run, run.collect.tasks, "collect.tasks") + idle_trackers(run.observe)
     if run.evaluate != Evaluation() and not run.data.val:
         warnings.append(
             "`evaluate` says how to score on held-out tasks, and there are none, so nothing is scored. Give them with "

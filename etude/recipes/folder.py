@@ -161,16 +161,15 @@ def rooted(run: R) -> R:
     def data(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name if is_module(name) else str(_absolute(Path(name))) for name in names)
 
-    for path in ("directory", *run.places.values()):
-        there = place_of(run, path)
-        run = run if there is None else _with(run, path, _absolute(there))
-    run = _with(_with(run, "data.train", data(run.data.train)), "data.val", data(run.data.val))
-    if not isinstance(run, Run):
-        return run
-    env = run.env
-    run = _with(run, "reward", run.reward.rooted(_absolute))
-    run = _with(run, "env.path", env.path and _named(env.path))
-    return _with(run, "env.tools", tuple(_named(tool) for tool in env.tools))
+    found: dict[str, Any] = {path: place_of(run, path) for path in ("directory", *run.places.values())}
+    found = {path: _absolute(there) for path, there in found.items() if there is not None}
+    found |= {"data.train": data(run.data.train), "data.val": data(run.data.val)}
+    if isinstance(run, Run):
+        found |= {"env.path": run.env.path and _named(run.env.path), "env.tools": tuple(map(_named, run.env.tools))}
+        found |= {"reward": run.reward.rooted(_absolute)}
+    for path, value in found.items():
+        run = _with(run, path, value)
+    return run
 
 
 def _with(run: R, path: str, value: Any) -> R:

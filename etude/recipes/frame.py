@@ -87,13 +87,10 @@ def framed(
             _conclude(run, saver.steps, time.perf_counter() - began, looks)
 
 
-def introduce(sizes: tuple[int, int], what: str, saver: Saver, written: int) -> None:
-    """The first words of a run: what it has, and from where it goes on; up to `written` its steps were measured.
-
-    sizes: how many weights the model has, and how many of them are trained.
-    """
+def introduce(size: int, trained: int, what: str, saver: Saver, written: int) -> None:
+    """The first words of a run: its model's size and how much of it is trained, what it has, and from where it goes on;
+    up to `written` its steps were measured."""
     log, step = get_log("recipes"), saver.step
-    size, trained = sizes
     told = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
     log.info("A model of %s; %s.", told, what)
     if step >= saver.steps:

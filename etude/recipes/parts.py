@@ -64,7 +64,7 @@ class Learners:
         return self.crew.call(PolicyWorker.facts)
 
     def save(self, checkpoints: Checkpoints, step: int, facts: Mapping[str, Any]) -> Checkpoint:
-        """Write a checkpoint, each rank its share."""
+        """Write a checkpoint of them."""
         return self.crew.call(PolicyWorker.save, checkpoints, step, facts)
 
     def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:

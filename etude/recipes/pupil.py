@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from etude.algorithms import Loss
 from etude.batch import Batch
 from etude.checkpoint import Checkpoint, Checkpoints
 from etude.observe import Metrics
 from etude.protocols import Crew, Gather, Split, spread
+from etude.recipes.meter import Meter
 from etude.recipes.workers import Minimise
 from etude.train import Frozen, Learner
 
@@ -44,6 +43,7 @@ class PupilWorker:
         """annotate: what others tell, where the loss asks for it."""
         self._objective, self._learner = Minimise(loss), learner
         self._annotate: Annotate = annotate or (lambda batch: batch)
+        self._meter = Meter(learner.model.device)
 
     @spread(Split.GROUPS, Gather.CONCAT)
     def annotate(self, batch: Batch) -> Batch:
@@ -61,19 +61,27 @@ class PupilWorker:
         return self._learner.measure(batch, self._objective, self._annotate)
 
     @spread()
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights by their published names."""
-        return self._learner.weights()
+    def parameters(self) -> tuple[int, int]:
+        """How many weights the model has, and how many of them are trained."""
+        weights = list(self._learner.model.parameters())
+        return sum(w.numel() for w in weights), sum(w.numel() for w in weights if w.requires_grad)
 
     @spread()
-    def tensors(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps of this rank."""
-        return self._learner.state()
+    def save(self, checkpoints: Checkpoints, step: int, facts: Mapping[str, Any]) -> Checkpoint:
+        """Write a checkpoint, each rank its share."""
+        return checkpoints.save(step, self._learner.state(), facts)
 
     @spread()
-    def restore(self, tensors: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+    def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
+        """Go on from what lies on the disk, however many ranks wrote it."""
+        tensors = self._learner.state()
+        checkpoints.load(checkpoint, tensors)
         self._learner.restore(tensors)
+
+    @spread(gather=Gather.METRICS)
+    def utilisation(self) -> Metrics:
+        """How busy the device was since this was last asked."""
+        return self._meter.read()
 
 
 @dataclass(frozen=True)
@@ -94,16 +102,22 @@ class Pupil:
         """What the loss says of a batch that nothing is learned from."""
         return self.crew.call(PupilWorker.measure, batch)
 
+    def parameters(self) -> tuple[int, int]:
+        """How many weights it has, and how many of them are trained."""
+        return self.crew.call(PupilWorker.parameters)
+
     def facts(self) -> Mapping[str, Any]:
         """What a checkpoint keeps of it in plain numbers: nothing that its tensors do not tell."""
         return {}
 
     def save(self, checkpoints: Checkpoints, step: int, facts: Mapping[str, Any]) -> Checkpoint:
-        """Write a checkpoint."""
-        return checkpoints.save(step, self.crew.call(PupilWorker.tensors), facts)
+        """Write a checkpoint of it."""
+        return self.crew.call(PupilWorker.save, checkpoints, step, facts)
 
     def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
         """Go on from one."""
-        tensors = self.crew.call(PupilWorker.tensors)
-        checkpoints.load(checkpoint, tensors)
-        self.crew.call(PupilWorker.restore, tensors)
+        self.crew.call(PupilWorker.resume, checkpoints, checkpoint)
+
+    def utilisation(self) -> Metrics:
+        """How busy the device was since this was last asked."""
+        return self.crew.call(PupilWorker.utilisation)

@@ -15,6 +15,7 @@ from etude.chat import ChatConfig
 from etude.checkpoint import CheckpointConfig
 from etude.config import Config
 from etude.data import Files
+from etude.dispatch import CrewConfig
 from etude.errors import ConfigError
 from etude.models import Head, Lora
 from etude.observe import Observe
@@ -74,7 +75,11 @@ class Recipe(Config):
     observe: Observe = Field(Observe(), description="what is shown, and where numbers go")
 
     seed: int = Field(0, ge=0, lt=2**63, description="what all chance in the run is derived from")
-    threads: int | None = Field(None, ge=1, description="CPU threads that compute; null leaves it to torch")
+    ranks: int = Field(1, ge=1, description="processes that share the work, each with the whole model")
+    crew: CrewConfig = Field(CrewConfig(), description="how long they may be silent, and wait for each other")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads that compute in each process; null shares out what torch would take"
+    )
     directory: Path | None = Field(
         None, description="the run's own directory; a run that is there is taken up. By default a new one in `runs`"
     )

@@ -17,7 +17,6 @@ from etude.algorithms import Algorithm
 from etude.algorithms.losses.supervised import Value
 from etude.config import Choice, Config
 from etude.data import Data
-from etude.dispatch import CrewConfig
 from etude.errors import ConfigError
 from etude.recipes.environment import EnvConfig
 from etude.recipes.evaluate import Evaluation
@@ -90,11 +89,6 @@ class Run(Recipe, Algorithm):
     steps: int = Field(100, ge=1, description="how often rollouts are collected and trained on")
     updates: int = Field(1, ge=1, description="optimizer steps a step; from the second on, the policy is off its data")
     epochs: int = Field(1, ge=1, description="passes over the rollouts of a step")
-    ranks: int = Field(1, ge=1, description="processes that share the work, each with the whole model")
-    crew: CrewConfig = Field(CrewConfig(), description="how long they may be silent, and wait for each other")
-    threads: int | None = Field(
-        None, ge=1, description="CPU threads that compute in each process; null shares out what torch would take"
-    )
     max_staleness: int = Field(0, ge=0, description="how many versions old a rollout may be; 0 is on-policy")
 
     @model_validator(mode="after")

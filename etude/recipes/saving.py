@@ -16,14 +16,14 @@ __all__ = ["Learned", "Read", "Saver", "Unwritten", "Written", "taken_up"]
 
 
 class Learned(Protocol):
-    """What was learned: the trained roles of a run, as a checkpoint keeps them."""
+    """What was learned: the trained roles of a run."""
 
     def facts(self) -> Mapping[str, Any]:
-        """What is kept in plain numbers."""
+        """What a checkpoint keeps of them in plain numbers."""
         ...
 
     def save(self, checkpoints: Checkpoints, step: int, facts: Mapping[str, Any]) -> Checkpoint:
-        """Write a checkpoint of this step, with these facts of the whole run."""
+        """Write a checkpoint of them, with these facts."""
         ...
 
     def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:

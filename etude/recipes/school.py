@@ -13,23 +13,25 @@ from etude.config.tree import to_tree
 from etude.data.examples import Examples
 from etude.dispatch import LocalCrew
 from etude.errors import ConfigError
-from etude.models import Model
+from etude.models import Model, context_of
 from etude.observe import RunInfo, get_log, last_step, make_console, open_run_log, progress
+from etude.protocols import Crew
 from etude.recipes import checks, folder, inputs, models
-from etude.recipes.build import policy
+from etude.recipes.build import chat_of, model_of
 from etude.recipes.distill import DistillRun
 from etude.recipes.dpo import DPORun
 from etude.recipes.frame import framed, introduce
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.lessons import Lessons, batch_of
-from etude.recipes.meter import Meter, peak_of, sizes_of
+from etude.recipes.meter import peak_of
 from etude.recipes.pupil import Annotate, Pupil, PupilWorker, by_reference, by_teacher
+from etude.recipes.replicas import start
 from etude.recipes.saving import Saver, Unwritten, taken_up
 from etude.recipes.study import Measuring, Study, learn
 from etude.recipes.supervised import Supervised, Validation
 from etude.train import Learner
 
-__all__ = ["build", "study"]
+__all__ = ["build", "rank", "study"]
 
 COMMON = frozenset({"turn"})
 """Columns that every example has."""
@@ -76,7 +78,7 @@ def _checked(run: Supervised) -> None:
         raise ConfigError(
             "`lora.publish` is how an engine is told of an adapter, and nothing samples here. Leave it out."
         )
-    warnings = checks.idle_trackers(run.observe)
+    warnings = checks.of_ranks(run, run.batch_size, "batch_size") + checks.idle_trackers(run.observe)
     if run.evaluate != Validation() and not run.data.val:
         warnings.append(
             "`evaluate` says how to measure on held-out examples, and there are none, so nothing is measured. Give "
@@ -88,14 +90,15 @@ def _checked(run: Supervised) -> None:
 
 def _assembled(run: Supervised, directory: Path, interrupt: Interrupt, stack: ExitStack) -> Study:
     """The parts, each open until the stack closes; and the run written down, once all of them are there."""
-    model, chat = policy(run, trained=True)
-    examples = _read(run, "data.train", run.data.train, chat, model)
+    chat = chat_of(run)
+    assert run.model.path is not None, "a run has a model"
+    context = context_of(run.model.path)
+    examples = _read(run, "data.train", run.data.train, chat, context)
+    held_out = _read(run, "data.val", run.data.val, chat, context) if run.data.val else None
     order = run.data.sampler.start(len(examples), run.seed, examples.sources)
     lessons = Lessons(examples, order, run.batch_size, steps=run.steps, epochs=run.epochs or 1.0)
-    held_out = _read(run, "data.val", run.data.val, chat, model) if run.data.val else None
-    learner = Learner(model, run.train, temperature=_temperature(run), steps=lessons.steps, peak=peak_of(model))
-    crew = stack.enter_context(closing(LocalCrew(PupilWorker(run.loss, learner, _others(run, model)))))
-    pupil, kept = Pupil(crew), Checkpoints(directory / "checkpoints", run.checkpoint.keep)
+    pupil = Pupil(stack.enter_context(closing(_crew(run, chat, lessons.steps, directory))))
+    kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
     asked = f"steps={run.steps}" if run.steps is not None else f"epochs={run.epochs or 1:g}"
     step = taken_up(run.checkpoint, kept, pupil, lessons, lessons.steps, asked)
     steps = step + lessons.left
@@ -104,9 +107,8 @@ def _assembled(run: Supervised, directory: Path, interrupt: Interrupt, stack: Ex
     written = last_step(directory)
     info = RunInfo(directory.name, directory, steps, mask(to_tree(run)))
     log = stack.enter_context(open_run_log(run.observe, info, _headline(run), written=written))
-    limit = run.evaluate.limit
-    measured = inputs.yardstick(run, {"limit": limit})
-    shown = None if held_out is None else batch_of(held_out.first(limit))
+    measured = inputs.yardstick(run, {"limit": run.evaluate.limit})
+    shown = None if held_out is None else batch_of(held_out.first(run.evaluate.limit))
     measuring = Measuring(run.evaluate, pupil, shown, steps)
     saver = Saver(
         *(run.checkpoint, kept, pupil, lessons, Unwritten(), steps, interrupt, log, measuring.best),
@@ -114,14 +116,31 @@ def _assembled(run: Supervised, directory: Path, interrupt: Interrupt, stack: Ex
         step=step,
         saved=step,
     )
-    introduce(sizes_of(model), f"examples: {len(examples)}", saver, written)
-    return Study(directory, log, lessons, pupil, measuring, saver, Meter(model.device), examples.counts())
+    introduce(*pupil.parameters(), f"examples: {len(examples)}", saver, written)
+    return Study(directory, log, lessons, pupil, measuring, saver, examples.counts())
 
 
-def _read(run: Supervised, name: str, files: Sequence[str], chat: Chat, model: Model) -> Examples:
+def _read(run: Supervised, name: str, files: Sequence[str], chat: Chat, context: int) -> Examples:
     """The examples of some files, shown as they are read."""
     with progress(f"reading {name}", None, make_console(run.observe.console)) as bar:
-        return run.data.read(name, files, chat, model.context, bar.advance)
+        return run.data.read(name, files, chat, context, bar.advance)
+
+
+def _crew(run: Supervised, chat: Chat, steps: int, directory: Path) -> Crew:
+    """Whoever learns: here, or in as many processes as there are to be ranks, in so many steps."""
+    run = run.model_copy(update={"steps": steps, "epochs": None})
+    return LocalCrew(_worker(run, chat)) if run.ranks == 1 else start(rank, run, directory / "ranks")
+
+
+def rank(run: Supervised) -> PupilWorker:
+    """The worker of one rank, made in its own process; the run says in how many steps it learns."""
+    return _worker(run, chat_of(run))
+
+
+def _worker(run: Supervised, chat: Chat) -> PupilWorker:
+    model = model_of(run, chat, trained=True)
+    learner = Learner(model, run.train, temperature=_temperature(run), steps=run.steps, peak=peak_of(model))
+    return PupilWorker(run.loss, learner, _others(run, model))
 
 
 def _others(run: Supervised, model: Model) -> Annotate | None:

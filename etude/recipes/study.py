@@ -8,7 +8,6 @@ from pathlib import Path
 from etude.batch import Batch
 from etude.observe import Last, Mean, Metrics, RunLog, get_log
 from etude.recipes.lessons import Lessons
-from etude.recipes.meter import Meter
 from etude.recipes.pupil import Pupil
 from etude.recipes.saving import Saver
 from etude.recipes.supervised import Validation
@@ -59,7 +58,6 @@ class Study:
     pupil: Pupil
     evaluate: Measuring
     checkpoint: Saver
-    meter: Meter
     counts: Metrics
     """What was left out of the examples."""
 
@@ -81,7 +79,7 @@ class Study:
             }
         )
         metrics.merge(self.counts)
-        metrics.merge(self.meter.read())
+        metrics.merge(self.pupil.utilisation())
         metrics.merge(self.checkpoint.spent())
         return metrics
 

@@ -201,11 +201,12 @@ class Learner:
         whole, metrics = everywhere(Denominators.of(View(batch)), self._ranks), Metrics()
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
         for micro, _ in self._micro_batches(batch, objective.split_unit):
-            with torch.no_grad(), self._memory(micro):
-                value, _cost = self._share(annotated(micro), objective, whole)
-            metrics.merge(value.metrics)
-            loss = loss + value.loss
-        metrics.add("loss", Mean.of(loss))
+            if micro.rollouts:
+                with torch.no_grad(), self._memory(micro):
+                    value, _cost = self._share(annotated(micro), objective, whole)
+                metrics.merge(value.metrics)
+                loss = loss + value.loss
+        metrics.add("loss", Mean.of(self._ranks.sum(loss)))
         return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
