@@ -11,7 +11,7 @@ from etude.batch import Batch
 from etude.checkpoint import Checkpoint, Checkpoints
 from etude.observe import Metrics
 from etude.protocols import Crew, Gather, Split, spread
-from etude.recipes.meter import Meter
+from etude.recipes.meter import Meter, sizes_of
 from etude.recipes.workers import Minimise
 from etude.train import Frozen, Learner
 
@@ -63,8 +63,7 @@ class PupilWorker:
     @spread()
     def parameters(self) -> tuple[int, int]:
         """How many weights the model has, and how many of them are trained."""
-        weights = list(self._learner.model.parameters())
-        return sum(w.numel() for w in weights), sum(w.numel() for w in weights if w.requires_grad)
+        return sizes_of(self._learner.model)
 
     @spread()
     def save(self, checkpoints: Checkpoints, step: int, facts: Mapping[str, Any]) -> Checkpoint:
