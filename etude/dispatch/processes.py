@@ -171,8 +171,8 @@ class ProcessCrew:
         """Wait until every rank is there, and tell now and then which are not. The keeper bounds it."""
         log, began = get_log("dispatch"), time.perf_counter()
         log.info("Starting %d ranks; threads of each: %d.", self.ranks, self._threads)
-        starts = {self._owe(member, 0): member for member in self._members}
         self._keeper.start()
+        starts = {self._owe(member, 0): member for member in self._members}
         port, listener = self._spawned.result()
         for member in self._members:
             member.send(self._begin(member, port, listener, body))

@@ -19,6 +19,7 @@ import signal
 import threading
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -161,7 +162,8 @@ class _Forward(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info is None:
-            self._line.send(Said(record.levelno, record.name, record.getMessage()))
+            with suppress(OSError):  # nobody is left to hear it
+                self._line.send(Said(record.levelno, record.name, record.getMessage()))
 
 
 def _failed(number: int, error: BaseException) -> Failed:

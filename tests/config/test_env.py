@@ -10,7 +10,7 @@ from etude.config import env
 
 
 def test_it_offers_only_what_is_used() -> None:
-    assert env.__all__ == ["cache_directory", "etude_command", "required_components"]
+    assert env.__all__ == ["cache_directory", "etude_command", "for_one_machine", "required_components"]
 
 
 def test_required_components(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +45,14 @@ def test_etude_is_called_by_its_name_where_the_shell_finds_it(tmp_path: Path, mo
     monkeypatch.setenv("PATH", "/nowhere")
     beside.unlink()
     assert env.etude_command() == "etude"
+
+
+def test_processes_of_one_machine_speak_through_its_loopback_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/somewhere")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    given = env.for_one_machine()
+    assert given["PATH"] == "/somewhere" and given["GLOO_SOCKET_IFNAME"].startswith("lo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert env.for_one_machine()["GLOO_SOCKET_IFNAME"] == "eth0"

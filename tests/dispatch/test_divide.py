@@ -1,0 +1,81 @@
+"""Calls divided over ranks and put together again, and what becomes of them on the way."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.batch import Batch
+from etude.data.share import shares
+from etude.dispatch.divide import divide
+from etude.dispatch.messages import pack, unpack
+from etude.errors import BatchError, TrainingError
+from etude.observe import Last, Mean, Metrics, Sum
+from etude.protocols import Gather, Split, Spread
+from tests.batches import batches, random_batch, same, with_extras
+
+
+def through(spread: Spread, ranks: int, work: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call to so many ranks, in this process, over the wire."""
+    division = divide(spread, args, kwargs, ranks, shares)
+    bodies = [pack(each) for each in division.arguments] * (ranks // len(division.arguments))
+    answers = []
+    for body in bodies:
+        given_args, given_kwargs = unpack(body)
+        answers.append(pack(work(*given_args, **given_kwargs)))
+    return division.join([partial(unpack, answer) for answer in answers])
+
+
+@given(batch=batches, ranks=st.integers(1, 5), split=st.sampled_from([Split.ROLLOUTS, Split.GROUPS]))
+def test_a_batch_that_was_divided_is_itself_again(batch: Batch, ranks: int, split: Split) -> None:
+    seen: list[Batch] = []
+
+    def work(share: Batch, *, factor: float) -> Batch:
+        seen.append(share)
+        return share.replace(reward=share.need("reward") * factor)
+
+    batch = with_extras(batch)
+    found = through(Spread(split, Gather.CONCAT), ranks, work, batch, factor=2.0)
+    assert same(found, batch.replace(reward=batch.need("reward") * 2))
+    assert len(seen) == ranks and sum(share.rollouts for share in seen) == batch.rollouts
+    if split is Split.GROUPS:
+        assert sum(len(share.group.unique()) for share in seen) == len(batch.group.unique())
+
+
+def test_each_batch_of_a_list_is_shared_out_by_itself() -> None:
+    parts = [random_batch(i, (2, 2)) for i in range(3)]
+    told = through(Spread(Split.GROUPS, Gather.ALL), 2, lambda each: [b.rollouts for b in each], parts)
+    assert told == [[2, 2, 2]] * 2
+
+
+def test_what_is_the_same_for_all_is_packed_once() -> None:
+    batch = random_batch(0)
+    division = divide(Spread(Split.SAME, Gather.ALL), [batch], {}, 4, shares)
+    assert len(division.arguments) == 1
+    assert through(Spread(Split.SAME, Gather.ALL), 4, lambda b: b.tokens, batch) == [batch.tokens] * 4
+    assert through(Spread(Split.SAME, Gather.FIRST), 4, lambda b: b.tokens, batch) == batch.tokens
+
+
+def test_metrics_and_empty_batches_travel() -> None:
+    metrics = Metrics({"mean": Mean.over(torch.tensor(3.0), 2), "sum": Sum.of(4), "last": Last.of(1), "none": Mean()})
+    found = unpack(pack({"told": metrics}))["told"]
+    assert found.reduce() == metrics.reduce() == {"mean": 1.5, "sum": 4, "last": 1}
+    found.merge(metrics)
+    assert found.reduce()["sum"] == 8
+    nothing = unpack(pack(random_batch(0).select([])))
+    assert (nothing.rollouts, nothing.rows, nothing.tokens, nothing.groups) == (0, 0, 0, 0)
+    with pytest.raises(BatchError, match="An empty batch trains nothing"):
+        random_batch(0).replace(group=torch.empty(0, dtype=torch.int64))
+
+
+def test_errors_of_ours_travel_with_what_was_noted() -> None:
+    error = TrainingError("It went wrong.")
+    error.add_note("And how.")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.__notes__) == (TrainingError, "It went wrong.", ["And how."])
