@@ -64,6 +64,27 @@ examples:
 
 Ctrl-C finishes the step, saves, and says how to go on; pressed twice, it stops at once."""
 
+EXAMPLES = {
+    "sft": ("teach a model by demonstrations: supervised fine-tuning", "data.train=[chats.jsonl] epochs=2"),
+    "dpo": (
+        "teach a model what people prefer: direct preference optimisation",
+        "data.train=[pairs.jsonl] loss.beta=0.1",
+    ),
+    "reward-model": ("train a model that scores answers, from what people prefer", "data.train=[pairs.jsonl]"),
+    "distill": ("teach a model what a larger one thinks", "teacher.path=Qwen3-4B data.train=[texts.jsonl]"),
+}
+"""The commands that learn from examples: what each does, and what its options look like."""
+
+LEARN = f"""\
+{OVERRIDES}
+examples:
+  etude NAME model.path=Qwen3-0.6B OPTIONS
+  etude NAME --config mine.yaml               a file, then the command line over it
+  etude NAME --resume runs/NAME-20260101-120000
+  etude NAME … --multirun train.learning_rate=1e-5,2e-5
+
+`etude config show NAME` prints every option. Ctrl-C finishes the step, saves, and says how to go on."""
+
 EVAL = """\
 examples:
   etude eval runs/train-20260101-120000                       the run's own data.val, by its newest checkpoint
@@ -101,6 +122,7 @@ SHOW = f"""\
 examples:
   etude config show                           the defaults of `etude train`
   etude config show dapo                      a preset
+  etude config show sft                       the options of `etude sft`
   etude config show kl=reverse                what changes, and which options it brings
   etude config show --demo loss=gspo          the options of `etude demo algorithms`
   etude config show grpo loss=gspo --yaml > mine.yaml
@@ -136,6 +158,12 @@ def _add_runs(commands: Any, debug: Parser) -> None:
     train.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
     train.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
     train.set_defaults(command=_train)
+
+    for name, (told, options) in EXAMPLES.items():
+        learn = of_a_run(commands, name, told, LEARN.replace("NAME", name).replace("OPTIONS", options), debug)
+        learn.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
+        learn.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
+        learn.set_defaults(command=_learn, recipe=name)
 
     evaluate = of_a_run(commands, "eval", "score a model, or a run's checkpoint, on tasks", EVAL, debug, "[RUN] ")
     evaluate.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
@@ -241,13 +269,16 @@ def _complain(sentence: str) -> None:
 
 
 def _composed(arguments: argparse.Namespace) -> Any:
-    """The run that a command line asks for: a preset if its first word names one, a file, and the options."""
-    from etude.config.compose import compose
+    """The run that a command line asks for: a preset or a recipe if its first word is one, a file, and the options."""
+    from etude.recipes.commands import SUPERVISED, asked
     from etude.recipes.presets import split
     from etude.recipes.run import Run
 
-    preset, overrides = split(arguments.overrides)
-    return compose(Run, overrides, file=arguments.config, preset=preset)
+    words = arguments.overrides
+    if words[:1] and words[0] in SUPERVISED:
+        return asked(SUPERVISED[words[0]], words[1:], arguments.config)
+    preset, overrides = split(words)
+    return asked(Run, overrides, arguments.config, preset)
 
 
 def _config_show(arguments: argparse.Namespace) -> None:
@@ -264,23 +295,46 @@ def _config_show(arguments: argparse.Namespace) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    from etude.recipes.commands import asked
     from etude.recipes.folder import read_run
     from etude.recipes.loop import train
     from etude.recipes.presets import split
+    from etude.recipes.run import Run
     from etude.recipes.sweep import sweep
 
     if arguments.resume is not None:
-        if arguments.config is not None or arguments.multirun:
-            raise ConfigError(
-                "--resume goes on with one run as it was started, and takes neither --config nor --multirun. Write "
-                "what may change as key=value."
-            )
+        _goes_on_as_it_was(arguments)
         train(read_run(arguments.resume, arguments.overrides))
     elif arguments.multirun:
         preset, overrides = split(arguments.overrides)
-        sweep(overrides, arguments.config, preset)
+        sweep(Run, train, overrides, arguments.config, preset)
     else:
-        train(_composed(arguments))
+        preset, overrides = split(arguments.overrides)
+        train(asked(Run, overrides, arguments.config, preset))
+
+
+def _learn(arguments: argparse.Namespace) -> None:
+    from etude.recipes.commands import SUPERVISED, asked
+    from etude.recipes.folder import read_kind
+    from etude.recipes.school import study
+    from etude.recipes.sweep import sweep
+
+    kind = SUPERVISED[arguments.recipe]
+    if arguments.resume is not None:
+        _goes_on_as_it_was(arguments)
+        study(read_kind(kind, arguments.resume, arguments.overrides))
+    elif arguments.multirun:
+        sweep(kind, study, arguments.overrides, arguments.config)
+    else:
+        study(asked(kind, arguments.overrides, arguments.config))
+
+
+def _goes_on_as_it_was(arguments: argparse.Namespace) -> None:
+    if arguments.config is not None or arguments.multirun:
+        raise ConfigError(
+            "--resume goes on with one run as it was started, and takes neither --config nor --multirun. Write what "
+            "may change as key=value."
+        )
 
 
 def _eval(arguments: argparse.Namespace) -> None:

@@ -45,7 +45,7 @@ from etude.recipes.parts import Learners
 from etude.recipes.presets import PRESETS
 from etude.recipes.run import Run
 from etude.recipes.sampling import derived_seed
-from etude.recipes.workers import Beside, Foresee, PolicyWorker
+from etude.recipes.workers import Beside, Minimise, PolicyWorker
 from etude.records import Outcome, Rollout, Task, Turn
 from etude.rewards import Judge, RewardFunction, Verdict
 from etude.rollout import TorchEngine
@@ -174,6 +174,11 @@ class PPOTrainer:
         self.run = config.run(**{"train.precision": _precision(model), "data.max_prompt": longest})
         if checks.imitates(self.run):
             raise ConfigError("A teacher is a model directory: learn from one with `etude train distillation`.")
+        if self.run.needs() & {"greedy_reward", "anchor"}:
+            raise ConfigError(
+                f"`{config.algorithm}` wants more than answers and rewards (greedy answers, or states that an "
+                f"environment names): run it with `etude train`."
+            )
         checks.algorithm(self.run)
         checks.room(self.run, model)
         self._order = self.run.data.sampler.start(len(self._dataset), self.run.seed, self._dataset.sources)
@@ -345,5 +350,5 @@ def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
         steps=run.steps * run.updates * run.epochs,
         reference=held["ref_logp"] if "full_kl" in run.outputs() else None,
     )
-    beside = Beside(held, critic, Foresee(run.critic.loss), alone)
+    beside = Beside(held, critic, Minimise(run.critic.loss), alone)
     return PolicyWorker(run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine)

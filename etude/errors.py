@@ -12,6 +12,7 @@
     │   └── RewardError                   a reward that could not be had, or is no finite number; names the task
     ├── CheckpointError                   a checkpoint that cannot be written or read; names the file
     ├── CollectionError                   a step that got nothing to train on; says what failed
+    ├── EnvError                          an environment or a tool that breaks its word; names it
     ├── RunError                          a run directory that cannot be used: in use, missing, not a run
     ├── TrainingError                     an update that cannot be taken; the weights are as they were
     ├── StoreError                        the journal cannot be opened, read or written as asked; names the file
@@ -35,6 +36,7 @@ __all__ = [
     "CrewError",
     "DataError",
     "EngineError",
+    "EnvError",
     "EtudeError",
     "IllegalMoveError",
     "MissingColumnError",
@@ -95,6 +97,10 @@ class CheckpointError(EtudeError):
 
 class CollectionError(EtudeError):
     """A step got nothing to train on."""
+
+
+class EnvError(EtudeError):
+    """An environment or a tool that breaks its word."""
 
 
 class RunError(EtudeError):

@@ -112,15 +112,36 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment answers: what the model is shown next, what the last answer earned, whether it is over."""
+    """What an environment answers. Example: `Observation("Higher.", reward=0.1)`."""
 
-    messages: tuple[Message, ...]
-    reward: float | None = None
+    shown: str | Sequence[Message | Mapping[str, Any]] = ()
+    """What the model is shown next: text, or messages (or their JSON form).
+
+    A rollout that begins with text is text: what is shown later is continued as it stands, too. One that begins with
+    messages is a conversation, in which text is a user's message. Where `reset` shows nothing, it begins with the
+    task's own prompt.
+    """
+    reward: float | Mapping[str, float] | None = None
+    """What the last answer earned: a number, or parts by name that are added up. It belongs to that answer's turn."""
     done: bool = False
+    """Whether it is over."""
+    truncated: bool = False
+    """Whether it is over because it was cut off, and not because it came to its end."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """What the model may call, as JSON schemas; `reset` tells them for the whole rollout."""
+    anchor: str | None = None
+    """Names the state that the next answer is given in; where nobody names it, what is shown does."""
+    role: int = 0
+    """Which player of a game the model is; `reset` tells it."""
 
 
 class Env(Protocol):
-    """A conversation partner in plain Python. Either method may be a coroutine function. One object, one rollout."""
+    """A conversation partner in plain Python: one object for one rollout, made when that begins.
+
+    Either method may be a coroutine function, and is then awaited where the run is; any other is called on a thread
+    that is this object's alone. All chance in it is to follow from the task, so that the tries at one task meet the
+    same, and a run that was killed meets it again. One that has a `close` is closed when its rollout has ended.
+    """
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
         """What the model is shown first."""

@@ -204,6 +204,8 @@ class Turn(_Record):
     tags: tuple[str, ...] = ()
     reward: float | None = None
     """A reward given for this turn alone; the rollout's own is on the rollout."""
+    anchor: int | None = None
+    """Names the state that the turn began in, where an environment tells it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _frozen(self.prompt, np.int32, "Turn.prompt"))
@@ -250,6 +252,8 @@ class Rollout(_Record):
     """Whether it was cut off at a length limit; a truncated rollout is not a finished one."""
     role: int = 0
     """Which player of a game it was, for baselines per role."""
+    greedy_reward: float | None = None
+    """What the greedy answer to the same task earned, where one was drawn beside it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", dict(self.parts))
@@ -274,6 +278,8 @@ class Sample(_Record):
     model: str = "policy"
     reward: NDArray[np.float64] | None = None
     """[T] what was paid when each token was there, the rollout's own reward not included; None is nothing."""
+    anchor: NDArray[np.int64] | None = None
+    """[T] at each action token, the state that its turn began in; None where nobody tells."""
 
     def __post_init__(self) -> None:
         for name, dtype in _SAMPLE_COLUMNS.items():
@@ -282,6 +288,9 @@ class Sample(_Record):
         if self.reward is not None:
             object.__setattr__(self, "reward", _frozen(self.reward, np.float64, "Sample.reward"))
             columns["reward"] = self.reward
+        if self.anchor is not None:
+            object.__setattr__(self, "anchor", _frozen(self.anchor, np.int64, "Sample.anchor"))
+            columns["anchor"] = self.anchor
         _same_length(f"The sample of rollout {self.rollout}", **columns)
 
 

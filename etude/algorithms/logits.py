@@ -14,7 +14,16 @@ from etude.algorithms.segments import Segments
 from etude.algorithms.view import wide
 from etude.errors import BatchError
 
-__all__ = ["entropy", "full_kl", "sampling_mask", "sum_pi_squared", "token_logp", "topk_and_rest", "topk_logp"]
+__all__ = [
+    "entropy",
+    "full_kl",
+    "likeliest",
+    "sampling_mask",
+    "sum_pi_squared",
+    "token_logp",
+    "topk_and_rest",
+    "topk_logp",
+]
 
 
 def token_logp(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
@@ -36,6 +45,13 @@ def topk_and_rest(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tens
     none = others.amax(1, keepdim=True) == -torch.inf
     rest = torch.where(none, 0.0, others).logsumexp(1, keepdim=True) - whole
     return torch.cat([scaled.gather(1, ids.long()) - whole, torch.where(none, -torch.inf, rest)], 1)
+
+
+def likeliest(logits: Tensor, count: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """[n, V] → [n, k], [n, k]: the k tokens that are likeliest in each row, the likeliest first, and log π of them."""
+    scaled = wide(logits) / temperature
+    top = scaled.topk(count, dim=1)
+    return top.indices, top.values - scaled.logsumexp(1, keepdim=True)
 
 
 def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:

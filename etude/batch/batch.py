@@ -343,7 +343,23 @@ class Batch:
             truncated=torch.tensor([rollout.truncated for rollout in rollouts]),
             role=torch.tensor([rollout.role for rollout in rollouts]),
             rollout_id=torch.tensor([rollout.id for rollout in rollouts]),
+            anchor=flat("anchor", np.int64) if _told("anchor", ordered) else None,
+            greedy_reward=torch.tensor([rollout.greedy_reward for rollout in rollouts], dtype=torch.float64)
+            if _told("greedy_reward", rollouts)
+            else None,
         )
+
+
+def _told(name: str, records: Sequence[Sample | Rollout]) -> bool:
+    """Whether the records have what they may do without; refuses some that have it and some that have not."""
+    there = [getattr(record, name) is not None for record in records]
+    if any(there) and not all(there):
+        what = "row" if isinstance(records[0], Sample) else "rollout"
+        raise BatchError(
+            f"Of {len(there)} {what}s {sum(there)} have `{name}`, and {what} {there.index(False)} has none. Give it to "
+            f"all of them, or to none."
+        )
+    return any(there)
 
 
 def _even(weight: Tensor, parts: int) -> Tensor:

@@ -7,14 +7,31 @@ reasoning       the thinking before an answer, told apart from it
 tools           the calls a model wrote, read back
 continuation    a conversation that goes on keeps the very ids it was served with
 chat            all of these as one: the `Renderer`
+transcript      a rollout of several turns as ids, be it a conversation or text
+functions       Python functions as tools: their schemas, and what a call gives them
+calls           calls of such functions, beside the event loop and bounded
 """
 
 from __future__ import annotations
 
+from etude.chat.calls import Aside, Toolbox
 from etude.chat.chat import Chat, ChatConfig
 from etude.chat.continuation import Conversation
 from etude.chat.messages import message_of
 from etude.chat.template import Template
 from etude.chat.tokenizer import Stream, Tokenizer
+from etude.chat.transcript import Transcript, retold
 
-__all__ = ["Chat", "ChatConfig", "Conversation", "Stream", "Template", "Tokenizer", "message_of"]
+__all__ = [
+    "Aside",
+    "Chat",
+    "ChatConfig",
+    "Conversation",
+    "Stream",
+    "Template",
+    "Tokenizer",
+    "Toolbox",
+    "Transcript",
+    "message_of",
+    "retold",
+]

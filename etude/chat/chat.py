@@ -16,6 +16,7 @@ from etude.chat.reasoning import CLOSE, OPEN, split_reasoning
 from etude.chat.template import Template
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.chat.tools import FORMATS, PYTHON_TAG, Found, format_of
+from etude.chat.written import Text, ended, written
 from etude.config import Config
 from etude.errors import ChatError, ConfigError
 from etude.records import Message, ToolCall
@@ -64,11 +65,16 @@ class Chat:
         """The ids of a conversation, up to where the assistant is to speak."""
         return self.tokenizer.encode(self.text(messages, tools))
 
-    def prompt_ids(self, prompt: str | Sequence[Message | Mapping[str, Any]]) -> Ids:
+    def prompt_ids(self, prompt: str | Sequence[Message | Mapping[str, Any]], tools: Tools = ()) -> Ids:
         """The ids of what a task asks: a text as it is, messages (or their JSON form) by the template."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, special=True)
-        return self.render([each if isinstance(each, Message) else message_of(each) for each in prompt])
+        return self.render([each if isinstance(each, Message) else message_of(each) for each in prompt], tools)
+
+    @property
+    def calls(self) -> str | None:
+        """The form in which the model calls tools, as its template teaches it; None for one that is not known here."""
+        return self._calls
 
     def parse(self, completion: Ids, prompt: Ids | None = None, tools: Tools = ()) -> Message:
         """What the model said. A malformed tool call stays text.
@@ -94,6 +100,45 @@ class Chat:
             reasoning=reasoning,
             tool_calls=tuple(ToolCall(id, name, text) for id, (name, text) in zip(ids, calls, strict=True)),
         )
+
+    def completion_ids(
+        self, messages: Sequence[Message], answer: Message, tools: Tools = (), *, asked_ids: Ids | None = None
+    ) -> Ids:
+        """The ids that the model would have to write to give this answer after these messages, the one that ends its
+        turn among them. asked_ids: what `render` gives for the messages, where it was called already."""
+        text = self._shown(tools)
+        asked, said = written(text, messages, answer, self._reasons)
+        ends = self.tokenizer.ends
+        said, end = ended(said, answer, list(ends))
+        if end is None:
+            end = self._following([*messages, answer], text, bool(answer.tool_calls))
+        last = next(iter(self.tokenizer.eos_ids)) if end is None else ends[end]
+        return np.append(self.tokenizer.encode_after(asked, said, known=asked_ids), np.int32(last))
+
+    def shows_reasoning(self) -> bool:
+        """Whether an answer's reasoning is among what the model has to write for it."""
+        question, answer = Message("user", "?"), Message("assistant", "!", reasoning="etudethought")
+        return answer.reasoning in written(self._shown(()), [question], answer, self._reasons)[1]
+
+    def _shown(self, tools: Tools) -> Text:
+        """How a conversation is shown, up to where the assistant is to speak or to its end."""
+        template = self._template(tools)
+
+        def text(messages: Sequence[Message], generate: bool) -> str:
+            check_roles(messages)
+            return template.text(messages, tools, generate=generate, **self._variables)
+
+        return text
+
+    def _following(self, messages: Sequence[Message], text: Text, called: bool) -> str | None:
+        """The end that a template shows where somebody else speaks next, if it shows it only there."""
+        after = Message("tool", "?") if called else Message("user", "?")
+        try:
+            whole, more = text(messages, False), text([*messages, after], True)
+        except ChatError:
+            return None
+        rest = more[len(whole) :] if more.startswith(whole) else ""
+        return next((end for end in self.tokenizer.ends if rest.startswith(end)), None)
 
     def conversation(self) -> Conversation:
         """A conversation that keeps the very ids it was served with."""

@@ -25,7 +25,7 @@ from etude.chat.tokenizer import Ids, Tokenizer
 from etude.errors import ChatError
 from etude.records import Message
 
-__all__ = ["Conversation", "History"]
+__all__ = ["Conversation", "History", "unused"]
 
 History: TypeAlias = Literal["served", "template"]
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -56,8 +56,7 @@ class Conversation:
         self._text = text
         self._history = history
         self._served: list[_Served] = []  # the latest first
-        ends = {id: tokenizer.decode([id], special=True) for id in tokenizer.eos_ids}
-        self._ends = {id: end for id, end in ends.items() if end}
+        self._ends = {id: end for end, id in tokenizer.ends.items()}
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
         """The ids of a conversation, up to where the assistant is to speak, those that were served among them."""
@@ -107,7 +106,7 @@ class Conversation:
 
     def _shown(self, messages: tuple[Message, ...], tools: Tools) -> frozenset[int]:
         """The messages whose reasoning the template shows."""
-        mark = _mark("etudemark", messages)
+        mark = unused("etudemark", messages)
         marks = {index: f"{mark}{index}x" for index, message in enumerate(messages) if message.reasoning}
         if not marks:
             return frozenset()
@@ -130,7 +129,7 @@ class Conversation:
     def _rest(self, served: _Served, messages: tuple[Message, ...], tools: Tools) -> tuple[str, str]:
         """The text that follows a served answer, and of it what comes before the first new message's own words."""
         before, new = served.history[:-1], messages[len(served.history) :]
-        mark, words = _mark("etudemark", messages), _mark("etudewords", messages)
+        mark, words = unused("etudemark", messages), unused("etudewords", messages)
         for marked in _marked(served.history[-1], mark):
             try:
                 whole = self._text((*before, marked, *new), tools)
@@ -159,8 +158,8 @@ def _marked(answer: Message, mark: str) -> Iterator[Message]:
     yield Message("assistant", mark)
 
 
-def _mark(word: str, messages: Sequence[Message]) -> str:
-    """A word that occurs in none of the messages."""
+def unused(word: str, messages: Sequence[Message]) -> str:
+    """A word that occurs in none of the messages, made of this one."""
     said = repr(messages)
     while word in said:
         word += "k"

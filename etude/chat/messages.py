@@ -20,7 +20,7 @@ from typing import Any
 from etude.errors import ChatError
 from etude.records import Message, Part, ToolCall
 
-__all__ = ["ROLES", "check_roles", "json_form", "message_of", "same", "same_tools", "text_of"]
+__all__ = ["REASONING_KEYS", "ROLES", "check_roles", "json_form", "message_of", "same", "same_tools", "text_of"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")

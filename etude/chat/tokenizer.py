@@ -105,9 +105,37 @@ class Tokenizer:
         bos = self.bos_id if special and self.adds_bos else None
         return np.array(ids if bos is None else [bos, *ids], dtype=np.int32)
 
+    def after(self, ids: Ids, text: str) -> Ids:
+        """The ids of a text that follows these ids. Where those end with the end of an answer it is encoded too, for
+        tokenizers that treat a text's beginning in a way of its own."""
+        end = int(ids[-1]) if len(ids) and int(ids[-1]) in self.eos_ids else None
+        if end is not None:
+            whole = self.encode(self.decode([end], special=True) + text)
+            if len(whole) and whole[0] == end:
+                return whole[1:]
+        return self.encode(text)
+
+    def encode_after(self, before: str, text: str, special: bool = False, *, known: Ids | None = None) -> Ids:
+        """The ids of a text that follows another, which was encoded by itself: what would have to be written after it.
+
+        Where the two encoded together begin with the ids of the first, they are the rest of those. Where a token would
+        reach over the border, they are the text's own. known: the ids of the first, where they are.
+        """
+        first = self.encode(before, special) if known is None else known
+        whole = self.encode(before + text, special)
+        if len(first) <= len(whole) and np.array_equal(whole[: len(first)], first):
+            return whole[len(first) :]
+        return self.encode(text)
+
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of ids, without special tokens unless they are wanted."""
         return self._inner.decode([int(id) for id in ids], skip_special_tokens=not special)
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """The texts of the tokens that end an answer, with their ids."""
+        named = {self.decode([id], special=True): id for id in reversed(self.eos_ids)}
+        return {text: named[text] for text in reversed(named) if text}
 
     def token(self, id: int) -> str | None:
         """A token as it stands in the vocabulary, which for a special token is its text; None for an id it lacks."""

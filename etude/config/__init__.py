@@ -16,6 +16,6 @@ from __future__ import annotations
 
 from etude.config.choice import Choice
 from etude.config.model import Config
-from etude.config.plugin import load_plugin
+from etude.config.plugin import load_named, load_plugin
 
-__all__ = ["Choice", "Config", "load_plugin"]
+__all__ = ["Choice", "Config", "load_named", "load_plugin"]

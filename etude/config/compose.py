@@ -72,14 +72,16 @@ def compose(
     *,
     file: Path | None = None,
     preset: Path | None = None,
+    below: Mapping[str, Any] | None = None,
     masked: Callable[[str], object] | None = None,
 ) -> R:
     """The run that defaults, `preset`, `file` and `overrides` ask for, each over the one before.
 
-    `masked`: what is to stand at a path where the file holds a secret that was masked when it was written. Where
-    neither this nor an override gives it, such a file is refused.
+    `below`: a tree of options, shaped like the run, that stands over the defaults and below all else. `masked`: what is
+    to stand at a path where the file holds a secret that was masked when it was written. Where neither this nor an
+    override gives it, such a file is refused.
     """
-    composer = _Composer(root, overrides, (preset, file), masked)
+    composer = _Composer(root, overrides, (preset, file), masked, below)
     for each in composer.asked:
         if each.is_hydra:
             raise ConfigError(
@@ -165,12 +167,13 @@ class _Composer(Generic[R]):
         overrides: Sequence[str],
         files: Sequence[Path | None],
         masked: Callable[[str], object] | None = None,
+        below: Mapping[str, Any] | None = None,
     ) -> None:
         self._root = root
         self.asked = [read(text, example=next(iter(root.model_fields), "key")) for text in overrides]
         self._hydra = [text for text, each in zip(overrides, self.asked, strict=True) if each.is_hydra]
         own = [each for each in self.asked if not each.is_hydra]
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = dict(below or {})
         self._origins: dict[str, str] = {}
         for file in filter(None, files):
             tree = _unmasked(_read_file(file), file, {each.path for each in own}, masked)

@@ -53,7 +53,11 @@ class Plan:
         for path in (asked.path, asked.path.removesuffix(".name")):
             if path in self._groups:
                 return path, self._groups[path]
-        return asked.path, f"++{asked.path}={asked.text}"
+        # A choice in a mapping is no group. Where options of it are asked for too, its name is set beside them.
+        within = any(path.startswith(f"{asked.path}.") for path in self._asked)
+        named = within and asked.values and all(isinstance(value, str) for value in asked.values)
+        path = join(asked.path, "name") if named else asked.path
+        return path, f"++{path}={asked.text}"
 
     def _section(
         self,
@@ -84,6 +88,9 @@ class Plan:
                 fields = {} if set_to is _ABSENT else set_to
                 body[name], below = self._section(inner, start, here, group_path, fields, None)
                 defaults += below
+            elif isinstance(set_to, Mapping):
+                kept = {} if self._replaced(here) else set_to
+                body[name] = {key: held for key, held in kept.items() if join(here, str(key)) not in self._asked}
             elif set_to is not _ABSENT:
                 body[name] = set_to
             elif default is not REQUIRED:

@@ -1,15 +1,24 @@
-"""Plug-ins: `module:Name` instead of a name from a table, so that nobody forks Etude to add a choice."""
+"""Plug-ins: `module:Name` instead of a name from a table, so that nobody forks Etude to add a choice.
+
+What a person writes for one run need be in no module: `path/to/file.py:name` names it too (`load_named`).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
 import re
+import sys
 from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from etude.errors import PlugInError
 
-__all__ = ["load_plugin", "plugin_spec"]
+__all__ = ["load_named", "load_plugin", "plugin_spec"]
 
 _SPEC = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -34,6 +43,46 @@ def load_plugin(spec: str, base: type | None) -> Any:
             f"Derive it from {base.__qualname__}."
         )
     return found
+
+
+def load_named(path: str, what: str, example: str) -> Any:
+    """What `path/to/file.py:name` or `module:name` names. A file is run once in a process, whatever is asked of it.
+
+    what: how errors call it, such as `reward function`. example: how it is asked for, as in `reward.path=x.py:y`.
+    """
+    place, _, name = path.rpartition(":")
+    if path.endswith(".py") or not (place and name):
+        raise PlugInError(
+            f"The {what} '{path}' is not named whole. Write the file or module, a colon, and the name that it has "
+            f"there: `{example}`."
+        )
+    if not place.endswith(".py"):
+        return load_plugin(path, None)
+    file = Path(place).expanduser()
+    asked = f"The {what} '{path}' was asked for, and"
+    if not file.is_file():
+        raise PlugInError(f"{asked} there is no file {file} (seen from {Path.cwd()}).")
+    try:
+        module = _run(file.resolve())
+    except Exception as error:  # a user's file may raise anything while it is run
+        raise PlugInError(f"{asked} running {file} raised {type(error).__name__}: {error}.") from error
+    if not hasattr(module, name):
+        near = get_close_matches(name, [known for known in vars(module) if not known.startswith("_")])
+        hint = f"Did you mean {' or '.join(near)}?" if near else "Check its spelling."
+        raise PlugInError(f"{asked} {file} has no {name}. {hint}")
+    return getattr(module, name)
+
+
+@cache
+def _run(file: Path) -> ModuleType:
+    """The module that a file is."""
+    told = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()  # two files may be called alike
+    spec = importlib.util.spec_from_file_location(f"etude_file_{file.stem}_{told}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # classes defined in it look themselves up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def plugin_spec(kind: type) -> str:

@@ -3,6 +3,7 @@
     files.py       files, directories and iterables → rows, in Arrow memory
     prepare/       published data sets → files that a run reads
     prompts.py     prompts as files write them → messages
+    table.py       the rows of several files, some left out
     dataset.py     rows → tasks
     sampler.py     in which order rows are asked
     adapt.py       turns → rows to train on
@@ -15,7 +16,7 @@ What works on samples and batches is imported from its own file; `collate` and `
 
 from __future__ import annotations
 
-from etude.data.config import Data
+from etude.data.config import Data, Files
 from etude.data.dataset import Columns, Dataset
 from etude.data.prompts import spoken
 from etude.data.sampler import SAMPLERS, Order, Sampler
@@ -25,6 +26,7 @@ __all__ = [
     "Columns",
     "Data",
     "Dataset",
+    "Files",
     "Order",
     "Sampler",
     "spoken",

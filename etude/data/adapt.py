@@ -46,6 +46,8 @@ class _Row:
     last_action: int = -1
     stretches: list[dict[str, NDArray[Any]]] = field(default_factory=list)
     rewards: dict[int, float] = field(default_factory=dict)
+    anchors: list[NDArray[np.int64]] = field(default_factory=list)
+    anchored: bool = False
 
     def goes_on(self, turn: Turn) -> bool:
         """Whether a turn's prompt begins with all of this row."""
@@ -59,15 +61,23 @@ class _Row:
         told = turn.prompt[self.length :]
         said = turn.completion
         self._stretch(told, False, np.full(len(told), np.nan), np.full(len(told), -1), -1)
-        self._stretch(said.ids, True, said.logp, said.version, turn.index)
+        self._stretch(said.ids, True, said.logp, said.version, turn.index, turn.anchor)
         if len(said.ids):
             self.last_action = self.length - 1
 
     def _stretch(
-        self, ids: NDArray[np.int32], action: bool, logp: NDArray[Any], version: NDArray[Any], turn: int
+        self,
+        ids: NDArray[np.int32],
+        action: bool,
+        logp: NDArray[Any],
+        version: NDArray[Any],
+        turn: int,
+        anchor: int | None = None,
     ) -> None:
         columns = {"ids": ids, "logp": logp, "version": version}
         self.stretches.append(columns | {"action": np.full(len(ids), action), "turn": np.full(len(ids), turn)})
+        self.anchors.append(np.full(len(ids), anchor or 0, np.int64))
+        self.anchored |= anchor is not None
         self.length += len(ids)
 
     def sample(self, rollout: int) -> Sample:
@@ -77,4 +87,5 @@ class _Row:
             reward = np.zeros(self.length)
             reward[list(self.rewards)] = list(self.rewards.values())
         columns = {name: np.concatenate([each[name] for each in self.stretches]) for name in self.stretches[0]}
-        return Sample(**columns, rollout=rollout, model=self.model, reward=reward)
+        anchor = np.concatenate(self.anchors) if self.anchored else None
+        return Sample(**columns, rollout=rollout, model=self.model, reward=reward, anchor=anchor)

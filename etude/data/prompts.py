@@ -9,7 +9,7 @@ from typing import Any
 from etude.errors import DataError
 from etude.records import Message, Part, ToolCall
 
-__all__ = ["plain_prompt", "spoken"]
+__all__ = ["plain_prompt", "spoken", "without_nulls"]
 
 
 def spoken(prompt: str | Sequence[Mapping[str, Any]]) -> str | tuple[Message, ...]:
@@ -21,32 +21,36 @@ def spoken(prompt: str | Sequence[Mapping[str, Any]]) -> str | tuple[Message, ..
     return prompt if isinstance(prompt, str) else tuple(_message(message) for message in prompt)
 
 
-def plain_prompt(value: Any, where: str) -> str | list[dict[str, Any]]:
-    """The prompt of a row, checked; a table's null entries are keys that a message does not have."""
+def plain_prompt(value: Any, where: str, what: str = "prompt") -> str | list[dict[str, Any]]:
+    """The prompt of a row, checked; a table's null entries are keys that a message does not have.
+
+    what: what an error calls it, where it is something else that is text or messages.
+    """
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
         found = repr(value) if value in (None, "", []) else f"a {type(value).__name__}"
-        raise DataError(f"{where} has {found} for a prompt; it must be text, or a list of messages.")
+        raise DataError(f"{where} has {found} for a {what}; it must be text, or a list of messages.")
     for place, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(
-                f"{where} has {message!r} for message {place} of its prompt; a message is a mapping with a `role` and "
+                f"{where} has {message!r} for message {place} of its {what}; a message is a mapping with a `role` and "
                 f"its `content`."
             )
         if message.get("content") is None and not message.get("tool_calls"):
             others = ", ".join(name for name, value in message.items() if value is not None)
             raise DataError(
-                f"{where} has a message without `content` at place {place} of its prompt: it has {others}. "
+                f"{where} has a message without `content` at place {place} of its {what}: it has {others}. "
                 f"Give it one; only a message with `tool_calls` may do without."
             )
-    return [_without_nulls(message) for message in value]
+    return [without_nulls(message) for message in value]
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """The same without the nulls that a table gives to keys which a row does not have."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _message(message: Mapping[str, Any]) -> Message:

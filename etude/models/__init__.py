@@ -11,13 +11,14 @@ from etude.models.body import Attend
 from etude.models.config import Lora
 from etude.models.head import logp_and_entropy, over_chunks, token_logp
 from etude.models.layout import Layout
-from etude.models.load import create, load, save
+from etude.models.load import Head, context_of, create, load, save
 from etude.models.model import Model
 from etude.models.resident import Resident
 from etude.models.tiny import tiny
 
 __all__ = [
     "Attend",
+    "Head",
     "Layout",
     "Lora",
     "Model",
@@ -25,6 +26,7 @@ __all__ = [
     "Resident",
     "adapt",
     "adapter_config",
+    "context_of",
     "create",
     "load",
     "logp_and_entropy",

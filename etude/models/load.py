@@ -18,7 +18,7 @@ from etude.errors import ConfigError
 from etude.models.generic import ATTENTION, offer, refuse
 from etude.models.model import Model, cast
 
-__all__ = ["Head", "create", "load", "save"]
+__all__ = ["Head", "context_of", "create", "load", "save"]
 
 Head = Literal["language", "score", "value"]
 """What stands on the hidden states: logits; one number, as a reward model's files have it; or one number that begins at
@@ -86,6 +86,12 @@ def load(
     finer = _rounded_away(module, dtype) if exact else {}
     cast(module, dtype, torch.device(device))
     return Model(module, finer)
+
+
+def context_of(directory: Path | str) -> int:
+    """The longest sequence that the positions of a model were made for, by its config alone."""
+    longest: int = _config(Path(directory)).get_text_config().max_position_embeddings
+    return longest
 
 
 def create(

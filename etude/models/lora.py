@@ -43,7 +43,8 @@ PLAIN = (True, False, "gaussian")
 
 
 def adapt(model: Model, lora: Lora, *, seed: int) -> Model:
-    """The model with adapters, new ones or those of `lora.path`; they alone are trained from now on."""
+    """The model with adapters, new ones or those of `lora.path`; they alone are trained from now on, and the head of a
+    model that scores."""
     linear = _linear_layers(model)
     if lora.path is not None:
         return _with(model, _read_config(lora.path), linear, _read_weights(lora.path), lora.path)
@@ -71,9 +72,8 @@ def adapter_config(model: Model, base: Path) -> dict[str, Any]:
 
 def _linear_layers(model: Model) -> dict[str, nn.Module]:
     """The layers that can have an adapter, by name. The head has none: log-probs are taken by its weight itself."""
-    head = model.module.get_output_embeddings()
-    named = model.module.named_modules()
-    return {name: part for name, part in named if isinstance(part, nn.Linear | Conv1D) and part is not head}
+    linear = ((name, part) for name, part in model.module.named_modules() if isinstance(part, nn.Linear | Conv1D))
+    return {name: part for name, part in linear if part.weight is not model.head_weight}
 
 
 def _short(chosen: list[str], module: nn.Module) -> list[str]:
@@ -103,6 +103,8 @@ def _with(
             f"head; merge this one into its model, and give that."
         )
     exact = {} if weights is None else _fill(made, weights, where)
+    if model.scores:
+        model.head_weight.requires_grad_(True)
     return Model(model.module, exact)
 
 

@@ -19,17 +19,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.chat import Chat
+from etude.chat import Chat, Tokenizer
 from etude.checkpoint import Checkpoint, Checkpoints, export, export_adapter
 from etude.config.compose import compose
+from etude.config.env import etude_command
 from etude.config.secrets import MASK, mask_text
+from etude.config.tree import to_tree
 from etude.errors import ConfigError, RunError
 from etude.models import Model, adapter_config
 from etude.observe import configure, make_console, progress
 from etude.protocols import Ids
-from etude.recipes import folder, inputs
-from etude.recipes.build import evaluator_of, policy
+from etude.recipes import checks, folder, inputs
+from etude.recipes.build import episodes_of, evaluator_of, policy
 from etude.recipes.evaluate import scores, write_answers
+from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
 from etude.recipes.sampling import derived_seed
 from etude.records import Message
@@ -45,12 +48,23 @@ SHARED = (
 )
 READ = {
     "eval": (
-        *("data.val", "data.columns", "data.max_prompt", "data.overlong", "reward", "judging", "evaluate.samples"),
+        *(
+            "data.val",
+            "data.columns",
+            "data.max_prompt",
+            "data.overlong",
+            "reward",
+            "judging",
+            "env",
+            "evaluate.samples",
+        ),
         *("evaluate.limit", "evaluate.sampling", "sampling.max_tokens", "collect.timeout", *SHARED),
     ),
     "generate": ("sampling", *SHARED),
 }
 """The options that each command reads; any other would do nothing there."""
+ALIKE = ("model", "chat", "train", "checkpoint", "observe", "seed", "threads")
+"""The options that runs of all recipes have."""
 OPTION = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
 """How an option of the run begins; a prompt such as `2 + 2 =` does not."""
 
@@ -70,7 +84,8 @@ def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool, answers
         asyncio.Runner() as runner,
     ):
         with progress("reading the tasks", None, console):
-            evaluator = evaluator_of(run, chat, engine, judge, runner)
+            episodes = episodes_of(run, checks.longest(run, engine.model), chat)
+            evaluator = evaluator_of(run, chat, engine, judge, runner, episodes)
         assert evaluator is not None
         with progress(f"answering {evaluator.tasks} tasks", evaluator.tasks * evaluator.samples, console) as bar:
             found = evaluator.answers(bar.advance)
@@ -78,7 +93,8 @@ def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool, answers
     told: dict[str, Any] = {"tasks": evaluator.tasks, "samples": evaluator.samples}
     told |= {} if step is None else {"step": step}
     told |= {} if written is None else {"answers": str(written)}
-    _show_scores(console, run, told, reduced := dict(scores(found).reduce()))
+    spent = {f"eval/{name}": value for name, value in evaluator.spent().reduce().items()}
+    _show_scores(console, run, told, reduced := {**scores(found).reduce(), **spent})
     if written is not None:
         write_answers(found, written)
         console.print(Text(f"answers  {written}"), soft_wrap=True)
@@ -151,28 +167,37 @@ async def _answer(run: Run, asked: Ids, engine: TorchEngine, console: Console, a
 def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False) -> None:
     """Write the model of a run's checkpoint as a directory that `from_pretrained` loads, with its adapters added in;
     or, with `adapter`, these alone, as peft loads them."""
-    run = folder.read_run(directory, masked=_left_out)
+    run = folder.read_kind(folder.kind_of(directory), directory, masked=_left_out)
     assert run.model.path is not None
-    if adapter and not run.lora.on:
-        raise ConfigError(
-            f"--adapter writes an adapter, and the run in {directory} trained the model itself. Leave it out."
-        )
-    model, _ = policy(run)
+    if adapter and (not run.lora.on or run.head != "language"):
+        trained = "trained the model itself" if not run.lora.on else "trained a head besides, which is no adapter's"
+        raise ConfigError(f"--adapter writes an adapter, and the run in {directory} {trained}. Leave it out.")
+    model, chat = policy(run)
     kept, found = _checkpoint(run, best=best)
     if adapter:
         export_adapter(read_weights(model, kept, found), adapter_config(model, run.model.path), to)
     else:
         load_weights(model, kept, found)
-        generation = model.module.generation_config
+        generation = None if model.scores else model.module.generation_config
         export(
             model.merged_weights(),
-            model.module.config.to_dict(),
+            _described(model, chat.tokenizer),
             to,
             tokenizer=run.model.tokenizer or run.model.path,
             generation=None if generation is None else generation.to_dict(),
         )
     what = "adapter" if adapter else "model"
     make_console().print(Text(f"Wrote the {what} of step {found.step} to {to}."), soft_wrap=True)
+
+
+def _described(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What config.json says of a model. Of one that scores it says which token is padding, so that the score of a row
+    is read before it; a padding token that also ends answers is not named, because the end itself would be passed over:
+    such a model scores one row at a time."""
+    config: dict[str, Any] = model.module.config.to_dict() | {"architectures": [type(model.module).__name__]}
+    if model.scores:
+        config["pad_token_id"] = None if tokenizer.pad_id in tokenizer.eos_ids else tokenizer.pad_id
+    return config
 
 
 # -- what they share --------------------------------------------------------------------------------------------------
@@ -202,7 +227,7 @@ def _asked(
                 f"Write what is to be otherwise as key=value."
             )
         shown = [] if any(option.startswith("observe.console=") for option in options) else ["observe.console=auto"]
-        run = folder.read_run(where, [*options, *shown], masked=masked)
+        run = _asking(where, [*options, *shown], masked)
         _refuse_unread(run, options, command)
         return run, words[0]
     if not where.is_dir():
@@ -213,6 +238,23 @@ def _asked(
         raise ConfigError(f"Two models were named: {where} and `model.path={run.model.path}`. Keep one of them.")
     model = run.model.model_copy(update={"path": where})
     return run.model_copy(update={"model": model, "directory": None}), words[0]
+
+
+def _asking(where: Path, options: Sequence[str], masked: Callable[[str], object] | None) -> Run:
+    """The run in a directory as one that asks its model. Of another recipe it has what both have; the rest is given, or
+    by default."""
+    kind = folder.kind_of(where)
+    if kind is Run:
+        return folder.read_run(where, options, masked=masked)
+    if kind.head != "language":
+        raise ConfigError(
+            f"The run in {where} trains a model that scores, and cannot be asked for words. Write it with "
+            f"`{etude_command()} export {where} my-judge`, and judge answers by it: `reward=model "
+            f"reward.path=my-judge`."
+        )
+    held = to_tree(folder.read_kind(kind, where, masked=masked))
+    run = compose(Run, options, below={name: held[name] for name in ALIKE})
+    return run.model_copy(update={"directory": where})
 
 
 def _refuse_unread(run: Run, options: Sequence[str], command: str) -> None:
@@ -250,14 +292,14 @@ def _engine(run: Run, *, best: bool) -> Iterator[tuple[int | None, Chat, TorchEn
         torch.set_num_threads(threads)
 
 
-def _load_checkpoint(run: Run, model: Model, *, best: bool) -> int:
+def _load_checkpoint(run: Recipe, model: Model, *, best: bool) -> int:
     """Bring a run's checkpoint into the model; returns its step."""
     kept, found = _checkpoint(run, best=best)
     load_weights(model, kept, found)
     return found.step
 
 
-def _checkpoint(run: Run, *, best: bool) -> tuple[Checkpoints, Checkpoint]:
+def _checkpoint(run: Recipe, *, best: bool) -> tuple[Checkpoints, Checkpoint]:
     """A run's checkpoint, and those it is one of."""
     assert run.directory is not None
     kept = Checkpoints(run.directory / "checkpoints", run.checkpoint.keep)

@@ -6,27 +6,27 @@ What is heavy is imported when a run is built, so that whoever can start one nee
 from __future__ import annotations
 
 import asyncio
-import shlex
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from etude.chat import Chat, Tokenizer
-from etude.config.env import etude_command
-from etude.config.secrets import mask, mask_text
+from etude.config.secrets import mask
 from etude.config.tree import to_tree
 from etude.data import Dataset
 from etude.dispatch import LocalCrew
 from etude.errors import ConfigError, DataError
-from etude.observe import RunInfo, configure, format_seconds, get_log, last_step, open_run_log
+from etude.observe import RunInfo, get_log, last_step, open_run_log
 from etude.protocols import Crew, Generate, Ids
+from etude.recipes.episodes import Episodes
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.interrupt import Interrupt
-from etude.recipes.sources import EngineSource, PromptIds
+from etude.recipes.play import PromptIds
+from etude.recipes.sources import EngineSource
 from etude.records import Task
 from etude.rewards import Judge, RewardFunction
 from etude.store import open_store
@@ -34,11 +34,12 @@ from etude.store import open_store
 if TYPE_CHECKING:
     from etude.models import Model
     from etude.recipes.parts import Engine, Parts
+    from etude.recipes.recipe import Recipe
     from etude.recipes.run import Run
     from etude.recipes.workers import PolicyWorker
     from etude.rollout import TorchEngine
 
-__all__ = ["build", "chat_of", "evaluator_of", "policy", "prompts", "rank", "tasks"]
+__all__ = ["build", "chat_of", "episodes_of", "evaluator_of", "model_of", "policy", "prompts", "rank", "tasks"]
 
 
 @contextmanager
@@ -48,47 +49,19 @@ def build(run: Run, interrupt: Interrupt | None = None) -> Iterator[Parts]:
     Nothing is written of a run that cannot begin. One that somebody asked to stop ends in a `KeyboardInterrupt`.
     `interrupt`: who listens for that already, where several runs follow each other.
     """
-    import torch
+    from etude.recipes import checks
+    from etude.recipes.frame import framed
 
-    from etude.recipes import checks, folder, inputs
-
-    configure(run.observe.level, mask=mask_text)
-    with ExitStack() as stack:
-        asked = interrupt or stack.enter_context(Interrupt(get_log("recipes").warning))
-        checks.before(run)
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        if run.threads is not None:
-            torch.set_num_threads(run.threads)
-        directory = run.directory or folder.new_directory(Path("runs"), "train")
-        run = folder.rooted(run.model_copy(update={"directory": directory}))
-        assert run.directory is not None
-        stack.enter_context(folder.occupy(run.directory))
-        began = time.perf_counter()
-        folder.compare(run.directory, run)
-        inputs.check_inputs(run.directory, run)
-        parts = _assembled(run, run.directory, asked, stack)
-        saver, first = parts.checkpoint, parts.checkpoint.step
-        try:
-            if asked.asked:
-                raise KeyboardInterrupt
-            yield parts
-        except KeyboardInterrupt:
-            if saver.step < run.steps:
-                saved = f"Step {saver.saved} is the last that was saved" if saver.saved else "No step was saved yet"
-                told = f"Stopped at once, in step %d. {saved}; the answers drawn since are kept."
-                _tell_how_to_go_on(run, told, saver.step + 1)
-            raise
-        if asked.asked and saver.step < run.steps:
-            _tell_how_to_go_on(run, "Stopped after step %d of %d.", saver.step, run.steps)
-            raise KeyboardInterrupt
-        if first < saver.step == run.steps:
-            _conclude(run, time.perf_counter() - began)
+    kept = "; the answers drawn since are kept"
+    with framed(run, _assembled, interrupt, checked=checks.before, looks=("plot", "answers"), kept=kept) as parts:
+        yield parts
 
 
 def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack) -> Parts:
     """The parts, each open until the stack closes; and the run written down, once all of them are there."""
     from etude.checkpoint import Checkpoints
     from etude.recipes import checks, folder, inputs
+    from etude.recipes.frame import introduce
     from etude.recipes.parts import Learners, Parts, Scoring
     from etude.recipes.saving import Saver, taken_up
     from etude.recipes.workers import PolicyWorker
@@ -98,7 +71,8 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     judge = stack.enter_context(Judge(run.reward, run.judging))
     crew, engine = _crew(run, chat, directory, stack)
     runner = stack.enter_context(asyncio.Runner())
-    evaluator = evaluator_of(run, chat, engine, judge, runner)
+    episodes = episodes_of(run, crew.call(PolicyWorker.longest), chat)
+    evaluator = evaluator_of(run, chat, engine, judge, runner, episodes)
     store = stack.enter_context(closing(open_store(directory / "journal.sqlite")))
     source = EngineSource(
         run.collect,
@@ -112,25 +86,30 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         store=store,
         runner=runner,
         at_once=run.rollout.max_running * run.ranks,
+        episodes=episodes,
+        greedy="greedy_reward" in run.needs(),
     )
     kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
-    step = taken_up(run.checkpoint, kept, crew, source, run.steps)
+    learners = Learners(crew, checks.from_the_models(run), run.updates, run.loss.split_unit)
+    step = taken_up(run.checkpoint, kept, learners, source, run.steps, f"steps={run.steps}")
     inputs.keep_inputs(directory, run)
     folder.settle(directory, run)
     written = last_step(directory)
     info = RunInfo(directory.name, directory, run.steps, mask(to_tree(run)))
     log = stack.enter_context(open_run_log(run.observe, info, _headline(run), written=written))
-    _introduce(run, *crew.call(PolicyWorker.parameters), len(train), step, written, source.replays)
-    measured = inputs.yardstick(run)
+    measured = inputs.yardstick(run, run.evaluate.yardstick(run.sampling))
     source.watch = log.progress
     scoring = Scoring(evaluator, directory, run.steps, store, engine, measured, log.progress)
     saver = Saver(
-        *(run.checkpoint, kept, crew, source, store, run.steps, interrupt, log, scoring.best),
+        *(run.checkpoint, kept, learners, source, store, run.steps, interrupt, log, scoring.best),
         measured=measured,
         step=step,
         saved=step,
     )
-    learners = Learners(crew, checks.from_the_models(run), run.updates, run.loss.split_unit)
+    introduce(*crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, written)
+    if source.replays:
+        told = "The answers of what was collected since, up to step %d, are read back and not drawn again."
+        get_log("recipes").info(told, source.replays)
     if run.train.offload:
         learners.make_room = lambda: crew.call(PolicyWorker.make_room)
     return Parts(directory, log, source, learners, scoring, saver, engine, store, runner, overlong)
@@ -158,7 +137,7 @@ def _rank(run: Run, chat: Chat) -> tuple[PolicyWorker, TorchEngine]:
     from etude.recipes import checks
     from etude.rollout import TorchEngine
 
-    model = _model(run, chat, trained=True)
+    model = model_of(run, chat, trained=True)
     checks.room(run, model)
     engine = TorchEngine(model, chat.tokenizer, run.rollout, merge=run.lora.publish == "merged")
     try:
@@ -168,36 +147,14 @@ def _rank(run: Run, chat: Chat) -> tuple[PolicyWorker, TorchEngine]:
         raise
 
 
-def _tell_how_to_go_on(run: Run, told: str, *numbers: int) -> None:
-    again = f"{etude_command()} train --resume {_from_here(run)}"
-    get_log("recipes").warning(f"{told} Go on with: %s", *numbers, again)
-
-
-def _from_here(run: Run) -> str:
-    """The run's directory as a command that is typed here names it."""
-    assert run.directory is not None
-    here = Path.cwd()
-    inside = run.directory.is_relative_to(here)
-    return shlex.quote(str(run.directory.relative_to(here) if inside else run.directory))
-
-
-def _conclude(run: Run, seconds: float) -> None:
-    """The last word of a run that is done."""
-    command, where = etude_command(), _from_here(run)
-    get_log("recipes").info(
-        "Done after step %d, in %s. Look: `%s plot %s`, `%s answers %s`; write the model: `%s export %s my-model`.",
-        *(run.steps, format_seconds(seconds), command, where, command, where, command, where),
-    )
-
-
-def policy(run: Run, *, trained: bool = False) -> tuple[Model, Chat]:
+def policy(run: Recipe, *, trained: bool = False) -> tuple[Model, Chat]:
     """The model of a run, and how it is spoken to: with the adapters that are trained in place of its weights, and with
     what is frozen frozen. To be trained, it brings its weights as exactly as its files do."""
     chat = chat_of(run)
-    return _model(run, chat, trained=trained), chat
+    return model_of(run, chat, trained=trained), chat
 
 
-def chat_of(run: Run) -> Chat:
+def chat_of(run: Recipe) -> Chat:
     """How the model of a run is spoken to."""
     from etude.recipes.folder import check_model
 
@@ -207,13 +164,14 @@ def chat_of(run: Run) -> Chat:
     return run.chat.chat(Tokenizer.load(run.model.tokenizer or run.model.path))
 
 
-def _model(run: Run, chat: Chat, *, trained: bool) -> Model:
+def model_of(run: Recipe, chat: Chat, *, trained: bool) -> Model:
+    """The model of a run, which is spoken to so."""
     from etude.models import adapt, load
     from etude.train.optim import PRECISIONS
 
     assert run.model.path is not None, "a run has a model"
-    tokenizer = chat.tokenizer
-    model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=trained and not run.lora.on)
+    tokenizer, exact = chat.tokenizer, trained and not run.lora.on
+    model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=exact, head=run.head)
     if tokenizer.size > model.vocabulary:
         raise ConfigError(
             f"The tokenizer in {tokenizer.directory} has {tokenizer.size} tokens, and the model in {run.model.path} "
@@ -236,10 +194,28 @@ def prompts(run: Run, chat: Chat) -> PromptIds:
     return ids
 
 
+def episodes_of(run: Run, longest: int, chat: Chat) -> Episodes | None:
+    """Who plays rollouts of several turns, where there is anybody to speak with; of so many tokens at most."""
+    if run.env.tools and chat.calls is None:
+        raise ConfigError(
+            "`env.tools` offers functions to a model whose chat template teaches no form of calls that is known here "
+            "(Hermes' and Qwen's `<tool_call>`, Llama 3.1's JSON), so none would ever be called. Set `chat.template`, "
+            "or read calls of another form in an environment: a `ToolEnv` with `calls` of its own."
+        )
+    return Episodes(run.env, chat, longest) if run.env.asked else None
+
+
 def tasks(run: Run, chat: Chat, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
     """The tasks of some files, without those whose prompts are too long, if that is wanted; and how many those are."""
     whole = _judged(run, Dataset.load(files, run.data.columns), name)
-    fitting, counts = whole.fitting(chat.prompt_ids, run.data.max_prompt, run.data.overlong)
+    toolbox = run.env.toolbox()
+    if toolbox is not None and run.env.path is None and isinstance(whole.task(0, 0).fields["prompt"], str):
+        raise ConfigError(
+            f"`env.tools` offers functions by the chat template, and {whole.where(0)} has text for a prompt, which is "
+            f"continued without one. Give prompts as messages."
+        )
+    asked = partial(chat.prompt_ids, tools=() if toolbox is None else toolbox.schemas)
+    fitting, counts = whole.fitting(asked, run.data.max_prompt, run.data.overlong)
     over = int(counts.reduce()["overlong_prompts"])
     if over:
         done = "left out" if run.data.overlong == "filter" else "cut at the beginning"
@@ -262,13 +238,18 @@ def _judged(run: Run, dataset: Dataset, name: str) -> Dataset:
     if wanted.all():
         return dataset
     if not wanted.any():
-        raise DataError(f"None of the {len(dataset)} tasks in {name} can be judged. {why}")
+        remedy = " Where the environment pays, and nothing else is to be judged: `reward=environment`."
+        raise DataError(
+            f"None of the {len(dataset)} tasks in {name} can be judged. {why}{remedy if run.env.path else ''}"
+        )
     left = int((~wanted).sum())
     get_log("recipes").warning(f"{left} of {len(dataset)} tasks in {name} cannot be judged: left out. {why}")
     return dataset.only(wanted)
 
 
-def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge, runner: asyncio.Runner) -> Evaluator | None:
+def evaluator_of(
+    run: Run, chat: Chat, engine: Generate, judge: Judge, runner: asyncio.Runner, episodes: Episodes | None
+) -> Evaluator | None:
     """Whoever scores the policy on `data.val`, if there are such tasks."""
     if not run.data.val:
         return None
@@ -284,48 +265,38 @@ def evaluator_of(run: Run, chat: Chat, engine: Generate, judge: Judge, runner: a
         timeout=run.collect.timeout,
         runner=runner,
         at_once=run.rollout.max_running * run.ranks,
+        episodes=episodes,
     )
 
 
 def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
     from etude.recipes import checks, models
-    from etude.recipes.workers import Beside, Foresee, PolicyWorker
-    from etude.train import Learner, matmul_rate
+    from etude.recipes.meter import peak_of
+    from etude.recipes.workers import Beside, Minimise, PolicyWorker
+    from etude.train import Learner
 
-    size, seconds = (8192, 0.2) if model.device.type == "cuda" else (512, 0.05)
-    peak = matmul_rate(model.dtype, model.device, size, seconds)
-    reference = models.reference(run, model) if checks.compares(run) else None
+    warmth = run.sampling.temperature
+    reference = models.reference(run, model, run.reference.path, warmth) if checks.compares(run) else None
     held = {"ref_logp": reference} if reference is not None else {}
-    taught = {"teacher_logp": models.teacher(run, model)} if checks.imitates(run) else {}
+    teacher = models.frozen(run, model, "teacher", run.teacher.path, warmth) if checks.imitates(run) else None
+    taught = {"teacher_logp": teacher} if teacher is not None else {}
     critic = models.critic(run, model) if checks.foresees(run) else None
     alone = run.critic.warmup if critic is not None else 0
     learner = Learner(
         model,
         run.train,
-        temperature=run.sampling.temperature,
+        temperature=warmth,
         steps=(run.steps - alone) * run.updates * run.epochs,
-        peak=peak,
+        peak=peak_of(model),
         reference=reference if reference is not None and "full_kl" in run.outputs() else None,
     )
-    beside = Beside(held | taught, critic, Foresee(run.critic.loss), alone)
-    return PolicyWorker(run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine)
+    beside = Beside(held | taught, critic, Minimise(run.critic.loss), alone)
+    return PolicyWorker(
+        run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine, longest=checks.longest(run, model)
+    )
 
 
 def _headline(run: Run) -> list[str]:
     """What the line of a step shows; all the rest is in metrics.jsonl."""
     scored = f"eval/mean@{run.evaluate.samples}"
     return ["reward", scored, "loss", "answer_length", "policy_kl", "sampled_tokens_per_second"]
-
-
-def _introduce(run: Run, size: int, trained: int, count: int, step: int, written: int, replays: int) -> None:
-    log = get_log("recipes")
-    told = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
-    log.info("A model of %s; tasks: %d.", told, count)
-    if step >= run.steps:
-        log.info("All %d steps are done. To go on, ask for more of them: `steps=%d`.", step, 2 * step)
-    elif step:
-        log.info("Going on after step %d.", step)
-    if replays:
-        log.info("The answers of what was collected since, up to step %d, are read back and not drawn again.", replays)
-    if step < written:
-        log.info("What follows up to step %d was measured before; it is done again, and not written again.", written)

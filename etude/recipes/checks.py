@@ -12,18 +12,22 @@ from etude.batch import Batch
 from etude.dispatch import CrewConfig
 from etude.errors import BatchError, ConfigError, DataError
 from etude.models import Model
-from etude.observe import get_log
+from etude.observe import MlflowConfig, Observe, WandbConfig, get_log
 from etude.recipes.evaluate import Evaluation
-from etude.recipes.run import Critic, Reference, Run, Teacher
+from etude.recipes.recipe import Recipe, Reference, Teacher
+from etude.recipes.run import Critic, Run
 from etude.records import Rollout, Sample
 from etude.rewards import Nothing
 from etude.rollout.kv import block_bytes
 
-__all__ = ["algorithm", "before", "compares", "fits", "foresees", "from_the_models", "imitates", "room", "threads_of"]
+__all__ = [
+    *("algorithm", "before", "compares", "fits", "foresees", "from_the_models", "idle_trackers", "imitates", "longest"),
+    *("of_ranks", "room", "threads_of"),
+]
 
 COLLECTED = frozenset(
     ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
-) | {"trainer_version", "rollout_id", "role", "observation"}
+) | {"trainer_version", "rollout_id", "role", "observation", "greedy_reward"}
 """Columns that come with the rollouts."""
 
 BY_THE_MODEL = frozenset({"old_logp", "entropy", "sum_pi_squared"})
@@ -40,11 +44,8 @@ BY_THE_CRITIC = frozenset({"value", "final_value"})
 
 BY_MODELS = BY_THE_MODEL | BY_THE_REFERENCE | BY_THE_TEACHER | BY_THE_CRITIC
 
-MISSING = {
-    "greedy_reward": "greedy answers beside the sampled ones",
-    "anchor": "states that an environment names",
-}
-"""Columns that nobody can give yet, and what would."""
+BY_AN_ENVIRONMENT = frozenset({"anchor"})
+"""Columns that an environment tells."""
 
 ALONE = [0.0, 1.0]
 """What two rollouts earn in which an advantage is tried on groups of one."""
@@ -59,6 +60,7 @@ def before(run: Run) -> None:
             "`reward=nothing` gives every answer 0, and this advantage reads the reward: nothing would be learned. "
             "Choose a reward, or `advantage=distillation`."
         )
+    _environment(run)
     algorithm(run)
     for warning in _idle_options(run):
         get_log("recipes").warning("%s", warning)
@@ -66,10 +68,10 @@ def before(run: Run) -> None:
 
 def algorithm(run: Run) -> None:
     """Refuse an algorithm that cannot be run as asked, and say what it may not mean."""
-    for name in sorted(run.needs() - COLLECTED - BY_MODELS):
+    for name in sorted(run.needs() - COLLECTED - BY_MODELS - BY_AN_ENVIRONMENT):
         raise ConfigError(
-            f"This algorithm needs the column `{name}`, which takes {MISSING.get(name, 'somebody to compute it')}; a "
-            f"run has none yet. Choose another advantage, loss or KL: `etude config show` lists them."
+            f"This algorithm needs the column `{name}`, which nobody in a run computes. Choose another advantage, loss "
+            f"or KL: `etude config show` lists them."
         )
     _refuse_idle_models(run)
     if run.sampling.top_p < 1 or run.sampling.top_k > 0:
@@ -79,6 +81,12 @@ def algorithm(run: Run) -> None:
             "`evaluate.sampling` may have others."
         )
     warnings = run.warnings()
+    overlong = run.overlong
+    if run.env.asked and run.env.max_turns > 1 and overlong and overlong.max_length <= run.sampling.max_tokens:
+        warnings.append(
+            f"`overlong.max_length={overlong.max_length}` counts the tokens of all turns of a rollout, and one turn "
+            f"alone may have {run.sampling.max_tokens}. Raise it to what a whole rollout may have."
+        )
     if run.collect.group_size == 1:
         alone = _alone(run.advantage)
         if alone is not None and not any(alone):
@@ -95,13 +103,23 @@ def algorithm(run: Run) -> None:
         get_log("recipes").warning("%s", warning)
 
 
-def threads_of(run: Run) -> int:
+def idle_trackers(observe: Observe) -> list[str]:
+    """What to say of trackers that were given options and are off."""
+    warnings = []
+    if observe.wandb.mode == "disabled" and observe.wandb != WandbConfig():
+        warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")
+    if not observe.mlflow.enabled and observe.mlflow != MlflowConfig():
+        warnings.append("`observe.mlflow.enabled` is false, so nothing is sent there.")
+    return warnings
+
+
+def threads_of(run: Recipe) -> int:
     """With how many threads each rank computes."""
     return run.threads or max(1, torch.get_num_threads() // run.ranks)
 
 
-def _of_ranks(run: Run) -> list[str]:
-    """What more ranks than one may not be good for."""
+def of_ranks(run: Recipe, groups: int, told_by: str) -> list[str]:
+    """What more ranks than one may not be good for. groups: how many a step has, as an option tells."""
     if run.ranks == 1:
         alone = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
         return [alone] if run.crew != CrewConfig() else []
@@ -112,27 +130,22 @@ def _of_ranks(run: Run) -> list[str]:
             f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has {cores}: "
             f"they will get in each other's way. Lower `ranks` or `threads`."
         )
-    if run.collect.tasks < run.ranks:
+    if groups < run.ranks:
         told.append(
-            f"A step has {run.collect.tasks} groups, each of which one rank trains on, and there are {run.ranks} "
-            f"ranks: some will be idle. Lower `ranks`, or raise `collect.tasks`."
+            f"A step has {groups} groups, each of which one rank trains on, and there are {run.ranks} ranks: some will "
+            f"be idle. Lower `ranks`, or raise `{told_by}`."
         )
     return told
 
 
 def _idle_options(run: Run) -> list[str]:
     """What is spoken of and does nothing, a sentence each."""
-    warnings = _of_ranks(run)
+    warnings = of_ranks(run, run.collect.tasks, "collect.tasks") + idle_trackers(run.observe)
     if run.evaluate != Evaluation() and not run.data.val:
         warnings.append(
             "`evaluate` says how to score on held-out tasks, and there are none, so nothing is scored. Give them with "
             "`data.val=[held_out.parquet]`."
         )
-    wandb = run.observe.wandb
-    if wandb.mode == "disabled" and wandb != type(wandb)():
-        warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")
-    if not run.observe.mlflow.enabled and run.observe.mlflow != type(run.observe.mlflow)():
-        warnings.append("`observe.mlflow.enabled` is false, so nothing is sent there.")
     return warnings
 
 
@@ -158,6 +171,33 @@ def _refuse_idle_models(run: Run) -> None:
         )
 
 
+def _environment(run: Run) -> None:
+    """Refuse an environment that cannot be made, and options that would need one."""
+    missing = sorted(run.needs() & BY_AN_ENVIRONMENT)
+    if not run.env.asked:
+        if run.env != type(run.env)():
+            raise ConfigError(
+                "`env` has options, and names nobody to speak with: they would do nothing. Give `env.path` or "
+                "`env.tools`, or leave them out."
+            )
+        if missing:
+            raise ConfigError(
+                f"This algorithm needs the column `{missing[0]}`: the states in which turns began, which an "
+                f"environment tells. Give one with `env.path` or `env.tools`, or choose another advantage."
+            )
+    if run.env.path is None and not run.reward.judges:
+        raise ConfigError(
+            "`reward=environment` leaves rewards to the environment, and there is none that pays. Give one with "
+            "`env.path`, or choose a reward."
+        )
+    if run.env.asked and run.data.overlong == "truncate":
+        raise ConfigError(
+            "`data.overlong=truncate` cuts off the beginning of a prompt, and a rollout of several turns keeps its "
+            "own. Choose `data.overlong=filter`."
+        )
+    run.env.prepare()
+
+
 def room(run: Run, model: Model) -> None:
     """Refuse prompts and answers that the model or its engine has no room for."""
     fits(run, model, "sampling.max_tokens", run.sampling.max_tokens)
@@ -167,18 +207,28 @@ def room(run: Run, model: Model) -> None:
 
 def fits(run: Run, model: Model, name: str, answer: int) -> None:
     """Refuse answers of this length, named by the option that sets it."""
-    longest, size = run.data.max_prompt + answer, run.rollout.block_size
+    longest = run.data.max_prompt + answer
     if longest > model.context:
         raise ConfigError(
             f"`data.max_prompt` + `{name}` = {longest} tokens ({run.data.max_prompt} and {answer}) do not fit into "
             f"this model's context of {model.context}. Lower one of them."
         )
-    held = int(run.rollout.kv_gib * 2**30) // block_bytes(model, size) * size
+    held = _held(run, model)
     if longest > held:
         raise ConfigError(
             f"`data.max_prompt` + `{name}` = {longest} tokens do not fit into the engine's memory, which holds {held} "
             f"tokens with `rollout.kv_gib={run.rollout.kv_gib:g}`. Raise that, or lower one of them."
         )
+
+
+def longest(run: Run, model: Model) -> int:
+    """How many tokens model and engine have room for, prompt and answers together."""
+    return min(model.context, _held(run, model))
+
+
+def _held(run: Run, model: Model) -> int:
+    size = run.rollout.block_size
+    return int(run.rollout.kv_gib * 2**30) // block_bytes(model, size) * size
 
 
 def compares(run: Run) -> bool:

@@ -24,9 +24,9 @@ from etude.config import Config
 from etude.data import Dataset
 from etude.observe import Mean, Metrics, Sum
 from etude.protocols import Generate
-from etude.recipes.patience import Patience
+from etude.recipes.episodes import Episodes
+from etude.recipes.play import Player, PromptIds
 from etude.recipes.sampling import Sampling, ScoringSampling, derived_seed
-from etude.recipes.sources import PromptIds
 from etude.records import Outcome, Task
 from etude.rewards import Judge
 
@@ -41,6 +41,11 @@ class Evaluation(Config):
     samples: int = Field(1, ge=1, description="answers to each task")
     limit: int | None = Field(None, ge=1, description="score on the first n tasks only")
     sampling: ScoringSampling = Field(ScoringSampling(), description="how answers are drawn for scoring")
+
+    def yardstick(self, training: Sampling) -> Mapping[str, Any]:
+        """What decides a score besides the model and the tasks."""
+        sampling = self.sampling.beside(training).model_dump(mode="json")
+        return {"samples": self.samples, "limit": self.limit, "sampling": sampling}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +65,15 @@ class Answer:
     """Whether it was not drawn or not judged, so that its reward is the nothing that counts for it, and no score."""
     extracted: str | None = None
     """What the reward reads as the answer: the same for answers that say the same."""
+    conversation: Sequence[Mapping[str, str]] = ()
+    """Where the answer is the last of several turns: all that was said after the prompt, and by whom."""
 
 
 class Evaluator:
     """Asks, judges and reports.
 
-    Waits for the engine, at most `timeout` seconds for each answer from the moment that it begins with it, and for the
-    judge, which bounds itself. At most `at_once` answers are asked for at a time. One that fails earns nothing, and is
-    counted.
+    Waits for attempts, which bound themselves (`play`). At most `at_once` answers are asked for at a time. One that
+    fails earns nothing, and is counted.
     """
 
     def __init__(
@@ -83,12 +89,15 @@ class Evaluator:
         timeout: float,
         runner: asyncio.Runner,
         at_once: int,
+        episodes: Episodes | None = None,
     ) -> None:
-        """runner: the event loop of the run, in which its judge lives too."""
-        self._config, self._sampling, self._seed, self._timeout = config, sampling, seed, timeout
-        self._dataset, self._prompt_ids, self._judge = dataset, prompt_ids, judge
-        self._engine = Patience(engine, timeout)
-        self._runner, self._at_once = runner, at_once
+        """runner: the event loop of the run, in which its judge lives too. episodes: who plays rollouts of several
+        turns."""
+        self._config, self._sampling, self._seed = config, sampling, seed
+        self._dataset, self._runner, self._judge = dataset, runner, judge
+        self._player = Player(
+            prompt_ids=prompt_ids, engine=engine, judge=judge, timeout=timeout, at_once=at_once, episodes=episodes
+        )
 
     @property
     def tasks(self) -> int:
@@ -120,10 +129,13 @@ class Evaluator:
         """
         return self._runner.run(self._all(told))
 
+    def spent(self) -> Metrics:
+        """What judging them has cost, where that is counted."""
+        return self._judge.spent()
+
     async def _all(self, told: Callable[[], None]) -> list[Answer]:
         tasks = [self._dataset.task(row, row) for row in range(self.tasks)]
-        line = asyncio.Semaphore(self._at_once)
-        asked = [asyncio.ensure_future(self._one(task, n, line)) for task in tasks for n in range(self._config.samples)]
+        asked = [asyncio.ensure_future(self._one(task, n)) for task in tasks for n in range(self._config.samples)]
         for each in asked:
             each.add_done_callback(lambda ended: None if ended.cancelled() else told())
         try:
@@ -133,29 +145,27 @@ class Evaluator:
                 each.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
 
-    async def _one(self, task: Task, n: int, line: asyncio.Semaphore) -> Answer:
-        prompt, asked = self._prompt_ids(task), task.fields["prompt"]
-        params = self._sampling.params(derived_seed(self._seed, "evaluate", task.ordinal, n))
-        try:
-            async with line:
-                completion = await self._engine.generate(prompt, params)
-        except TimeoutError:
-            error = f"No answer within `collect.timeout` = {self._timeout:g} seconds."
-            return Answer(task.ordinal, task.source, asked, "", 0.0, {}, 0, "abort", error, failed=True)
-        verdict = await self._judge.judge(task, completion.text)
+    async def _one(self, task: Task, n: int) -> Answer:
+        def seed(turn: int) -> int:
+            return derived_seed(self._seed, "evaluate", task.ordinal, n, *([turn] if turn else []))
+
+        played = await self._player.play(task, self._sampling, seed)
+        verdict, last = played.verdict, played.turns[-1].completion if played.turns else None
         failed = verdict.outcome is not Outcome.SUCCEEDED
+        ended = "abort" if last is None else "length" if played.truncated else last.finish
         return Answer(
             task.ordinal,
             task.source,
-            asked,
-            completion.text,
-            0.0 if failed else verdict.reward,
+            task.fields["prompt"],
+            "" if last is None else last.text,
+            0.0 if failed else played.total,
             verdict.parts,
-            len(completion.ids),
-            completion.finish,
+            sum(len(turn.completion.ids) for turn in played.turns),
+            ended,
             verdict.error,
             failed,
             verdict.extracted,
+            self._player.retold(played.turns),
         )
 
 

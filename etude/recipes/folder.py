@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
 
 from etude.config.compose import compose
 from etude.config.env import etude_command
@@ -25,28 +27,28 @@ from etude.config.secrets import mask
 from etude.config.show import to_yaml
 from etude.config.tree import to_tree
 from etude.errors import ConfigError, RunError
-from etude.recipes.inputs import is_module
-from etude.recipes.run import FREE, Run
-from etude.rewards import Function
+from etude.recipes.commands import RECIPES
+from etude.recipes.inputs import is_module, place_of
+from etude.recipes.recipe import Recipe
+from etude.recipes.run import Run
 
 __all__ = [
     "OPTIONS",
     "compare",
     "differences",
+    "kind_of",
     "new_directory",
     "occupy",
+    "read_kind",
     "read_metrics",
     "read_run",
+    "recipe_of",
     "rooted",
     "settle",
 ]
 
 OPTIONS, LOCK = "run.yaml", ".lock"
-PLACES = (
-    *("model.path", "model.tokenizer", "lora.path", "reference.path", "teacher.path", "critic.path", "data.train"),
-    "chat.template",
-)
-"""Options that say where files lie, all of them known by what they hold."""
+R = TypeVar("R", bound=Recipe)
 
 
 def new_directory(parent: Path, name: str) -> Path:
@@ -95,16 +97,45 @@ def occupy(directory: Path) -> Iterator[None]:
                 shutil.rmtree(directory)
 
 
-def read_run(directory: Path, overrides: Sequence[str] = (), *, masked: Callable[[str], object] | None = None) -> Run:
-    """The run that a directory holds, with some options changed.
-
-    A secret was not written: what stands in its place is given by an override, or by `masked` for its path.
-    """
+def recipe_of(directory: Path) -> str:
+    """The command of the run that a directory holds."""
     file = directory / OPTIONS
     if not file.exists():
         raise RunError(
             f"{directory} holds no run: it has no {OPTIONS}. Give the directory that `etude train` printed, "
             f"such as runs/train-20260101-120000."
+        )
+    found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return str(found.get("recipe", "train")) if isinstance(found, dict) else "train"
+
+
+def kind_of(directory: Path) -> type[Recipe]:
+    """The recipe of the run that a directory holds."""
+    name = recipe_of(directory)
+    if name not in RECIPES:
+        raise RunError(
+            f"{directory} holds a run of `etude {name}`, which this version does not have. It has {', '.join(RECIPES)}."
+        )
+    return RECIPES[name]
+
+
+def read_run(directory: Path, overrides: Sequence[str] = (), *, masked: Callable[[str], object] | None = None) -> Run:
+    """The run of `etude train` that a directory holds; see `read_kind`."""
+    return read_kind(Run, directory, overrides, masked=masked)
+
+
+def read_kind(
+    kind: type[R], directory: Path, overrides: Sequence[str] = (), *, masked: Callable[[str], object] | None = None
+) -> R:
+    """The run that a directory holds, of one kind, with some options changed.
+
+    A secret was not written: what stands in its place is given by an override, or by `masked` for its path.
+    """
+    found, mine = recipe_of(directory), kind.model_fields["recipe"].default
+    if found != mine:
+        raise RunError(
+            f"{directory} holds a run of `etude {found}`, and this is `etude {mine}`. Name another directory; to go on "
+            f"with that run, `etude {found} --resume {directory}`."
         )
     elsewhere = [text for text in overrides if text.partition("=")[0].strip("+ ") == "directory"]
     if elsewhere:
@@ -112,7 +143,7 @@ def read_run(directory: Path, overrides: Sequence[str] = (), *, masked: Callable
             f"`{elsewhere[0]}` was given beside the run in {directory}, which stays where it is. Leave it out; to go "
             f"on elsewhere, copy the directory and name the copy."
         )
-    run = compose(Run, overrides, file=file, masked=masked)
+    run = compose(kind, overrides, file=directory / OPTIONS, masked=masked)
     return run.model_copy(update={"directory": _absolute(directory)})
 
 
@@ -124,32 +155,33 @@ def read_metrics(directory: Path) -> list[dict[str, float]]:
     return [steps[step] for step in sorted(steps) if step > 0]
 
 
-def rooted(run: Run) -> Run:
+def rooted(run: R) -> R:
     """The same run with every path as it is seen from anywhere."""
 
     def data(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name if is_module(name) else str(_absolute(Path(name))) for name in names)
 
-    def path(of: Path | None) -> Path | None:
-        return None if of is None else _absolute(of)
+    found: dict[str, Any] = {path: place_of(run, path) for path in ("directory", *run.places.values())}
+    found = {path: _absolute(there) for path, there in found.items() if there is not None}
+    found |= {"data.train": data(run.data.train), "data.val": data(run.data.val)}
+    if isinstance(run, Run):
+        found |= {"env.path": run.env.path and _named(run.env.path), "env.tools": tuple(map(_named, run.env.tools))}
+        found |= {"reward": run.reward.rooted(_absolute)}
+    for path, value in found.items():
+        run = _with(run, path, value)
+    return run
 
-    parts: dict[str, Any] = {
-        "directory": path(run.directory),
-        "model": run.model.model_copy(
-            update={"path": path(run.model.path), "tokenizer": path(run.model.tokenizer)},
-        ),
-        "lora": run.lora.model_copy(update={"path": path(run.lora.path)}),
-        "reference": run.reference.model_copy(update={"path": path(run.reference.path)}),
-        "teacher": run.teacher.model_copy(update={"path": path(run.teacher.path)}),
-        "critic": run.critic.model_copy(update={"path": path(run.critic.path)}),
-        "chat": run.chat.model_copy(update={"template": path(run.chat.template)}),
-        "data": run.data.model_copy(update={"train": data(run.data.train), "val": data(run.data.val)}),
-    }
-    if isinstance(run.reward, Function):
-        file, _, name = run.reward.path.rpartition(":")
-        if file.endswith(".py"):
-            parts["reward"] = run.reward.model_copy(update={"path": f"{_absolute(Path(file))}:{name}"})
-    return run.model_copy(update=parts)
+
+def _with(run: R, path: str, value: Any) -> R:
+    """The same run with another value at a dotted path."""
+    name, _, rest = path.partition(".")
+    return run.model_copy(update={name: _with(getattr(run, name), rest, value) if rest else value})
+
+
+def _named(path: str) -> str:
+    """`path/to/file.py:name` with the file as it is seen from anywhere; `module:name` as it is."""
+    file, _, name = path.rpartition(":")
+    return f"{_absolute(Path(file))}:{name}" if file.endswith(".py") else path
 
 
 def _absolute(path: Path) -> Path:
@@ -157,43 +189,45 @@ def _absolute(path: Path) -> Path:
     return Path(os.path.abspath(path.expanduser()))  # noqa: PTH100
 
 
-def compare(directory: Path, run: Run) -> None:
+def compare(directory: Path, run: Recipe) -> None:
     """Refuse to go on with a run that was started with other options; says which. A secret that the directory does
     not tell is taken to be what it was."""
     if not (directory / OPTIONS).exists():
         return
-    changed = differences(read_run(directory, masked=_values(run, shown=False).get), run)
+    changed = differences(read_kind(type(run), directory, masked=_values(run, shown=False).get), run)
     if changed:
         listed = "; ".join(f"{path} was {before}, is {after}" for path, before, after in changed)
         raise ConfigError(
             f"{directory} holds a run that was started otherwise: {listed}. Give the old values, or start a new "
-            f"run in another `directory`. What may change in a run that goes on: {', '.join(FREE)} (`steps` only while "
-            f"`train.schedule` is constant, which does not depend on them)."
+            f"run in another `directory`. What may change in a run that goes on: {', '.join(run.free)} "
+            f"({' and '.join(f'`{name}`' for name in run.length)} only while `train.schedule` is constant, which does "
+            f"not depend on them)."
         )
 
 
-def settle(directory: Path, run: Run) -> None:
+def settle(directory: Path, run: Recipe) -> None:
     """Write the run's options into its directory, whole or not at all."""
     writing = directory / f".{OPTIONS}"
     writing.write_text(to_yaml(run), encoding="utf-8")
     writing.replace(directory / OPTIONS)
 
 
-def differences(before: Run, after: Run) -> list[tuple[str, object, object]]:
+def differences(before: Recipe, after: Recipe) -> list[tuple[str, object, object]]:
     """The options that make two runs different ones: path, value before, value after.
 
     Where files lie makes no difference: what is in them does, which `inputs` compares.
     """
     old, new = _values(rooted(before)), _values(rooted(after))
-    free = FREE if before.train.schedule == "constant" else tuple(name for name in FREE if name != "steps")
+    free = [name for name in before.free if before.train.schedule == "constant" or name not in before.length]
+    free += [*before.places.values(), "data.train"]
     return [
         (path, old.get(path, "absent"), new.get(path, "absent"))
         for path in sorted(old.keys() | new.keys())
-        if old.get(path, "absent") != new.get(path, "absent") and not _is_one_of(path, (*free, *PLACES))
+        if old.get(path, "absent") != new.get(path, "absent") and not _is_one_of(path, free)
     ]
 
 
-def _values(run: Run, *, shown: bool = True) -> dict[str, object]:
+def _values(run: Recipe, *, shown: bool = True) -> dict[str, object]:
     """Every value of a run by its dotted path; as it may be `shown`, without secrets."""
 
     def flat(tree: Mapping[str, object], path: str) -> Iterator[tuple[str, object]]:

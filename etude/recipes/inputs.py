@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from etude.errors import RunError
 from etude.observe import get_log
+from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
-from etude.rewards import Function
 
-__all__ = ["INPUTS", "check_base", "check_inputs", "is_module", "keep_inputs", "yardstick"]
+__all__ = ["INPUTS", "check_base", "check_inputs", "is_module", "keep_inputs", "place_of", "yardstick"]
 
 INPUTS = "inputs.json"
-REWARD = "reward"
-"""The print of the file that a reward function lies in. It may be mended under a run, unlike the others."""
+MENDED = ("reward", "environment", "tools")
+"""The prints of files in which a run's own code lies. It may be mended under a run, unlike what lies in the others."""
 PART = 1 << 20
 """Bytes at either end of a file that are hashed."""
 
 
-def keep_inputs(directory: Path, run: Run) -> None:
+def keep_inputs(directory: Path, run: Recipe) -> None:
     """Write down what a run is started on, once."""
     kept, writing = directory / INPUTS, directory / f".{INPUTS}"
     if not kept.exists():
@@ -33,14 +34,17 @@ def keep_inputs(directory: Path, run: Run) -> None:
         writing.replace(kept)
 
 
-def check_inputs(directory: Path, run: Run) -> None:
+def check_inputs(directory: Path, run: Recipe) -> None:
     """Refuse to go on with a run whose files are others now than when it was started, and name them."""
     kept = directory / INPUTS
     if not kept.exists():
         return
     before, found = json.loads(kept.read_text(encoding="utf-8")), _prints(run)
-    if before.pop(REWARD, None) != found.pop(REWARD, None):
-        get_log("recipes").info("The reward's file changed since the run was started. What was judged stays judged.")
+    for name in MENDED:
+        if before.pop(name, None) != found.pop(name, None):
+            get_log("recipes").info(
+                "The file of the %s changed since the run was started. What was collected stays as it is.", name
+            )
     changed = sorted(name for name in before.keys() | found.keys() if before.get(name) != found.get(name))
     if changed:
         listed = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
@@ -51,7 +55,7 @@ def check_inputs(directory: Path, run: Run) -> None:
         )
 
 
-def check_base(directory: Path, run: Run) -> None:
+def check_base(directory: Path, run: Recipe) -> None:
     """Refuse a model of which a run trained a part, and whose other parts are not what they were then."""
     kept = directory / INPUTS
     if not (run.lora.on or run.model.freeze) or not kept.exists():
@@ -69,17 +73,23 @@ def check_base(directory: Path, run: Run) -> None:
         )
 
 
-def yardstick(run: Run) -> str:
-    """What the scores of a run's evaluations are measured with, in a word: scores with another do not compare."""
+def yardstick(run: Recipe, asked: Mapping[str, Any]) -> str:
+    """What a run's scores on `data.val` are measured with, in a word: scores with another do not compare.
+
+    asked: what besides the files decides a score.
+    """
     files = [each for name in run.data.val for each in _of_data("data.val", name)]
-    asked = run.evaluate
-    told = {
-        "tasks": [[name, _print_of(path) if isinstance(path, Path) else path] for name, path in files],
-        "samples": asked.samples,
-        "limit": asked.limit,
-        "sampling": asked.sampling.beside(run.sampling).model_dump(mode="json"),
-    }
+    told = {"tasks": [[name, _print_of(path) if isinstance(path, Path) else path] for name, path in files], **asked}
     return f"val-{hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()}"
+
+
+def place_of(run: Recipe, path: str) -> Path | None:
+    """Where the files lie that an option of a run names, by the option's dotted path."""
+    found: Any = run
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found is None or isinstance(found, Path), f"`{path}` names no place"
+    return found
 
 
 def is_module(name: str) -> bool:
@@ -87,28 +97,28 @@ def is_module(name: str) -> bool:
     return ":" in name and not Path(name).expanduser().exists()
 
 
-def _prints(run: Run) -> dict[str, str]:
+def _prints(run: Recipe) -> dict[str, str]:
     prints = {name: _print_of(path) if isinstance(path, Path) else path for name, path in _files(run)}
-    file = Path(run.reward.path.rpartition(":")[0]) if isinstance(run.reward, Function) else None
-    return prints if file is None or not file.is_file() else prints | {REWARD: _print_of(file)}
+    if not isinstance(run, Run):
+        return prints
+    named = ([run.env.path] if run.env.path else [], run.env.tools)
+    lying = ({Path(path.rpartition(":")[0]) for path in paths} for paths in named)
+    for name, files in zip(MENDED, (run.reward.files(), *lying), strict=True):
+        there = sorted(file for file in files if file.is_file())
+        if there:
+            prints[name] = "; ".join(_print_of(file) for file in there)
+    return prints
 
 
-def _files(run: Run) -> Iterator[tuple[str, Path | str]]:
+def _files(run: Recipe) -> Iterator[tuple[str, Path | str]]:
     """Every file that decides what is trained, under a name that does not depend on where it lies; of data that Python
     makes, its name."""
-    for role, path in (
-        ("model", run.model.path),
-        ("tokenizer", run.model.tokenizer),
-        ("adapter", run.lora.path),
-        ("reference", run.reference.path),
-        ("teacher", run.teacher.path),
-        ("critic", run.critic.path),
-        ("template", run.chat.template),
-    ):
-        if path is not None:
-            yield from _within(role, path)
-    for place, name in enumerate(run.data.train):
-        yield from _of_data(f"data.train[{place}]", name)
+    for role, path in run.places.items():
+        place = place_of(run, path)
+        if place is not None:
+            yield from _within(role, place)
+    for number, name in enumerate(run.data.train):
+        yield from _of_data(f"data.train[{number}]", name)
 
 
 def _of_data(role: str, name: str) -> Iterator[tuple[str, Path | str]]:

@@ -6,9 +6,11 @@ import time
 
 import torch
 
+from etude.models import Model
 from etude.observe import Mean, Metrics
+from etude.train import matmul_rate
 
-__all__ = ["Meter"]
+__all__ = ["Meter", "peak_of", "sizes_of"]
 
 
 class Meter:
@@ -24,3 +26,15 @@ class Meter:
         had, used = (wall - self._wall) * torch.get_num_threads(), computed - self._computed
         self._wall, self._computed = wall, computed
         return Metrics({"device_utilisation": Mean.over(used, had)}) if self._device.type == "cpu" else Metrics()
+
+
+def peak_of(model: Model) -> float:
+    """Operations a second that the device can do in the model's precision, measured in a moment."""
+    size, seconds = (8192, 0.2) if model.device.type == "cuda" else (512, 0.05)
+    return matmul_rate(model.dtype, model.device, size, seconds)
+
+
+def sizes_of(model: Model) -> tuple[int, int]:
+    """How many weights a model has, and how many of them are trained."""
+    weights = list(model.parameters())
+    return sum(w.numel() for w in weights), sum(w.numel() for w in weights if w.requires_grad)

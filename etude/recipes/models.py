@@ -8,26 +8,22 @@ from etude.chat import Tokenizer
 from etude.errors import ConfigError
 from etude.models import Model, adapt, load
 from etude.recipes.folder import check_model
+from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
 from etude.train import Frozen, Learner
 from etude.train.optim import PRECISIONS
 
-__all__ = ["critic", "reference", "teacher"]
+__all__ = ["critic", "frozen", "reference"]
 
 
-def reference(run: Run, policy: Model) -> Frozen:
+def reference(run: Recipe, policy: Model, path: Path | None, temperature: float = 1.0) -> Frozen:
     """What the policy is held to: by default the model that the run began with, whatever it has learned since.
 
     A new adapter begins as nothing, so that this is the policy without it. One that goes on is read once more.
     """
-    if run.reference.path is None and run.lora.rank:
-        return Frozen(policy, run.train.micro_tokens, temperature=run.sampling.temperature, unadapted=True)
-    return _frozen(run, policy, "reference", run.reference.path)
-
-
-def teacher(run: Run, policy: Model) -> Frozen:
-    """Whom the policy imitates."""
-    return _frozen(run, policy, "teacher", run.teacher.path)
+    if path is None and run.lora.rank:
+        return Frozen(policy, run.train.micro_tokens, temperature=temperature, unadapted=True)
+    return frozen(run, policy, "reference", path, temperature)
 
 
 def critic(run: Run, policy: Model) -> Learner:
@@ -39,17 +35,18 @@ def critic(run: Run, policy: Model) -> Learner:
     return Learner(model, config, steps=run.steps * run.updates * run.epochs)
 
 
-def _frozen(run: Run, policy: Model, role: str, path: Path | None) -> Frozen:
+def frozen(run: Recipe, policy: Model, role: str, path: Path | None, temperature: float = 1.0) -> Frozen:
+    """A model beside the policy that never learns: the policy's own as it was at first, unless another is named."""
     where = _checked(run, role, path)
     model = load(where, dtype=policy.dtype, device="cpu" if run.train.offload else policy.device)
     _refuse_other_tokens(run, policy, role, where, model)
     if path is None and run.lora.path is not None:
         model = adapt(model, run.lora, seed=run.seed)
     home = policy.device if run.train.offload else None
-    return Frozen(model, run.train.micro_tokens, temperature=run.sampling.temperature, home=home)
+    return Frozen(model, run.train.micro_tokens, temperature=temperature, home=home)
 
 
-def _checked(run: Run, role: str, path: Path | None) -> Path:
+def _checked(run: Recipe, role: str, path: Path | None) -> Path:
     """The directory of a role's model: the policy's own, unless another is named."""
     where = path or run.model.path
     assert where is not None, "a run has a model"
@@ -57,17 +54,20 @@ def _checked(run: Run, role: str, path: Path | None) -> Path:
     return where
 
 
-def _refuse_other_tokens(run: Run, policy: Model, role: str, where: Path, model: Model) -> None:
+def _refuse_other_tokens(run: Recipe, policy: Model, role: str, where: Path, model: Model) -> None:
     """Refuse a model that reads the policy's ids as other words than the policy does."""
-    if model.vocabulary != policy.vocabulary:
+    assert run.model.path is not None, "a run has a model"
+    ours = Tokenizer.load(run.model.tokenizer or run.model.path)
+    theirs = Tokenizer.load(where) if (where / "tokenizer.json").is_file() else None
+    # a larger model often has more rows than its tokenizer has tokens: to imitate it, the words are what counts
+    padded = role == "teacher" and theirs is not None and theirs.size == ours.size
+    if model.vocabulary != policy.vocabulary and not padded:
         raise ConfigError(
             f"The {role} in {where} knows {model.vocabulary} tokens, and the model in {run.model.path} knows "
             f"{policy.vocabulary}: it would read other words. Give a `{role}.path` of the same tokenizer."
         )
-    if where == run.model.path or not (where / "tokenizer.json").is_file():
+    if theirs is None or where == run.model.path:
         return
-    assert run.model.path is not None, "a run has a model"
-    ours, theirs = Tokenizer.load(run.model.tokenizer or run.model.path), Tokenizer.load(where)
     differ = next((id for id in range(max(ours.size, theirs.size)) if ours.token(id) != theirs.token(id)), None)
     if differ is not None:
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["KNOWN_AS"]
+__all__ = ["KNOWN_AS", "KNOWN_AS_EXAMPLES", "OF_DEMONSTRATIONS", "OF_DISTILLATION", "OF_DPO"]
 
 KNOWN_AS: Mapping[str, str] = {
     "batch_size": "collect.tasks",
@@ -78,6 +78,11 @@ KNOWN_AS: Mapping[str, str] = {
     "custom_reward_function": "reward",
     "reward_funcs": "reward",
     "reward_fn": "reward",
+    "environment_factory": "env.path",
+    "interaction_config_path": "env.path",
+    "tool_config_path": "env.tools",
+    "max_assistant_turns": "env.max_turns",
+    "max_tool_calling_iterations": "env.max_turns",
     "test_freq": "evaluate.every",
     "eval_steps": "evaluate.every",
     "val_before_train": "evaluate.first",
@@ -95,3 +100,52 @@ KNOWN_AS: Mapping[str, str] = {
 }
 """The last name of an option of verl or TRL, or one that is often guessed, and the option of a run that does its work.
 Where the two count differently, the meaning that `etude config show` prints says how."""
+
+SHARED = ("train", "model", "checkpoint", "directory", "observe")
+"""The sections that every run has, whatever it learns from."""
+
+KNOWN_AS_EXAMPLES: dict[str, str] = {
+    **{name: option for name, option in KNOWN_AS.items() if option.split(".")[0] in SHARED},
+    "train_batch_size": "batch_size",
+    "per_device_train_batch_size": "batch_size",
+    "micro_batch_size_per_gpu": "train.micro_tokens",
+    "packing": "train.micro_tokens",
+    "max_length": "data.max_tokens",
+    "max_seq_length": "data.max_tokens",
+    "truncation": "data.overlong",
+    "truncation_mode": "data.overlong",
+    "train_files": "data.train",
+    "train_dataset": "data.train",
+    "dataset": "data.train",
+    "val_files": "data.val",
+    "eval_dataset": "data.val",
+    "prompt_key": "data.columns.prompt",
+    "num_train_epochs": "epochs",
+    "total_epochs": "epochs",
+    "max_steps": "steps",
+    "total_training_steps": "steps",
+    "test_freq": "evaluate.every",
+    "eval_steps": "evaluate.every",
+    "val_before_train": "evaluate.first",
+    "eval_on_start": "evaluate.first",
+}
+"""The same for runs that learn from examples."""
+
+OF_DEMONSTRATIONS = {
+    "dataset_text_field": "data.columns.text",
+    "messages_key": "data.columns.messages",
+    "assistant_only_loss": "data.learn",
+    "completion_only_loss": "data.learn",
+}
+OF_DPO = {
+    "beta": "loss.beta",
+    "label_smoothing": "loss.label_smoothing",
+    "ref_model": "reference.path",
+    "ref_model_name_or_path": "reference.path",
+}
+OF_DISTILLATION = OF_DEMONSTRATIONS | {
+    "teacher_model": "teacher.path",
+    "teacher_model_name_or_path": "teacher.path",
+    "beta": "loss.direction",
+}
+"""What only one of them has."""

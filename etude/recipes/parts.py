@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from etude.batch import Batch
+from etude.checkpoint import Checkpoint, Checkpoints
 from etude.data.collate import collate
 from etude.observe import Last, Max, Mean, Metrics, RunLog, Sum, get_log
 from etude.protocols import Crew, Generate
@@ -16,6 +18,7 @@ from etude.recipes.evaluate import Answer, Evaluator, scores, write_answers
 from etude.recipes.saving import Saver
 from etude.recipes.sources import EngineSource, Groups, Watch
 from etude.recipes.workers import PolicyWorker
+from etude.records import Sample
 from etude.store import Journal, events
 
 __all__ = ["Engine", "Learners", "Parts", "Scoring"]
@@ -56,6 +59,18 @@ class Learners:
         """Every optimizer step that this batch is good for."""
         return self.crew.call(PolicyWorker.update, batch.split(self.updates, by=self.unit))
 
+    def facts(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps of them in plain numbers."""
+        return self.crew.call(PolicyWorker.facts)
+
+    def save(self, checkpoints: Checkpoints, step: int, facts: Mapping[str, Any]) -> Checkpoint:
+        """Write a checkpoint of them."""
+        return self.crew.call(PolicyWorker.save, checkpoints, step, facts)
+
+    def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
+        """Go on from one."""
+        self.crew.call(PolicyWorker.resume, checkpoints, checkpoint)
+
 
 @dataclass
 class Scoring:
@@ -95,7 +110,8 @@ class Scoring:
                 return Metrics()
             scored = scores(answers)
             self._keep(step, answers, scored)
-            metrics.merge({f"eval/{name}": metric for name, metric in self.engine.stats().items()})
+            beside = {**self.engine.stats(), **self.evaluator.spent()}
+            metrics.merge({f"eval/{name}": metric for name, metric in beside.items()})
         metrics.merge(scored)
         self._remember(step, scored.reduce(), self.evaluator)
         return metrics
@@ -177,9 +193,8 @@ class Parts:
 
     def measure(self, groups: Groups, batch: Batch) -> Metrics:
         """What is seen of a step's rollouts, of the engine that drew them, and of the device."""
-        answers = [int(sample.action.sum()) for sample in groups.samples]
-        prompts = [len(sample.ids) - answer for sample, answer in zip(groups.samples, answers, strict=True)]
-        rewards = [rollout.reward for rollout in groups.rollouts]
+        prompts, answers = _lengths(groups.samples)
+        rewards = batch.need("metric").tolist()
         metrics = Metrics(
             {
                 "reward": Mean.over(sum(rewards), len(rewards)),
@@ -196,6 +211,8 @@ class Parts:
         for rollout in groups.rollouts:
             for name, value in rollout.parts.items():
                 metrics.add(f"reward/{name}", Mean.of(value))
+        if batch.observation is not None and "turns" in groups.metrics:
+            metrics.add("observation_length", Mean.over(int(batch.observation.sum()), batch.rollouts))
         metrics.merge(groups.metrics)
         seen = self.engine.stats()
         drawn, busy = (seen[f"engine/{name}"].value() or 0.0 for name in ("new_tokens", "busy_seconds"))
@@ -204,3 +221,14 @@ class Parts:
         metrics.merge(self.learners.crew.call(PolicyWorker.utilisation))
         metrics.merge(self.checkpoint.spent())
         return metrics
+
+
+def _lengths(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
+    """Of each rollout that has rows: the tokens of its prompt, and those of all its answers."""
+    prompts: dict[int, int] = {}
+    answers: Counter[int] = Counter()
+    for sample in samples:
+        acted = int(sample.action.sum())
+        prompts.setdefault(sample.rollout, int(sample.action.argmax()) if acted else len(sample.ids))
+        answers[sample.rollout] += acted
+    return list(prompts.values()), list(answers.values())

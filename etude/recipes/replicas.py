@@ -9,21 +9,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from etude.data.share import shares
 from etude.dispatch.processes import ProcessCrew
 from etude.observe import Metrics
 from etude.protocols import Ids
 from etude.recipes.checks import threads_of
-from etude.recipes.run import Run
+from etude.recipes.recipe import Recipe
 from etude.recipes.workers import PolicyWorker
 from etude.records import Completion, SamplingParams
 from etude.rollout.router import Router
 
 __all__ = ["Replicas", "start"]
 
+R = TypeVar("R", bound=Recipe)
 
-def start(rank: Callable[[Run], PolicyWorker], run: Run, logs: Path) -> ProcessCrew:
+
+def start(rank: Callable[[R], object], run: R, logs: Path) -> ProcessCrew:
     """Start the ranks of a run, and wait until each has made its worker."""
     return ProcessCrew(
         rank,

@@ -9,29 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from etude.algorithms import Algorithm
 from etude.algorithms.losses.supervised import Value
-from etude.chat import ChatConfig
-from etude.checkpoint import CheckpointConfig
 from etude.config import Choice, Config
 from etude.data import Data
-from etude.dispatch import CrewConfig
 from etude.errors import ConfigError
-from etude.models import Lora
-from etude.observe import Observe
+from etude.recipes.environment import EnvConfig
 from etude.recipes.evaluate import Evaluation
 from etude.recipes.names import KNOWN_AS
+from etude.recipes.recipe import Recipe, Reference, Teacher
 from etude.recipes.sampling import Sampling
 from etude.recipes.sources import Collection
 from etude.rewards import REWARDS, Judging, RewardFunction
 from etude.rollout import EngineConfig
 from etude.train import Train
 
-__all__ = ["FREE", "Critic", "ModelSource", "Reference", "Run", "Teacher"]
+__all__ = ["FREE", "Critic", "Run"]
 
 FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
@@ -39,35 +36,13 @@ FREE = (
     *("critic.train.micro_tokens", "critic.train.activation_checkpointing"),
     *("critic.train.compile", "critic.train.offload", "ranks", "crew.silence", "crew.timeout"),
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
+    *("env.timeout", "env.at_once"),
+    *("reward.at_once", "reward.prices", "reward.requests_per_minute", "reward.tokens_per_minute"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, how much memory
 is used, and by how many processes. `steps` is among them only while the schedule is constant, which does not depend on
 it. None changes what is trained on, but that a timeout decides which answers fail; those of memory and processes may
 change the last bits."""
-
-
-class ModelSource(Config):
-    """Where the policy comes from."""
-
-    path: Path | None = Field(None, description="a Hugging Face model directory: config.json, weights, tokenizer")
-    tokenizer: Path | None = Field(None, description="another directory to read the tokenizer and template from")
-    freeze: tuple[str, ...] = Field(
-        (), description="parts that stay as they are, such as embed_tokens or layers.0; they cost no optimizer state"
-    )
-
-
-class Reference(Config):
-    """What the policy is held to, where a KL term or an advantage compares with it."""
-
-    path: Path | None = Field(
-        None, description="a model directory; null is the model that the run begins with. Its weights never change"
-    )
-
-
-class Teacher(Config):
-    """Whom the policy imitates on its own answers, where an advantage is taken from a teacher."""
-
-    path: Path | None = Field(None, description="a model directory of the policy's tokenizer; its weights never change")
 
 
 class Critic(Config):
@@ -83,43 +58,38 @@ class Critic(Config):
     train: Train = Field(Train(learning_rate=1e-5), description="its own optimizer and precision")
 
 
-class Run(Algorithm):
+class Run(Recipe, Algorithm):
     """Everything `etude train` needs to know."""
 
     known_as: ClassVar[Mapping[str, str]] = KNOWN_AS
+    free: ClassVar[tuple[str, ...]] = FREE
+    places: ClassVar[dict[str, str]] = Recipe.places | {
+        "reference": "reference.path",
+        "teacher": "teacher.path",
+        "critic": "critic.path",
+    }
 
-    model: ModelSource = Field(ModelSource(), description="the policy to train")
-    lora: Lora = Field(Lora(), description="low-rank adapters, trained in place of the policy's weights")
+    recipe: Literal["train"] = Field("train", description="the command that these options are for")
     reference: Reference = Field(Reference(), description="the policy that `kl` compares with")
     teacher: Teacher = Field(Teacher(), description="the policy that `advantage=distillation` learns from")
     critic: Critic = Field(Critic(), description="what `advantage=gae` compares with")
-    chat: ChatConfig = Field(ChatConfig(), description="how conversations are shown to it")
     data: Data = Field(Data(), description="the tasks")
+    env: EnvConfig = Field(EnvConfig(), description="whom it speaks with, where a rollout is more than one answer")
     reward: Annotated[RewardFunction, Choice(REWARDS)] = Field(
-        REWARDS["exact"](), description="what an answer earns; `function` calls one of your own"
+        REWARDS["exact"](),
+        description="what an answer earns; `function` calls one of your own, `combined` adds several, `environment` "
+        "leaves it to `env`",
     )
     judging: Judging = Field(Judging(), description="how rewards are computed, and what their failures mean")
     sampling: Sampling = Field(Sampling(), description="how answers are drawn for training")
     rollout: EngineConfig = Field(EngineConfig(), description="the engine that samples")
     collect: Collection = Field(Collection(), description="which rollouts a step trains on")
-    train: Train = Field(Train(), description="the optimizer and its precision")
     evaluate: Evaluation = Field(Evaluation(), description="scoring the policy on `data.val` as it learns")
-    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="what is kept on disk")
-    observe: Observe = Field(Observe(), description="what is shown, and where numbers go")
 
-    seed: int = Field(0, ge=0, lt=2**63, description="what all chance in the run is derived from")
     steps: int = Field(100, ge=1, description="how often rollouts are collected and trained on")
     updates: int = Field(1, ge=1, description="optimizer steps a step; from the second on, the policy is off its data")
     epochs: int = Field(1, ge=1, description="passes over the rollouts of a step")
-    ranks: int = Field(1, ge=1, description="processes that share the work, each with the whole model")
-    crew: CrewConfig = Field(CrewConfig(), description="how long they may be silent, and wait for each other")
-    threads: int | None = Field(
-        None, ge=1, description="CPU threads that compute in each process; null shares out what torch would take"
-    )
     max_staleness: int = Field(0, ge=0, description="how many versions old a rollout may be; 0 is on-policy")
-    directory: Path | None = Field(
-        None, description="the run's own directory; a run that is there is taken up. By default a new one in `runs`"
-    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Run:

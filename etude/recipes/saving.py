@@ -3,38 +3,87 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from etude.checkpoint import CheckpointConfig, Checkpoints
+from etude.checkpoint import Checkpoint, CheckpointConfig, Checkpoints
 from etude.errors import ConfigError
 from etude.observe import Metrics, RunLog, Sum, get_log
-from etude.protocols import Crew
 from etude.recipes.interrupt import Interrupt
-from etude.recipes.sources import EngineSource
-from etude.recipes.workers import PolicyWorker
-from etude.store import Journal
 
-__all__ = ["Saver", "taken_up"]
+__all__ = ["Learned", "Read", "Saver", "Unwritten", "Written", "taken_up"]
 
 
-def taken_up(config: CheckpointConfig, checkpoints: Checkpoints, crew: Crew, source: EngineSource, steps: int) -> int:
+class Learned(Protocol):
+    """What was learned: the trained roles of a run."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps of them in plain numbers."""
+        ...
+
+    def save(self, checkpoints: Checkpoints, step: int, facts: Mapping[str, Any]) -> Checkpoint:
+        """Write a checkpoint of them, with these facts."""
+        ...
+
+    def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
+        """Go on from one."""
+        ...
+
+
+class Read(Protocol):
+    """How far the data was read."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Where it stands, as a JSON tree."""
+        ...
+
+    def take_up(self, state: Mapping[str, Any] | None, position: int) -> None:
+        """Go on from there (None is from the beginning), and from what the journal has after this position."""
+        ...
+
+
+class Written(Protocol):
+    """The journal, as far as a checkpoint speaks of it."""
+
+    @property
+    def position(self) -> int:
+        """The position of its newest event."""
+        ...
+
+    def flush(self) -> None:
+        """Bring everything up to it onto the disk."""
+        ...
+
+
+class Unwritten:
+    """The journal of a run that needs none: what it learns from was there before it, and nothing happens on the way."""
+
+    position = 0
+
+    def flush(self) -> None:
+        """There is nothing to write."""
+
+
+def taken_up(
+    config: CheckpointConfig, checkpoints: Checkpoints, learned: Learned, read: Read, steps: int, asked: str
+) -> int:
     """Go on from the newest checkpoint, if there is one, and from what the journal has beyond it; returns its step,
-    of `steps` that are wanted.
+    of `steps` that are wanted. asked: the option that wants them.
 
     A kill between a save and its mark as the best is made good.
     """
     found = checkpoints.newest(fall_back=config.fall_back)
     if found is None:
-        source.take_up(None, 0)
+        read.take_up(None, 0)
         return 0
     if found.step > steps:
         raise ConfigError(
-            f"The run in {checkpoints.directory.parent} has done {found.step} steps, and `steps={steps}` asks for "
+            f"The run in {checkpoints.directory.parent} has done {found.step} steps, and `{asked}` asks for "
             f"fewer: they cannot be undone. Ask for more, or start a new run in another `directory`."
         )
-    crew.call(PolicyWorker.resume, checkpoints, found)
-    source.take_up(found.facts["source"], found.facts["position"])
+    learned.resume(checkpoints, found)
+    read.take_up(found.facts["source"], found.facts["position"])
     if found.facts["score"] is not None:
         checkpoints.mark_best(found.step, found.facts["score"], found.facts["measured"])
     return found.step
@@ -51,9 +100,9 @@ class Saver:
 
     config: CheckpointConfig
     checkpoints: Checkpoints
-    crew: Crew
-    source: EngineSource
-    store: Journal
+    learned: Learned
+    read: Read
+    store: Written
     steps: int
     interrupt: Interrupt
     log: RunLog
@@ -95,10 +144,10 @@ class Saver:
             "score": self.best(step),
             "measured": self.measured,
             "position": self.store.position,
-            "learner": self.crew.call(PolicyWorker.facts),
-            "source": self.source.state(),
+            "learner": self.learned.facts(),
+            "source": self.read.state(),
         }
-        made = self.crew.call(PolicyWorker.save, self.checkpoints, step, facts)
+        made = self.learned.save(self.checkpoints, step, facts)
         self.saved = step
         self.seconds += time.perf_counter() - began
         get_log("recipes").debug("Saved step %d in %s.", step, made.path)

@@ -9,6 +9,9 @@ because dropping what is slow trains on short answers.
 
 The groups of a step are the first `tasks` groups, in the order of their ordinals, that can be trained on. A task is
 issued only in place of one that cannot, so which tasks those are does not depend on who finishes first.
+
+Where rollouts are compared with a greedy answer to their task, that is one rollout more, of the sample number that
+follows the group's. It is in no group and is never admitted, and a task whose greedy answer failed is dropped.
 """
 
 from __future__ import annotations
@@ -96,21 +99,30 @@ class _Group:
 
     @property
     def level(self) -> bool:
-        """Whether its rollouts cannot be told apart. One alone compares with nothing, and is not level."""
+        """Whether its rollouts cannot be told apart, nor from the greedy answer where there is one. One alone compares
+        with nothing, and is not level."""
         return len(self.metrics) > 1 and len(set(self.metrics.values())) == 1
+
+    def sampled(self, size: int) -> tuple[int, ...]:
+        """The rollouts of the group that were scored."""
+        return tuple(sample for sample in sorted(self.metrics) if sample < size)
 
 
 class Scheduler:
     """Decides for one run. Feed it events in the order they happen; do what it answers, in that order."""
 
-    def __init__(self, *, tasks: int, group_size: int, refill: int, retries: int, first: int = 0) -> None:
+    def __init__(
+        self, *, tasks: int, group_size: int, refill: int, retries: int, first: int = 0, greedy: bool = False
+    ) -> None:
         """tasks: groups a step. refill: how many times `tasks` a step may issue in place of level groups; 0 keeps them.
         Groups that failed whole are replaced within the same bound, or within `tasks` where it is 0.
-        retries: attempts after the first. first: the ordinal to issue next.
+        retries: attempts after the first. first: the ordinal to issue next. greedy: whether each task is answered
+        greedily too.
         """
         self._tasks, self._size, self._refill, self._retries = tasks, group_size, refill, retries
         self._bound = tasks * (1 + max(refill, 1))
         self._next = first
+        self._greedy = greedy
         self._groups: dict[int, _Group] = {}
         self._spare: dict[int, _Group] = {}
         self._step = 0
@@ -181,9 +193,10 @@ class Scheduler:
             group = self._groups[task]
             if group.running:
                 continue
-            if not group.metrics:
+            failed = "every rollout failed" if not group.sampled(self._size) else self._without_greedy(group)
+            if failed:
                 del self._groups[task]
-                decisions.append(Drop(task, "every rollout failed"))
+                decisions.append(Drop(task, failed))
             elif self._refill and group.level:
                 self._spare[task] = self._groups.pop(task)
         while len(self._groups) < self._tasks and self._issued < self._bound:
@@ -192,11 +205,16 @@ class Scheduler:
             decisions += self._admit()
         return decisions
 
+    def _without_greedy(self, group: _Group) -> str:
+        """Why a group that ended has nothing to be compared with; nothing where it has."""
+        return "the greedy answer failed" if self._greedy and self._size not in group.metrics else ""
+
     def _issue(self) -> list[Decision]:
         task = self._next
         self._next, self._issued = task + 1, self._issued + 1
-        self._groups[task] = _Group(running=set(range(self._size)))
-        return [Issue(task, sample) for sample in range(self._size)]
+        samples = range(self._size + self._greedy)
+        self._groups[task] = _Group(running=set(samples))
+        return [Issue(task, sample) for sample in samples]
 
     def _admit(self) -> list[Decision]:
         """The first groups that can be trained on; where the bound left too few, level ones fill up."""
@@ -205,7 +223,7 @@ class Scheduler:
             self._groups[task] = self._spare.pop(task)
         dropped: list[Decision] = [Drop(task, "every rollout earned the same") for task in sorted(self._spare)]
         chosen = sorted(self._groups)[: self._tasks]
-        tasks = {task: tuple(sorted(self._groups[task].metrics)) for task in chosen}
+        tasks = {task: self._groups[task].sampled(self._size) for task in chosen}
         level = sum(self._groups.pop(task).level for task in chosen)
         self._spare.clear()
         self._open, self._issued = False, 0

@@ -1,6 +1,6 @@
 """Where the groups of a step come from: an engine that answers the tasks of a dataset, each answer judged as it ends.
 
-    scheduler ─Issue─► generate ─► judge ─► journal ─► scheduler ─Admit─► samples and rollouts
+    scheduler ─Issue─► play, judge ─► journal ─► scheduler ─Admit─► samples and rollouts
 
 Every rollout is written to the journal before it counts, and so is the admission that ends a step. A run that was
 killed therefore takes up exactly what it had: admitted steps are replayed from the journal, scored rollouts are used,
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pydantic import Field
@@ -21,22 +21,22 @@ from etude.config import Config
 from etude.data import Dataset, Order
 from etude.data.adapt import samples as rows_of_turns
 from etude.errors import CollectionError, RunError
-from etude.observe import Bar, Metrics, unwatched
-from etude.protocols import Generate, Ids
-from etude.recipes.patience import Patience
+from etude.observe import Bar, Mean, Metrics, unwatched
+from etude.protocols import Generate
+from etude.recipes.episodes import Episodes
+from etude.recipes.play import Played, Player, PromptIds
 from etude.recipes.sampling import Sampling, derived_seed
 from etude.recipes.scheduler import Admit, Decision, Drop, Failed, Finished, Issue, Opened, Scheduler
 from etude.recipes.tally import Notices, Tally
 from etude.records import Outcome, Rollout, Sample, Task, Turn
-from etude.rewards import Judge, Verdict
+from etude.rewards import Judge
 from etude.store import Journal, Phase, RolloutState, Status, TaskState, events
 
-__all__ = ["Collection", "EngineSource", "Groups", "PromptIds", "Source"]
+__all__ = ["Collection", "EngineSource", "Groups", "Source"]
 
 INTERRUPTED = "The run was stopped while this was under way."
 """The error of an attempt that a kill ended; it says nothing of the rollout, and does not count against it."""
 
-PromptIds = Callable[[Task], Ids]
 Watch = Callable[[str, float], AbstractContextManager[Bar]]
 
 
@@ -84,8 +84,7 @@ class _Ended:
 
     task: int
     sample: int
-    turn: Turn | None
-    verdict: Verdict
+    played: Played
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,15 +93,16 @@ class _Scored:
 
     turns: Sequence[Turn]
     rollout: Rollout
+    total: float
+    """All that it earned, what its turns were paid included."""
 
 
 class EngineSource:
-    """Prompt to completion, one turn a rollout.
+    """Rollouts by an engine: one answer each, or as many turns as an environment wants.
 
-    Consumes tasks in the run's order. Waits for the engine, for each answer at most `timeout` seconds from the moment
-    that it begins with it, and for the judge, which bounds itself. At most `at_once` answers are asked for at a time,
-    and in the order of issue, so that a group is drawn together. Unblocked by whatever ends first; what ended together
-    is told to the scheduler in the order of ordinals.
+    Consumes tasks in the run's order. Waits for attempts, which bound themselves (`play`). At most `at_once` answers
+    are asked for at a time, and in the order of issue, so that a group is drawn together. Unblocked by whatever ends
+    first; what ended together is told to the scheduler in the order of ordinals.
     """
 
     def __init__(
@@ -119,21 +119,34 @@ class EngineSource:
         store: Journal,
         runner: asyncio.Runner,
         at_once: int,
+        episodes: Episodes | None = None,
+        greedy: bool = False,
     ) -> None:
-        """prompt_ids: the ids of a task's prompt, as it is asked. runner: the run's one event loop."""
-        self._config, self._sampling, self._seed = collection, sampling, seed
-        self._dataset, self._order, self._prompt_ids = dataset, order, prompt_ids
-        self._engine, self._judge, self._store = Patience(engine, collection.timeout), judge, store
+        """prompt_ids: the ids of a task's prompt, as it is asked. runner: the run's one event loop. episodes: who plays
+        rollouts of several turns. greedy: whether each task is answered greedily too, for the others to be compared
+        with."""
+        self._config, self._sampling, self._seed, self._greedy = collection, sampling, seed, greedy
+        self._dataset, self._order, self._store, self._judge = dataset, order, store, judge
+        self._player = Player(
+            prompt_ids=prompt_ids,
+            engine=engine,
+            judge=judge,
+            timeout=collection.timeout,
+            at_once=at_once,
+            episodes=episodes,
+        )
         self._tasks: dict[int, Task] = {}
         self._attempts: dict[int, list[Status]] = {}
         self._scored: dict[int, _Scored] = {}
+        self._baselines: dict[int, float] = {}
+        """What the greedy answer to each open task earned."""
         self._replay: dict[int, tuple[int, ...]] = {}
         self._dropped: dict[int, list[int]] = {}
         self._left: list[TaskState] = []
         self._again: list[Issue] = []
         self._tally = Tally()
-        self._runner, self._line = runner, asyncio.Semaphore(at_once)
-        self._notices = Notices(one_by_one=judge.one_by_one)
+        self._runner = runner
+        self._notices = Notices(one_by_one=judge.one_by_one, pays=judge.pays)
         self.watch: Watch = unwatched
         """Shows how far a step's answers have come."""
         self._scheduler = self._fresh_scheduler(0)
@@ -147,19 +160,21 @@ class EngineSource:
         self._tally = Tally()
         self._ask_again(self._left)
         self._left = []
-        wanted = self._config.tasks * self._config.group_size
+        wanted = self._config.tasks * self._stride
         with self.watch(f"step {step}: answers", wanted) as bar:
             admit = self._runner.run(self._collect(step, bar.advance))
         ids = [self._id(task, sample) for task, samples in admit.tasks.items() for sample in samples]
         if not ids:
             raise CollectionError(
-                f"Step {step} has nothing to train on: every rollout of {self._tally.dropped.total()} tasks failed. "
+                f"Step {step} has nothing to train on: each of {self._tally.dropped.total()} tasks failed. "
                 f"The last failure: {self._tally.error} Mend that and start the run again: it goes on from here."
             )
         self._store.append([events.Admitted(step, tuple(ids))])
         scored, level, groups = [self._scored.pop(rollout) for rollout in ids], admit.spare, len(admit.tasks)
-        self._notices.of(step, self._tally, [each.rollout.reward for each in scored], level=level == groups)
-        return self._groups(scored, self._tally.metrics(level, groups))
+        self._notices.of(step, self._tally, [each.total for each in scored], level=level == groups)
+        metrics = self._tally.metrics(level, groups, episodic=self._player.episodic)
+        metrics.merge(self._judge.spent())
+        return self._groups(scored, metrics)
 
     @property
     def replays(self) -> int:
@@ -202,9 +217,12 @@ class EngineSource:
         interrupted: list[events.Event] = []
         for left in self._store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
             last = left.last
-            if left.status is Status.SUCCEEDED and last is not None and last.reward is not None:
-                scored.setdefault(left.task, {})[left.sample] = last.reward
-                self._scored[left.id] = self._from_journal(left)
+            if left.status is Status.SUCCEEDED and last is not None and last.total is not None:
+                scored.setdefault(left.task, {})[left.sample] = last.total
+                if left.sample < self._config.group_size:
+                    self._scored[left.id] = self._from_journal(left)
+                else:
+                    self._baselines[left.task] = last.total
             elif left.phase is not Phase.FINISHED:
                 ended = [a for a in left.attempts if a.status is not Status.RUNNING and a.error != INTERRUPTED]
                 again[left.task, left.sample] = len(ended)
@@ -248,7 +266,7 @@ class EngineSource:
                 running.difference_update(done)
                 results = await asyncio.gather(*done)
                 for end in results:
-                    if end.verdict.outcome is Outcome.SUCCEEDED:
+                    if end.played.verdict.outcome is Outcome.SUCCEEDED:
                         told()
                 decisions, written = self._settled(sorted(results, key=lambda end: (end.task, end.sample)))
         finally:
@@ -257,54 +275,52 @@ class EngineSource:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _attempt(self, task: int, sample: int) -> _Ended:
-        """One attempt at a rollout: ask, judge. What goes wrong with it is an outcome; what goes wrong with the engine
-        is raised."""
-        asked = self._task(task)
+        """One attempt at a rollout. Its seeds do not know of attempts that a kill ended: they are made again."""
         history = self._attempts[self._id(task, sample)]
         draw = sum(status not in (Status.RUNNING, Status.INFRA_ERROR) for status in history)
-        prompt = self._prompt_ids(asked)
-        seed = derived_seed(self._seed, "train", task, sample, draw)
-        try:
-            async with self._line:
-                completion = await self._engine.generate(prompt, self._sampling.params(seed))
-        except TimeoutError:
-            error = f"It took longer than `collect.timeout` = {self._config.timeout:g} seconds."
-            return _Ended(task, sample, None, Verdict.failure(Outcome.TIMED_OUT, error))
-        turn = Turn(prompt, completion, 0)
-        return _Ended(task, sample, turn, await self._judge.judge(asked, completion.text))
+
+        def seed(turn: int) -> int:  # an answer's is the same, whether others follow or not
+            return derived_seed(self._seed, "train", task, sample, draw, *([turn] if turn else []))
+
+        greedy = sample == self._config.group_size
+        sampling = self._sampling.model_copy(update={"temperature": 0.0}) if greedy else self._sampling
+        return _Ended(task, sample, await self._player.play(self._task(task), sampling, seed))
 
     def _settled(self, ended: Sequence[_Ended]) -> tuple[list[Decision], list[events.Event]]:
         """What follows from attempts that ended, and what is to be written of them."""
         decisions: list[Decision] = []
         written: list[events.Event] = []
         for end in ended:
-            verdict, rollout = end.verdict, self._id(end.task, end.sample)
+            played, verdict, rollout = end.played, end.played.verdict, self._id(end.task, end.sample)
             attempt = len(self._attempts[rollout]) - 1
-            self._tally.judged += verdict.seconds
-            if end.turn is not None:
-                self._tally.tokens += len(end.turn.completion.ids)
-                written.append(events.TurnRecorded(rollout, attempt, end.turn))
+            self._tally.of(played)
+            written += [events.TurnRecorded(rollout, attempt, turn) for turn in played.turns]
             if verdict.outcome is not Outcome.SUCCEEDED:
                 self._tally.failed[verdict.outcome.value] += 1
                 self._tally.error = verdict.error
                 follows = self._scheduler.on(Failed(end.task, end.sample, verdict.error))
                 self._attempts[rollout][-1] = Status(verdict.outcome.value)
             else:
-                assert end.turn is not None
                 if verdict.error:  # it failed, and `judging.error_score` stands for what it would have earned
                     self._tally.failed["given_error_score"] += 1
                     self._tally.error = verdict.error
-                truncated = end.turn.completion.finish == "length"
-                written.append(events.Rewarded(rollout, attempt, verdict.reward, verdict.parts, truncated))
-                scored = Rollout(
-                    rollout, end.task, end.task, verdict.reward, verdict.parts, Outcome.SUCCEEDED, truncated
-                )
-                self._scored[rollout] = _Scored([end.turn], scored)
-                follows = self._scheduler.on(Finished(end.task, end.sample, verdict.reward))
+                told = verdict.reward, verdict.parts, played.truncated, played.paid, played.role
+                written.append(events.Rewarded(rollout, attempt, *told))
+                self._keep(end)
+                follows = self._scheduler.on(Finished(end.task, end.sample, played.total))
             retry = Issue(end.task, end.sample) in follows
             written.append(events.AttemptEnded(rollout, attempt, verdict.outcome, verdict.error, retry))
             decisions += follows
         return decisions, written
+
+    def _keep(self, end: _Ended) -> None:
+        """Keep what a rollout earned: to be trained on, or to be compared with."""
+        played, verdict, id = end.played, end.played.verdict, self._id(end.task, end.sample)
+        if end.sample == self._config.group_size:
+            self._baselines[end.task] = played.total
+            return
+        told = verdict.reward, verdict.parts, Outcome.SUCCEEDED, played.truncated, played.role
+        self._scored[id] = _Scored(played.turns, Rollout(id, end.task, end.task, *told), played.total)
 
     def _decided(self, step: int, decisions: Sequence[Decision]) -> list[events.Event]:
         """What is to be written of decisions: tasks first asked for, attempts begun, tasks left out."""
@@ -325,7 +341,7 @@ class EngineSource:
                 case Drop(task, cause):
                     self._tally.dropped[cause] += 1
                     written.append(events.TaskDropped(task, step, cause))
-                    earned = [self._scored[id].rollout.reward for id in self._ids(task) if id in self._scored]
+                    earned = [self._scored[id].total for id in self._ids(task) if id in self._scored]
                     self._order.saw(row_of(self._tasks.pop(task)), earned)
                     self._forget(task)
                 case Admit(_, tasks):
@@ -338,16 +354,26 @@ class EngineSource:
     def _fresh_scheduler(self, first: int) -> Scheduler:
         config = self._config
         return Scheduler(
-            tasks=config.tasks, group_size=config.group_size, refill=config.refill, retries=config.retries, first=first
+            tasks=config.tasks,
+            group_size=config.group_size,
+            refill=config.refill,
+            retries=config.retries,
+            first=first,
+            greedy=self._greedy,
         )
+
+    @property
+    def _stride(self) -> int:
+        """How many rollouts a task has, the greedy one included."""
+        return self._config.group_size + self._greedy
 
     def _id(self, task: int, sample: int) -> int:
         """The run-wide name of a rollout."""
-        return task * self._config.group_size + sample
+        return task * self._stride + sample
 
     def _ids(self, task: int) -> list[int]:
-        """The names of a task's rollouts."""
-        return [self._id(task, sample) for sample in range(self._config.group_size)]
+        """The names of a task's rollouts, the greedy one included."""
+        return [self._id(task, sample) for sample in range(self._stride)]
 
     def _forget(self, task: int, but: Sequence[int] = ()) -> None:
         """Let go of what was kept of a task that is settled; of these samples the scores are still wanted."""
@@ -355,6 +381,8 @@ class EngineSource:
             self._attempts.pop(id, None)
             if sample not in but:
                 self._scored.pop(id, None)
+        if not but:
+            self._baselines.pop(task, None)
 
     def _ask_again(self, tasks: Sequence[TaskState]) -> None:
         """Have the order go on behind tasks that it gave out in an earlier life of the run."""
@@ -372,9 +400,9 @@ class EngineSource:
     def _from_journal(self, state: RolloutState) -> _Scored:
         """A scored rollout as the journal has it."""
         last = state.last
-        assert last is not None and last.reward is not None
-        rollout = Rollout(state.id, state.task, state.task, last.reward, last.parts, Outcome.SUCCEEDED, last.truncated)
-        return _Scored(self._store.turns(state.id), rollout)
+        assert last is not None and last.reward is not None and last.total is not None
+        told = last.reward, last.parts, Outcome.SUCCEEDED, last.truncated, last.role
+        return _Scored(self._store.turns(state.id), Rollout(state.id, state.task, state.task, *told), last.total)
 
     def _replayed(self, step: int, ids: Sequence[int]) -> Groups:
         """A step that was admitted before, with the same rollouts; the order hears of it as it did then."""
@@ -382,9 +410,14 @@ class EngineSource:
         dropped = sorted(self._dropped.get(step, ()))
         self._ask_again([self._store.task(task) for task in sorted({*dropped, *(state.task for state in states)})])
         for task in dropped:
-            lasts = [self._store.rollout(id).last for id in self._store.task(task).rollouts]
-            earned = [last.reward for last in lasts if last is not None and last.reward is not None]
+            states_of = [self._store.rollout(id) for id in self._store.task(task).rollouts]
+            lasts = [state.last for state in states_of if state.sample < self._config.group_size]
+            earned = [last.total for last in lasts if last is not None and last.total is not None]
             self._order.saw(row_of(self._tasks.pop(task)), earned)
+        for task in {state.task for state in states} if self._greedy else ():
+            last = self._store.rollout(self._id(task, self._config.group_size)).last
+            assert last is not None and last.total is not None, "a task without its greedy answer is dropped"
+            self._baselines[task] = last.total
         return self._groups([self._from_journal(state) for state in states], Metrics(), replayed=True)
 
     def _groups(self, scored: Sequence[_Scored], metrics: Metrics, *, replayed: bool = False) -> Groups:
@@ -394,7 +427,13 @@ class EngineSource:
         rollouts = self._notices.alike([each.rollout for each in scored])
         for each in scored:
             samples += rows_of_turns(each.turns, each.rollout.id)
-            earned.setdefault(each.rollout.task, []).append(each.rollout.reward)
+            earned.setdefault(each.rollout.task, []).append(each.total)
+        if self._player.episodic:
+            metrics.add("turns", Mean.over(sum(len(each.turns) for each in scored), len(scored)))
+        if self._greedy:
+            baselines = {task: self._baselines.pop(task) for task in earned}
+            rollouts = [replace(each, greedy_reward=baselines[each.task]) for each in rollouts]
+            metrics.add("greedy_reward", Mean.over(sum(baselines.values()), len(baselines)))
         for task, rewards in earned.items():
             self._order.saw(row_of(self._tasks.pop(task)), rewards)
         return Groups(samples, rollouts, metrics, replayed)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 from etude.config.compose import Job, multirun
 from etude.config.secrets import mask_text
@@ -14,23 +15,30 @@ from etude.errors import ConfigError, EtudeError, RunError
 from etude.observe import get_log
 from etude.recipes.folder import new_directory
 from etude.recipes.interrupt import Interrupt
-from etude.recipes.loop import train
-from etude.recipes.run import Run
+from etude.recipes.recipe import Recipe
 
 __all__ = ["sweep"]
+
+R = TypeVar("R", bound=Recipe)
 
 LONGEST = 160
 """Bytes of a run's name: file systems take 255, with what is added to them."""
 
 
-def sweep(overrides: Sequence[str], file: Path | None, preset: Path | None = None) -> Path:
-    """Train each run in a directory of its own below one for all of them, which is returned.
+def sweep(
+    kind: type[R],
+    train: Callable[[R, Interrupt], Path],
+    overrides: Sequence[str],
+    file: Path | None,
+    preset: Path | None = None,
+) -> Path:
+    """Train each run of a kind in a directory of its own below one for all of them, which is returned.
 
     Every run is composed before the first one starts. One that fails does not stop the others. Asked again with the
     same `directory`, a sweep goes on with what is not done.
     """
     with TemporaryDirectory() as scratch:
-        jobs = multirun(Run, overrides, lambda run: run, file=file, preset=preset, directory=Path(scratch))
+        jobs = multirun(kind, overrides, lambda run: run, file=file, preset=preset, directory=Path(scratch))
     places = {job.run.directory for job in jobs}
     if len(places) > 1:
         raise ConfigError(
@@ -54,7 +62,7 @@ def sweep(overrides: Sequence[str], file: Path | None, preset: Path | None = Non
     return parent
 
 
-def _names(jobs: Sequence[Job[Run, Run]]) -> list[str]:
+def _names(jobs: Sequence[Job[R, R]]) -> list[str]:
     """A name for each, of what sets it apart, that a directory can have."""
     shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     own = (" ".join(text for text in job.overrides if text not in shared) for job in jobs)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from etude.observe import Mean, Metrics, Sum, format_seconds, get_log
+from etude.recipes.play import Played
 from etude.records import Rollout
 
 __all__ = ["Notices", "Tally"]
@@ -20,12 +21,30 @@ class Tally:
     began: float = field(default_factory=time.perf_counter)
     tokens: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    attempts: int = 0
     failed: Counter[str] = field(default_factory=Counter)
+    failed_parts: Counter[str] = field(default_factory=Counter)
     judged: float = 0.0
     error: str = ""
+    waited: float = 0.0
+    """Seconds that environments and tools took."""
+    calls: int = 0
+    failed_calls: int = 0
 
-    def metrics(self, level: int, groups: int) -> Metrics:
-        """The numbers; `level` is in how many of the admitted groups all earned the same."""
+    def of(self, played: Played) -> None:
+        """Count what an attempt cost, however it ended."""
+        self.attempts += 1
+        if played.verdict.part:
+            self.failed_parts[played.verdict.part] += 1
+        self.judged += played.verdict.seconds
+        self.tokens += sum(len(turn.completion.ids) for turn in played.turns)
+        self.waited += played.waited
+        self.calls += played.calls
+        self.failed_calls += played.failed_calls
+
+    def metrics(self, level: int, groups: int, *, episodic: bool = False) -> Metrics:
+        """The numbers; `level` is in how many of the admitted groups all earned the same. episodic: whether rollouts
+        may have several turns."""
         metrics = Metrics(
             {
                 "sampled_tokens": Sum.of(self.tokens),
@@ -33,10 +52,17 @@ class Tally:
                 "level_groups": Mean.over(level, groups),
                 "dropped_tasks": Sum.of(self.dropped.total()),
                 "failed_attempts": Sum.of(self.failed.total()),
+                "failed_share": Mean.over(self.failed.total(), self.attempts),
             }
         )
+        if episodic:
+            metrics.add("environment_seconds", Sum.of(self.waited))
+            metrics.add("tool_calls", Sum.of(self.calls))
+            metrics.add("failed_tool_calls", Sum.of(self.failed_calls))
         for cause, count in self.failed.items():
             metrics.add(f"failed_attempts/{cause}", Sum.of(count))
+        for part, count in self.failed_parts.items():
+            metrics.add(f"failed_parts/{part}", Sum.of(count))
         for cause, count in self.dropped.items():
             metrics.add(f"dropped_tasks/{cause.replace(' ', '_')}", Sum.of(count))
         return metrics
@@ -45,11 +71,12 @@ class Tally:
 class Notices:
     """Says what is wrong with steps: at once, and again when it has become twice as much."""
 
-    def __init__(self, *, one_by_one: bool) -> None:
-        """one_by_one: whether answers are judged one at a time, though several might be."""
+    def __init__(self, *, one_by_one: bool, pays: bool = True) -> None:
+        """one_by_one: whether answers are judged one at a time, though several might be. pays: whether there is
+        anything to earn."""
         self._log = get_log("recipes")
         self._failures = self._spoken_of = self._level = 0
-        self._hint, self._unlike = one_by_one, False
+        self._hint, self._unlike, self._pays = one_by_one, False, pays
 
     def of(self, step: int, tally: Tally, earned: Collection[float], *, level: bool) -> None:
         """Look at a step that was collected: `earned` by its rollouts; `level` where in each group all the same."""
@@ -96,7 +123,7 @@ class Notices:
 
     def _of_rewards(self, step: int, earned: Collection[float], *, level: bool) -> None:
         self._level = self._level + 1 if level else 0
-        if self._level.bit_count() != 1:  # 1, 2, 4, 8 … steps in a row
+        if not self._pays or self._level.bit_count() != 1:  # 1, 2, 4, 8 … steps in a row
             return
         low, high = min(earned), max(earned)
         said = f"all {low:g}" if low == high else f"from {low:g} to {high:g}"

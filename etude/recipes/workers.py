@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from etude.algorithms import Algorithm, Denominators, LossValue, Outputs, State, View
+from etude.algorithms import Algorithm, Denominators, Loss, LossValue, Outputs, State, View
 from etude.algorithms.losses.supervised import Value
 from etude.batch import Batch
 from etude.checkpoint import Checkpoint, Checkpoints
 from etude.observe import Last, Metrics, Sum
 from etude.protocols import Gather, Ids, Split, spread
-from etude.recipes.meter import Meter
+from etude.recipes.meter import Meter, sizes_of
 from etude.records import Completion, SamplingParams
 from etude.rollout import TorchEngine
 from etude.rollout.team import dismiss_team
@@ -27,7 +27,7 @@ from etude.sync import LocalCarrier
 from etude.train import Frozen, Learner
 from etude.train.ranks import count, of_group
 
-__all__ = ["Beside", "Foresee", "Improve", "PolicyWorker"]
+__all__ = ["Beside", "Improve", "Minimise", "PolicyWorker"]
 
 CRITIC = "critic"
 """What the critic's tensors are kept under, beside the policy's."""
@@ -59,11 +59,15 @@ class Improve:
 
 
 @dataclass(frozen=True)
-class Foresee:
-    """What a critic's update minimises: a loss of its own."""
+class Minimise:
+    """What an update minimises that has no algorithm around it: a loss, and nothing besides."""
 
-    wrapped: Value
-    split_unit: Literal["rollout", "group"] = "rollout"
+    wrapped: Loss
+
+    @property
+    def split_unit(self) -> Literal["rollout", "group"]:
+        """What must stay in one micro-batch."""
+        return self.wrapped.split_unit
 
     def needs(self) -> frozenset[str]:
         """The batch columns it reads."""
@@ -85,7 +89,7 @@ class Beside:
     frozen: Mapping[str, Frozen] = field(default_factory=dict)
     """Who tells a column of log-probs and never learns: the reference, the teacher."""
     critic: Learner | None = None
-    foresee: Foresee = Foresee(Value())
+    foresee: Minimise = Minimise(Value())
     warmup: int = 0
     """Steps at the beginning in which the critic learns alone."""
 
@@ -102,10 +106,13 @@ class PolicyWorker:
         epochs: int,
         beside: Beside | None = None,
         engine: TorchEngine | None = None,
+        longest: int = 0,
     ) -> None:
-        """engine: what samples from the learner's model."""
+        """engine: what samples from the learner's model. longest: the tokens that both have room for, prompt and
+        answers together."""
         self._algorithm, self._learner, self._beside, self._engine = algorithm, learner, beside or Beside(), engine
         self._seed, self._epochs, self._ranks = seed, epochs, of_group()
+        self._longest = longest
         self._meter = Meter(learner.model.device)
         self._objective = Improve(algorithm)
         self._following = State()
@@ -154,8 +161,12 @@ class PolicyWorker:
     @spread()
     def parameters(self) -> tuple[int, int]:
         """How many weights the model has, and how many of them are trained."""
-        weights = list(self._learner.model.parameters())
-        return sum(w.numel() for w in weights), sum(w.numel() for w in weights if w.requires_grad)
+        return sizes_of(self._learner.model)
+
+    @spread()
+    def longest(self) -> int:
+        """How many tokens a rollout may have."""
+        return self._longest
 
     @spread()
     def weights(self) -> Iterable[tuple[str, Tensor]]:

@@ -11,11 +11,14 @@ import inspect
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeAlias
 
 from etude.config import Config
 from etude.errors import DataError, RewardError
+from etude.observe import Metrics
 from etude.records import Task
 
 __all__ = ["RewardFunction", "Score", "named", "score_of", "truths"]
@@ -30,6 +33,11 @@ class RewardFunction(Config, ABC):
     """Whether it surely ends at once, whatever it reads: it is then called where it is, without a limit."""
     processes: ClassVar[int] = 0
     """In how many processes of its own it is computed, unless the run says otherwise."""
+    judges: ClassVar[bool] = True
+    """Whether it says anything of an answer, and does not leave all to the environment."""
+
+    in_place: ClassVar[bool] = False
+    """Whether it is a coroutine that must run where the run is, because it keeps order among its own calls."""
 
     @property
     def title(self) -> str:
@@ -40,6 +48,28 @@ class RewardFunction(Config, ABC):
     def waits(self) -> bool:
         """Whether calling it makes a coroutine: it waits for others more than it computes."""
         return inspect.iscoroutinefunction(type(self).__call__)
+
+    @property
+    def bound(self) -> float:
+        """Seconds within which it surely ends, with a reward also for an answer that takes too long; 0 where it makes
+        no such promise, and `judging.timeout` alone ends it."""
+        return 0.0
+
+    def line(self) -> AbstractAsyncContextManager[Any]:
+        """Where a call in place waits for its turn, for as long as that takes: it is not judging yet."""
+        return nullcontext()
+
+    def spent(self) -> Metrics:
+        """What its calls have cost since this was last asked, as metrics."""
+        return Metrics()
+
+    def rooted(self, absolute: Callable[[Path], Path]) -> Self:  # noqa: ARG002
+        """The same reward, with the paths of its files as they are seen from anywhere."""
+        return self
+
+    def files(self) -> list[Path]:
+        """The files that say how it judges."""
+        return []
 
     def prepare(self) -> None:
         """Load what it loads only once: what goes wrong here is the fault of no answer."""

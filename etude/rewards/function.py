@@ -9,18 +9,15 @@ named parts (`score_of` says what becomes of those).
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
-from etude.config import load_plugin
+from etude.config import load_named
 from etude.errors import PlugInError
 from etude.records import Task
 from etude.rewards.base import RewardFunction, truths
@@ -40,6 +37,7 @@ class Adapted:
 
     quick: ClassVar[bool] = False
     processes: ClassVar[int] = 0
+    judges: ClassVar[bool] = True
 
     def __init__(self, function: Callable[..., Any], title: str = "") -> None:
         self.function = function
@@ -79,6 +77,13 @@ class Function(RewardFunction):
     def waits(self) -> bool:
         return _loaded(self.path).waits
 
+    def rooted(self, absolute: Callable[[Path], Path]) -> Self:
+        file, _, name = self.path.rpartition(":")
+        return self.model_copy(update={"path": f"{absolute(Path(file))}:{name}"}) if file.endswith(".py") else self
+
+    def files(self) -> list[Path]:
+        return [Path(file)] if (file := self.path.rpartition(":")[0]).endswith(".py") else []
+
     def prepare(self) -> None:
         _loaded(self.path)
 
@@ -92,38 +97,10 @@ class Function(RewardFunction):
 @cache
 def _loaded(path: str) -> Adapted:
     """The function that a path names, loaded once in each process."""
-    place, _, name = path.rpartition(":")
-    if path.endswith(".py") or not (place and name):
-        raise PlugInError(
-            f"The reward function '{path}' names no function. Write the file or module, a colon, and the function's "
-            f"name: `reward.path=my_reward.py:score`."
-        )
-    function = _from_file(Path(place), name, path) if place.endswith(".py") else load_plugin(path, None)
+    function = load_named(path, "reward function", "reward.path=my_reward.py:score")
     if not callable(function):
         raise PlugInError(f"The reward function '{path}' is a {type(function).__name__}, which cannot be called.")
     return Adapted(function, path)
-
-
-def _from_file(file: Path, name: str, path: str) -> Any:
-    if not file.is_file():
-        raise PlugInError(
-            f"The reward function '{path}' was asked for, and there is no file {file} (seen from {Path.cwd()})."
-        )
-    spec = importlib.util.spec_from_file_location(f"etude_reward_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # classes defined in it look themselves up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may raise anything while it is run
-        raise PlugInError(
-            f"The reward function '{path}' was asked for, and running {file} raised {type(error).__name__}: {error}."
-        ) from error
-    if not hasattr(module, name):
-        near = get_close_matches(name, [known for known in vars(module) if not known.startswith("_")])
-        hint = f"Did you mean {' or '.join(near)}?" if near else "Check its spelling."
-        raise PlugInError(f"The reward function '{path}' was asked for, and {file} has no {name}. {hint}")
-    return getattr(module, name)
 
 
 def _names(function: Callable[..., Any], title: str) -> tuple[str, ...]:

@@ -4,30 +4,29 @@
         verdict = await judge.judge(task, answer)
 
 Quick rewards are called in place. Coroutine functions are awaited in place, many at a time. Any other function runs
-beside the run: on a thread, or in processes, as many as it asks for or as `Judging.workers` says. An exception, a call
-that takes too long, a process that dies, a NaN: each is a verdict without a reward, and `Judging.on_error` says what
-becomes of it.
+beside the run: on a thread, or in processes, as many as it asks for or as `Judging.workers` says. The parts of a
+combined reward have a place each (`etude.rewards.places`). An exception, a call that takes too long, a process that
+dies, a NaN: each is a verdict without a reward, and `Judging.on_error` says what becomes of it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import pickle
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from etude.config import Config
 from etude.errors import ConfigError, RewardError
+from etude.observe import Metrics
 from etude.records import Outcome, Task
-from etude.rewards.base import RewardFunction, named
+from etude.rewards.base import RewardFunction
 from etude.rewards.function import Adapted
-from etude.rewards.seats import Pool, ProcessSeat, Seat, ThreadSeat
-from etude.rewards.verdict import Verdict, extracted_by, failed, too_long, verdict_of
+from etude.rewards.nothing import Nothing
+from etude.rewards.places import place_of
+from etude.rewards.verdict import Verdict
 
 __all__ = ["Judge", "Judging"]
 
@@ -67,12 +66,11 @@ class Judge:
     """
 
     def __init__(self, reward: RewardFunction | Callable[..., Any], judging: Judging | None = None) -> None:
-        self._reward = reward if isinstance(reward, RewardFunction) else Adapted(reward)
-        self._reward.prepare()
+        judged = reward if isinstance(reward, RewardFunction) else Adapted(reward)
         self._judging = judging or Judging()
-        self._failures = 0
-        workers = self._judging.workers
-        self._pool = self._opened(self._reward.processes if workers is None else workers)
+        self._reward, self._failures = judged, 0
+        judged.prepare()
+        self._place = place_of(judged, self._judging.workers, self._judging.timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -85,49 +83,29 @@ class Judge:
     @property
     def one_by_one(self) -> bool:
         """Whether it judges one answer at a time, though it might judge several."""
-        return self._pool is not None and self._judging.workers is None and not self._reward.processes
+        return self._place.one_by_one
+
+    @property
+    def judges(self) -> bool:
+        """Whether its reward says anything of an answer, and does not leave all to the environment."""
+        return self._reward.judges
+
+    @property
+    def pays(self) -> bool:
+        """Whether there is anything to earn."""
+        return not isinstance(self._reward, Nothing)
 
     async def judge(self, task: Task, answer: str) -> Verdict:
         """What this answer earns. Raises `RewardError` where a failure stops the run."""
-        if self._pool is not None:
-            return self._settled(await asyncio.wrap_future(self._pool.submit(task, answer)))
-        return self._settled(await self._in_place(task, answer))
+        return self._settled(await self._place.verdict(task, answer))
+
+    def spent(self) -> Metrics:
+        """What judging has cost since this was last asked, where it costs anything that is counted."""
+        return self._place.spent()
 
     def close(self) -> None:
         """End its threads and processes."""
-        if self._pool is not None:
-            self._pool.close()
-
-    def _opened(self, processes: int) -> Pool | None:
-        """The pool that the reward needs; None where it is called in place."""
-        reward, title, limit = self._reward, self._reward.title, self._judging.timeout
-        if processes:
-            payload = _payload(reward, limit)
-            return Pool(processes, lambda: ProcessSeat(payload, limit), title)
-        if reward.quick or reward.waits:
-            return None
-
-        def open_seat() -> Seat:
-            return ThreadSeat(reward, title, limit)
-
-        return Pool(1, open_seat, title)
-
-    async def _in_place(self, task: Task, answer: str) -> Verdict:
-        began, title, limit = time.perf_counter(), self._reward.title, self._judging.timeout
-        bound = asyncio.timeout(limit)
-        try:
-            async with bound:
-                result = self._reward(task, answer)
-                if self._reward.waits:
-                    result = await cast(Awaitable[Any], result)
-                extracted = extracted_by(self._reward, answer)
-        except (Exception, SystemExit) as error:
-            seconds = time.perf_counter() - began
-            if bound.expired():
-                told = f"The reward {title} {too_long(limit)} on {named(task)}."
-                return Verdict.failure(Outcome.TIMED_OUT, told, seconds)
-            return failed(error, title, task, seconds)
-        return verdict_of(result, title, task, time.perf_counter() - began, extracted)
+        self._place.close()
 
     def _settled(self, verdict: Verdict) -> Verdict:
         """What becomes of a verdict by the policy on failures."""
@@ -144,18 +122,3 @@ class Judge:
         if self._judging.error_score is None:
             return verdict
         return dataclasses.replace(verdict, reward=self._judging.error_score, outcome=Outcome.SUCCEEDED)
-
-
-def _payload(reward: RewardFunction | Adapted, limit: float) -> bytes:
-    """What a process is told first; refuses what another process could not find again."""
-    target = reward.function if isinstance(reward, Adapted) else type(reward)
-    remedy = "Put it in a file and name it as path/to/file.py:name, or set `judging.workers` to 0."
-    if getattr(target, "__module__", "") == "__main__":
-        raise ConfigError(
-            f"The reward {reward.title} is defined in the script that was started, where processes that judge cannot "
-            f"find it. {remedy}"
-        )
-    try:
-        return pickle.dumps((reward, limit))
-    except Exception as error:  # pickling raises what it likes
-        raise ConfigError(f"The reward {reward.title} cannot be sent to another process: {error}. {remedy}") from error

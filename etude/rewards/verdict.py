@@ -16,7 +16,7 @@ from etude.errors import EtudeError, RewardError
 from etude.records import Outcome, Task
 from etude.rewards.base import RewardFunction, named, score_of
 
-__all__ = ["Verdict", "extracted_by", "failed", "too_long", "tried", "verdict_of"]
+__all__ = ["Verdict", "extracted_by", "failed", "raised", "too_long", "tried", "verdict_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Verdict:
     """How long judging took, its wait for a free worker not counted."""
     extracted: str | None = None
     """What the reward reads as the answer, where it does."""
+    part: str = ""
+    """The part of a combined reward that failed, where one did."""
 
     @classmethod
     def failure(cls, outcome: Outcome, error: str, seconds: float = 0.0) -> Self:
@@ -71,14 +73,17 @@ def verdict_of(result: Any, title: str, task: Task, seconds: float, extracted: s
 
 def failed(error: BaseException, title: str, task: Task, seconds: float) -> Verdict:
     """The verdict on a reward function that raised."""
+    return Verdict.failure(Outcome.FAILED, f"The reward {title} failed on {named(task)}: {raised(error)}", seconds)
+
+
+def raised(error: BaseException) -> str:
+    """What somebody else's code raised, and where."""
     if isinstance(error, EtudeError):
-        told = str(error)
-    else:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        said = " ".join(str(error).split())
-        said = f": {said}" if said else ""
-        told = f"{type(error).__name__}{said} ({Path(place.filename).name}, line {place.lineno})."
-    return Verdict.failure(Outcome.FAILED, f"The reward {title} failed on {named(task)}: {told}", seconds)
+        return str(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    said = " ".join(str(error).split())
+    said = f": {said}" if said else ""
+    return f"{type(error).__name__}{said} ({Path(place.filename).name}, line {place.lineno})."
 
 
 def too_long(limit: float) -> str:

@@ -163,7 +163,8 @@ class TurnRecorded(RolloutEvent):
     def document(self) -> dict[str, Any]:
         """The fields, with the arrays of the turn left to the payload."""
         turn, said = self.turn, self.turn.completion
-        told = {"index": turn.index, "model": turn.model, "tags": turn.tags, "reward": turn.reward}
+        names = ("index", "model", "tags", "reward", "anchor")
+        told = {name: getattr(turn, name) for name in names}
         return {
             "rollout": self.rollout,
             "attempt": self.attempt,
@@ -195,10 +196,15 @@ class Rewarded(RolloutEvent):
     parts: Mapping[str, float] = field(default_factory=dict)
     truncated: bool = False
     """Whether the attempt was cut off at a length limit."""
+    paid: float = 0.0
+    """What its turns were paid beside that, in all."""
+    role: int = 0
+    """Which player of a game it was."""
 
     def __post_init__(self) -> None:
         where = f"Attempt {self.attempt} of rollout {self.rollout}: reward"
         object.__setattr__(self, "reward", _finite(self.reward, where))
+        object.__setattr__(self, "paid", _finite(self.paid, f"{where} of its turns"))
         parts = {name: _finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
         object.__setattr__(self, "parts", parts)
 

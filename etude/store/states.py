@@ -54,6 +54,14 @@ class AttemptState:
     parts: Mapping[str, float] = field(default_factory=dict)
     truncated: bool = False
     error: str = ""
+    paid: float = 0.0
+    """What its turns were paid beside the reward."""
+    role: int = 0
+
+    @property
+    def total(self) -> float | None:
+        """All that it earned, once it is judged."""
+        return None if self.reward is None else self.reward + self.paid
 
     def document(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""

@@ -266,7 +266,8 @@ def _after(state: RolloutState, event: TurnRecorded | Rewarded | AttemptEnded) -
             raise IllegalMoveError(
                 f"{where} cannot be rewarded {event.reward}: it has {attempt.reward}, which is final."
             )
-        return replace(attempt, reward=event.reward, parts=event.parts, truncated=event.truncated)
+        told = {name: getattr(event, name) for name in ("reward", "parts", "truncated", "paid", "role")}
+        return replace(attempt, **told)
     return replace(attempt, status=Status(event.outcome), error=event.error)
 
 

@@ -1,28 +1,33 @@
 """`etude answers RUN`: what a run was trained on, to be read: the tasks of a step, and what was answered to each.
 
-The answers come from the run's journal, which may be read while the run goes on. Those to the held-out tasks lie beside
-it as text, in `evaluations/`.
+The answers come from the run's journal, which may be read while the run goes on. What a rollout of several turns was
+shown between them is read from the very tokens it was shown. Answers to the held-out tasks lie beside it as text, in
+`evaluations/`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from etude.chat import Tokenizer, retold
 from etude.errors import ConfigError
-from etude.observe import format_number, make_console
+from etude.observe import format_number, get_log, make_console
+from etude.records import Turn
 from etude.store import Journal, open_store
 
 __all__ = ["answers", "show"]
 
-JOURNAL = "journal.sqlite"
+JOURNAL, OPTIONS = "journal.sqlite", "run.yaml"
 LONGEST = 300
 """Characters of an answer that are shown, unless it is to be whole."""
 
@@ -69,10 +74,23 @@ def answers(directory: Path, step: int | None = None) -> tuple[int, list[dict[st
                 f"The run in {directory} has no step {wanted}; it has collected steps {min(admitted)} to "
                 f"{max(admitted)}. Give one of them with --step."
             )
-        return wanted, list(_of(store, wanted, admitted[wanted]))
+        return wanted, list(_of(store, wanted, admitted[wanted], partial(_tokenizer, directory)))
 
 
-def _of(store: Journal, step: int, rollouts: Sequence[int]) -> Iterator[dict[str, Any]]:
+@cache
+def _tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer of a run, where it still lies where the run found it."""
+    model = yaml.safe_load((directory / OPTIONS).read_text(encoding="utf-8"))["model"]
+    try:
+        return Tokenizer.load(Path(model["tokenizer"] or model["path"]))
+    except ConfigError as error:
+        get_log("tools").warning("What was shown between answers cannot be read, and is left out. %s", error)
+        return None
+
+
+def _of(
+    store: Journal, step: int, rollouts: Sequence[int], speaks: Callable[[], Tokenizer | None]
+) -> Iterator[dict[str, Any]]:
     for id in rollouts:
         rollout = store.rollout(id)
         task, last, turns = store.task(rollout.task), rollout.last, store.turns(id)
@@ -83,12 +101,18 @@ def _of(store: Journal, step: int, rollouts: Sequence[int]) -> Iterator[dict[str
             "source": task.source,
             "prompt": task.fields["prompt"],
             "ground_truth": task.fields.get("ground_truth"),
-            "answer": "\n".join(turn.completion.text for turn in turns),
-            "reward": last.reward,
+            "answer": turns[-1].completion.text,
+            "reward": last.total,
             "parts": dict(last.parts),
             "tokens": sum(len(turn.completion.ids) for turn in turns),
-            "finish": turns[-1].completion.finish,
-        }
+            "finish": "length" if last.truncated else turns[-1].completion.finish,
+        } | ({"conversation": _conversation(speaks(), turns)} if len(turns) > 1 else {})
+
+
+def _conversation(tokenizer: Tokenizer | None, turns: Sequence[Turn]) -> list[dict[str, str]]:
+    if tokenizer is None:
+        return [{"by": "model", "text": turn.completion.text} for turn in turns]
+    return retold(tokenizer, turns)
 
 
 def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
@@ -100,14 +124,24 @@ def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
     table.add_column("answer")
     alike: dict[tuple[str, float, str], list[Mapping[str, Any]]] = defaultdict(list)
     for each in group:
-        alike[each["answer"], each["reward"], each["finish"]].append(each)
-    for each, *others in alike.values():
-        text = each["answer"] if whole or len(each["answer"]) <= LONGEST else each["answer"][: LONGEST - 1] + "…"
+        alike[_told(each), each["reward"], each["finish"]].append(each)
+    for (told, _, _), (each, *others) in alike.items():
+        text = told if whole or len(told) <= LONGEST else told[: LONGEST - 1] + "…"
         cut = "" if each["finish"] == "stop" else f"  [{each['finish']}]"
         numbers = [each["reward"], *(each["parts"].get(name, float("nan")) for name in parts)]
         cells = [str(1 + len(others)), *map(format_number, numbers), str(each["tokens"])]
         table.add_row(*map(Text, cells), Text.assemble(text, (cut, "dim")))
     return table
+
+
+def _told(answer: Mapping[str, Any]) -> str:
+    """What was answered; of several turns, each, and behind a bar what came of it."""
+    if "conversation" not in answer:
+        return str(answer["answer"])
+    return "\n".join(
+        each["text"] if each["by"] == "model" else "\n".join(f"│ {line}" for line in each["text"].strip().splitlines())
+        for each in answer["conversation"]
+    )
 
 
 def _spoken(prompt: Any) -> str:

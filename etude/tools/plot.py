@@ -30,7 +30,8 @@ from etude.tools.history import Curve, History, read
 __all__ = ["HEADLINE", "draw", "plot", "smoothed"]
 
 HEADLINE = (
-    *("reward", "expected_reward", "eval/mean@*", "eval/maj@*", "loss", "entropy", "policy_kl", "kl", "mismatch/k3"),
+    *("reward", "expected_reward", "eval/mean@*", "eval/maj@*", "loss", "eval/loss"),
+    *("accuracy", "eval/accuracy", "margin", "eval/margin", "entropy", "policy_kl", "kl", "mismatch/k3"),
     *("answer_length", "truncated", "grad_norm"),
     *("sampled_tokens_per_second", "trained_tokens_per_second", "time/step"),
 )

@@ -75,16 +75,7 @@ class ForwardPass:
         mask = batch.action
         if observations:
             mask = mask | batch.need("observation", by="An objective that learns from tool output")
-        at = places(mask)
-        pack = self.pack(batch)
-        source = pack.source[at]
-        if bool((source < 0).any()):
-            token = int(at[source < 0][0])
-            row = int(torch.searchsorted(batch.offsets, token, right=True)) - 1
-            raise BatchError(
-                f"Row {row} begins with a token that is to be learned, and nothing comes before it to predict it from. "
-                f"Give the model's tokenizer a beginning-of-sequence token, or the prompt at least one token."
-            )
+        at, pack, source = self._placed(batch, mask)
         silent = OF_ROLLOUTS if not batch.tokens else frozenset()
         silent |= wanted - OF_ROLLOUTS if not len(at) else frozenset()
         found = {name: self._nothing(name, batch) for name in wanted & silent}
@@ -100,6 +91,37 @@ class ForwardPass:
         if "score" in wanted - found.keys():
             found["score"] = self._score(hidden, pack, batch)
         return Passed(found, pack, len(at))
+
+    def likeliest(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
+        """[T, k] of each: at every action token the ids that are likeliest there, of the first `among` of the
+        vocabulary, and their log-probs among those; NaN elsewhere."""
+        at, pack, source = self._placed(batch, batch.action)
+        ids = torch.zeros((batch.tokens, count), dtype=torch.int64, device=batch.device)
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        logp = torch.full((batch.tokens, count), torch.nan, dtype=dtype, device=batch.device)
+        if not len(at):
+            return ids, logp
+        hidden = self.model.hidden(pack.ids, pack.positions, PackedAttention(pack)).index_select(0, source)
+
+        def judge(logits: Tensor, _start: int, _stop: int) -> tuple[Tensor, ...]:
+            return of_logits.likeliest(logits[:, :among], count, self.temperature)
+
+        found, told = over_chunks(self.model, hidden, judge)
+        return ids.index_copy(0, at, found), logp.index_copy(0, at, told)
+
+    def _placed(self, batch: Batch, mask: Tensor) -> tuple[Tensor, Pack, Tensor]:
+        """[N]: where the tokens stand that are judged; what is passed over; [N]: what there predicts each of them."""
+        at = places(mask)
+        pack = self.pack(batch)
+        source = pack.source[at]
+        if bool((source < 0).any()):
+            token = int(at[source < 0][0])
+            row = int(torch.searchsorted(batch.offsets, token, right=True)) - 1
+            raise BatchError(
+                f"Row {row} begins with a token that is to be learned, and nothing comes before it to predict it from. "
+                f"Give the model's tokenizer a beginning-of-sequence token, or the prompt at least one token."
+            )
+        return at, pack, source
 
     def _theirs(self, pack: Pack, source: Tensor) -> Tensor:
         """[N, H]: the reference's hidden states of the same tokens."""

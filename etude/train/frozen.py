@@ -1,4 +1,4 @@
-"""A model that is asked and never trained: the reference that a policy is held to."""
+"""A model that is asked and never trained: the reference that a policy is held to, the teacher that it imitates."""
 
 from __future__ import annotations
 
@@ -48,6 +48,18 @@ class Frozen:
             with torch.no_grad(), self._apart():
                 found[at[Kind.TOKEN]] = forward(micro, frozenset({"logp"})).columns["logp"].to(found)
         return found.to(batch.device)
+
+    def likeliest(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
+        """[T, k] of each: what it thinks likeliest at every action token, of the first `among` of its vocabulary."""
+        model = self.model if self._home is None else self.model.copy(device=self._home)
+        forward = ForwardPass(model, self._pack, self._temperature)
+        ids = torch.zeros((batch.tokens, count), dtype=torch.int64)
+        logp = torch.full((batch.tokens, count), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32))
+        for micro, at in cut(batch, self._micro_tokens, "rollout", model.device):
+            with torch.no_grad(), self._apart():
+                found, told = forward.likeliest(micro, count, among)
+            ids[at[Kind.TOKEN]], logp[at[Kind.TOKEN]] = found.to(ids), told.to(logp)
+        return ids.to(batch.device), logp.to(batch.device)
 
     def hidden(self, pack: Pack) -> Tensor:
         """[P, H]: the hidden states that its `logits` are made of."""

@@ -167,12 +167,7 @@ class Learner:
         mine, metrics, flops = Denominators.of(View(batch)), Metrics(), 0.0
         whole = everywhere(mine, self._ranks)
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        odd = sorted(objective.outputs() - self._outputs)
-        if odd:
-            raise ConfigError(
-                f"The objective needs the model's `{odd[0]}`, for which this learner has no second model or head; it "
-                f"computes {', '.join(sorted(self._outputs))}. Choose another loss or another KL."
-            )
+        self._refuse_what_it_cannot_tell(objective)
         micros = [micro for micro, _ in self._micro_batches(batch, objective.split_unit) if micro.rollouts]
         for index in range(most(len(micros), self._ranks)):
             if index < len(micros):
@@ -194,6 +189,24 @@ class Learner:
         if not taken.skipped:
             metrics.add("grad_norm", Mean.of(taken.norm))
         metrics.merge(self._measured(batch, mine, flops, begun))
+        return metrics
+
+    @spread(Split.GROUPS, Gather.METRICS)
+    def measure(
+        self, batch: Batch, objective: Objective, annotated: Callable[[Batch], Batch] = lambda micro: micro
+    ) -> Metrics:
+        """What an objective says of a batch that nothing is learned from. annotated: a micro-batch with the columns
+        that the objective reads and the batch has not, so that they need not be held for all of it at once."""
+        self._refuse_what_it_cannot_tell(objective)
+        whole, metrics = everywhere(Denominators.of(View(batch)), self._ranks), Metrics()
+        loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        for micro, _ in self._micro_batches(batch, objective.split_unit):
+            if micro.rollouts:
+                with torch.no_grad(), self._memory(micro):
+                    value, _cost = self._share(annotated(micro), objective, whole)
+                metrics.merge(value.metrics)
+                loss = loss + value.loss
+        metrics.add("loss", Mean.of(self._ranks.sum(loss)))
         return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -219,6 +232,14 @@ class Learner:
             self._masters.refresh()
 
     # -- inside an update -----------------------------------------------------------------------------------------
+
+    def _refuse_what_it_cannot_tell(self, objective: Objective) -> None:
+        odd = sorted(objective.outputs() - self._outputs)
+        if odd:
+            raise ConfigError(
+                f"The objective needs the model's `{odd[0]}`, for which this learner has no second model or head; it "
+                f"computes {', '.join(sorted(self._outputs))}. Choose another loss or another KL."
+            )
 
     def _share(self, micro: Batch, objective: Objective, whole: Denominators) -> tuple[LossValue, float]:
         """Forward and backward of one micro-batch: its loss, and what it cost."""

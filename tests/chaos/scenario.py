@@ -25,6 +25,7 @@ import torch
 
 from etude.checkpoint import Checkpoints
 from etude.config.compose import compose
+from etude.envs import Observation, TextEnv
 from etude.recipes.build import build
 from etude.recipes.loop import practise
 from etude.recipes.parts import Parts
@@ -45,7 +46,8 @@ POINTS = (
     "saved",
 )
 """Where a life may end: mid-generation, after the admission and before the update, before the publish, before the
-evaluation, before the save, while a checkpoint is written, before it gets its name, and before the step is logged."""
+evaluation, before the save, while a checkpoint is written, before it gets its name, and before the step is logged.
+With an environment also at `stepping`: amid a rollout of many turns."""
 
 STEPS, PATIENCE = 12, 120.0
 _lives: dict[str, int] = {}
@@ -118,6 +120,21 @@ def digits(task: Task, answer: str) -> float:
     if answer[:1] in "abcde":
         raise ValueError("an answer that cannot be judged")
     return float(sum(letter.isdigit() for letter in answer) > 2)
+
+
+class Moody(TextEnv):
+    """Two or three turns, each paid for a digit at its beginning. Some answers it cannot stand."""
+
+    def begin(self) -> str:
+        self.left = self.chance.choice((2, 3))
+        return ""
+
+    def play(self, answer: str) -> Observation:
+        reached("stepping")
+        if answer[:1] in "fgh":
+            raise ValueError("an answer that nobody can stand")
+        self.left -= 1
+        return Observation(f"{self.left}:", reward=0.5 * answer[:1].isdigit(), done=not self.left)
 
 
 def reached(point: str) -> None:
@@ -196,10 +213,10 @@ class Theatre:
             began = time.perf_counter()
             assert self.live(directory, world, Life(), **changes)
         seconds = time.perf_counter() - began
-        return replace(story(directory, world), kills=kills, lives=kills + 1, seconds=seconds)
+        return replace(story(directory, world, **changes), kills=kills, lives=kills + 1, seconds=seconds)
 
 
-def story(directory: Path, world: Path) -> Story:
+def story(directory: Path, world: Path, **changes: Any) -> Story:
     """What the journal and the last checkpoint say of a run that is done."""
     store = open_store(directory / "journal.sqlite", read_only=True)
     tasks: Counter[int] = Counter()
@@ -210,8 +227,8 @@ def story(directory: Path, world: Path) -> Story:
         elif isinstance(event, Admitted):
             tasks.update({store.rollout(rollout).task for rollout in event.rollouts})
     store.close()
-    with build(run_of(directory, world)) as parts:
-        assert parts.checkpoint.step == STEPS
+    with build(run_of(directory, world, **changes)) as parts:
+        assert parts.checkpoint.step == int(changes.get("steps", STEPS))
         hashed = hashlib.sha256()
         for name, weight in parts.learners.crew.call(PolicyWorker.weights):
             hashed.update(name.encode() + weight.contiguous().numpy().tobytes())

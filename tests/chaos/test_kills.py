@@ -55,3 +55,16 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_leads_to_the_same_en
         pass
     found = theatre.play(directory, world, [], **{"checkpoint.fall_back": "true"})
     assert found.weights == whole.weights and found.tasks == whole.tasks
+
+
+def test_so_is_one_with_an_environment_that_compares_with_greedy_answers(
+    theatre: Theatre, world: Path, tmp_path: Path
+) -> None:
+    """Killed amid rollouts of many turns, and everywhere else."""
+    given = {"env.path": "tests.chaos.scenario:Moody", "advantage": "remax", "steps": 4, "data.val": "[]"}
+    given |= {"evaluate.every": 0, "checkpoint.every": 2}
+    whole = theatre.play(tmp_path / "whole", world, [], **given)
+    ends = [Life("stepping", 5), Life("admitted"), Life("checkpoint.renaming"), Life("stepping", 40)]
+    found = theatre.play(tmp_path / "run", world, [*ends, 0.2 * whole.seconds], **given)
+    assert found.kills >= 4
+    assert (found.tasks, found.issued, found.weights) == (whole.tasks, whole.issued, whole.weights)

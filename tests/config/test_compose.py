@@ -192,6 +192,12 @@ def test_secrets_never_come_back_in_a_message() -> None:
         ("optim: {schedule: {warmup: 3}}", ["optim.lr=0.1"], Run(optim=Optim(lr=0.1, schedule=Schedule(warmup=3)))),
         ("optim: {betas: [0.1, 0.2]}", [], Run(optim=Optim(betas=(0.1, 0.2)))),
         ("rewards: {other: {weight: 2}}", [], Run(rewards={"other": Reward(weight=2)})),
+        ("rewards: {other: {weight: 2}}", ["rewards={length: {weight: 3}}"], Run(rewards={"length": Reward(weight=3)})),
+        (
+            "rewards: {other: {weight: 2}}",
+            ["rewards.length.weight=3"],
+            Run(rewards={"other": Reward(weight=2), "length": Reward(weight=3)}),
+        ),
         ("title: '${loss.name}'", ["loss=gspo"], Run(title="gspo", loss=GSPO())),
     ],
 )

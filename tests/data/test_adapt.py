@@ -5,21 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.data.adapt import samples
 from etude.data.collate import collate
+from etude.errors import BatchError
 from etude.records import Completion, Rollout, Turn
 
 
 def turn(
-    index: int, prompt: Sequence[int], said: Sequence[int], reward: float | None = None, model: str = "policy"
+    index: int,
+    prompt: Sequence[int],
+    said: Sequence[int],
+    reward: float | None = None,
+    model: str = "policy",
+    anchor: int | None = None,
 ) -> Turn:
     """A turn whose tokens have log-probs and versions of their own."""
     ids = np.array(said, dtype=np.int32)
     completion = Completion(ids, -0.01 * ids - index, ids % 3 + index, "stop")
-    return Turn(np.array(prompt, dtype=np.int32), completion, index, model=model, reward=reward)
+    return Turn(np.array(prompt, dtype=np.int32), completion, index, model=model, reward=reward, anchor=anchor)
 
 
 def test_a_conversation_that_goes_on_is_one_row() -> None:
@@ -62,6 +69,17 @@ def test_the_reward_of_a_turn_that_said_nothing_stands_at_the_action_before() ->
 def test_a_reward_that_no_action_could_earn_trains_nothing() -> None:
     (row,) = samples([turn(0, [1, 2], [], reward=1.0)], 0)
     assert row.reward is None
+
+
+def test_a_turns_state_is_read_at_each_of_its_tokens() -> None:
+    (row,) = samples([turn(0, [1], [2, 3], anchor=-5), turn(1, [1, 2, 3, 4], [5], anchor=2**62)], 0)
+    assert row.anchor is not None and row.anchor[row.action].tolist() == [-5, -5, 2**62]
+    batch = collate([row], [Rollout(0, 0, 0, 1.0)])
+    assert batch.anchor is not None and batch.anchor[batch.action].tolist() == [-5, -5, 2**62]
+    (plain,) = samples([turn(0, [1], [2])], 1)
+    assert plain.anchor is None and collate([plain], [Rollout(1, 0, 0, 1.0)]).anchor is None
+    with pytest.raises(BatchError, match="Of 2 rows 1 have `anchor`, and row 1 has none"):
+        collate([row, plain], [Rollout(0, 0, 0, 1.0), Rollout(1, 0, 0, 1.0)])
 
 
 def test_no_turns_no_rows() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from etude.data.collate import collate
+from etude.errors import BatchError
 from etude.records import Rollout, Sample
 
 
@@ -29,6 +31,22 @@ def test_the_metric_stays_when_the_reward_changes() -> None:
     assert batch.reward is not None
     penalised = batch.replace(reward=batch.reward - 5)
     assert penalised.metric is not None and penalised.metric.tolist() == [1.0]
+
+
+def test_what_turns_were_paid_counts_for_the_metric() -> None:
+    paid = Sample([0, 1, 2], [False, True, True], [0.0, -0.5, -0.5], [0] * 3, [0, 0, 1], 3, reward=[0.0, 0.25, 0.5])
+    batch = collate([sample(2, ".A"), paid, sample(4, "A")], [Rollout(i, 0, 0, 1.0) for i in (2, 3, 4)])
+    assert batch.metric is not None and batch.metric.tolist() == [1.0, 1.75, 1.0]
+    assert batch.reward is not None and batch.reward.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_greedy_answer_s_reward_is_a_column_where_all_have_it() -> None:
+    rollouts = [Rollout(i, 0, 0, 1.0, greedy_reward=0.5 * i) for i in range(2)]
+    batch = collate([sample(0, ".A")], rollouts)
+    assert batch.greedy_reward is not None and batch.greedy_reward.tolist() == [0.0, 0.5]
+    assert collate([], [Rollout(0, 0, 0, 1.0)]).greedy_reward is None
+    with pytest.raises(BatchError, match="Of 2 rollouts 1 have `greedy_reward`"):
+        collate([], [rollouts[0], Rollout(1, 0, 0, 1.0)])
 
 
 def test_rollouts_without_a_row_are_there() -> None:

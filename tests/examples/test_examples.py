@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 from tests.house.documents import ROOT
 
 EXAMPLES = ROOT / "examples"
-GOALS = {"train_my_reward": 2.0, "own_loss": 0.8, "tasks_from_python": 0.8}
+GOALS = {"train_my_reward": 2.0, "own_loss": 0.8, "tasks_from_python": 0.8, "text_game": 0.35}
 """Each example, and what its reward must have come to in the end; none of them begins above a quarter of that."""
 
 OWN_METRICS = {"pace"}
@@ -48,6 +49,12 @@ def test_an_example_learns(name: str, tmp_path: Path) -> None:
     rewards = [float(found) for found in re.findall(r"^step .* reward +([\d.]+)", told, flags=re.MULTILINE)]
     assert rewards[0] < GOALS[name] / 4 and rewards[-1] > GOALS[name], told
     assert not unexplained(tmp_path / "run/metrics.jsonl") - OWN_METRICS
+
+
+def test_an_environment_of_gymnasium_takes_twenty_lines() -> None:
+    tree = ast.parse((EXAMPLES / "text_game.py").read_text())
+    (game,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Game"]
+    assert game.end_lineno is not None and game.end_lineno - game.lineno + 1 <= 20
 
 
 def test_the_loss_is_one_of_the_losses_of_the_tabular_world(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ NEVER_NAMED: dict[str, tuple[str, ...]] = {
 
 ENVIRONMENT_IN = ("config/env.py",)
 PRINT_IN = ("cli", "commands", "observe/console.py")
-STREAMS_IN = (*PRINT_IN, "observe/log.py")
+STREAMS_IN = (*PRINT_IN, "observe/log.py", "rewards/inside/candidate.py")
 # Beside these, a room's `__init__.py`: the chooser that imports the one implementation asked for.
 LATE_IMPORTS_IN = ("__init__", "cli", "commands", "recipes/build.py")
 NO_RANKS_IN = ("recipes/loop.py", "recipes/scheduler.py", "recipes/sources.py", "recipes/evaluate.py")

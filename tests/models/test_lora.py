@@ -20,8 +20,12 @@ from etude.models.tiny import FAMILIES
 from tests.components import require
 from tests.models.packs import FOREST, pack_of
 
-require("lora")
 PACK = pack_of(FOREST)
+
+
+@pytest.fixture(autouse=True)
+def _there() -> None:
+    require("lora")
 
 
 def run(model: Model) -> Tensor:
@@ -244,39 +248,3 @@ def test_an_adapter_that_cannot_be_run_as_it_is_meant_is_refused(name: str, tmp_
     spoil(tmp_path / "adapter")
     with pytest.raises(ConfigError, match=told):
         adapt(create(tiny(50), seed=1, dtype=torch.float64), Lora(path=tmp_path / "adapter"), seed=0)
-
-
-# -- frozen parts -----------------------------------------------------------------------------------------------------
-
-
-def test_frozen_parts_get_no_gradient_and_the_others_the_same_one() -> None:
-    whole, half = (create(tiny(50), seed=1, dtype=torch.float64) for _ in range(2))
-    half.freeze(("embed_tokens", "q_proj", "layers.1.mlp", "q_norm"))
-    for model in (whole, half):
-        run(model).square().sum().backward()
-    wanted, trained = dict(whole.named_weights()), {name for name, _ in half.trained_weights()}
-    for name, weight in half.named_weights():
-        assert (weight.grad is not None) == (name in trained)
-        if weight.grad is not None:
-            torch.testing.assert_close(weight.grad, wanted[name].grad, rtol=1e-12, atol=1e-12)
-    assert len(wanted) - len(trained) == 1 + 2 + 3 + 2
-
-
-def test_frozen_weights_are_held_in_one_precision(tmp_path: Path) -> None:
-    save(create(tiny(50), seed=1), tmp_path)
-    model = load(tmp_path, dtype=torch.bfloat16, exact=True)
-    model.freeze(("layers.0",))
-    assert set(model.take_exact()) == {n for n, w in model.trained_weights() if w.ndim == 2}
-
-
-@pytest.mark.parametrize(
-    "parts, told",
-    [
-        (("mlpp",), "`model.freeze` names `mlpp`, and this model has no such part. It has model.embed_tokens.weight"),
-        (("lm_head",), "names `lm_head`"),
-        (("*",), r"`model.freeze=\[\*\]` leaves nothing of the model to train"),
-    ],
-)
-def test_what_cannot_be_frozen_is_refused(parts: tuple[str, ...], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        create(tiny(50), seed=0).freeze(parts)

@@ -19,11 +19,13 @@ from tests.autograd import kept_for_backward
 from tests.components import require
 from tests.models.packs import FOREST, apart, pack_of, paths
 
-require("lora")
-from peft import PeftModel  # noqa: E402 — after what skips where it is absent
-
 COARSE = {"gemma2": 1e-4}
 """Families whose attention transformers can only run with a softmax in float32, and how far apart that may be."""
+
+
+@pytest.fixture(autouse=True)
+def _there() -> None:
+    require("lora")
 
 
 def adapted(family: str, dtype: torch.dtype, **options: Any) -> Model:
@@ -39,6 +41,8 @@ def adapted(family: str, dtype: torch.dtype, **options: Any) -> Model:
 
 def theirs(model: Model, directory: Path) -> nn.Module:
     """The same weights, as transformers and peft load and run them."""
+    from peft import PeftModel
+
     adapter = export_adapter(dict(model.trained_weights()), adapter_config(model, directory), directory / "adapter")
     base = ((name, weight) for name, weight in model.named_weights() if ".lora_" not in name)
     config = model.module.config

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.recipes.lessons import learned, make_examples
 from tests.recipes.runs import train
 from tests.worlds import make_model, make_tasks
 
@@ -18,6 +20,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tasks(directory / "tasks.jsonl", 40)
     make_tasks(directory / "held_out.jsonl", 5, seed=1)
     return directory
+
+
+@pytest.fixture(scope="session")
+def school(world: Path) -> Path:
+    """The same directory, with `teacher`, another model, and examples to learn from."""
+    make_model(world / "teacher", seed=1)
+    make_examples(world)
+    return world
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +49,16 @@ def trained(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         evaluate__sampling__max_tokens=6,
         reward__path="tests.recipes.rewards:in_parts",
     )
+
+
+@pytest.fixture(scope="session")
+def finished(school: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Runs of four steps that nobody disturbed, one of each recipe that learns from examples. Look at them only."""
+    done: dict[str, Path] = {}
+
+    def run(recipe: str) -> Path:
+        if recipe not in done:
+            done[recipe] = learned(recipe, school, tmp_path_factory.mktemp(recipe) / "run", steps=4)
+        return done[recipe]
+
+    return run

@@ -202,7 +202,7 @@ def test_a_reward_that_was_mended_under_a_run_is_told(world: Path, tmp_path: Pat
     assert "reward's file changed" not in capsys.readouterr().err
     (tmp_path / "mine.py").write_text("def score(task, answer):\n    return -len(answer)\n")
     assert main(["train", "--resume", str(run), "steps=3"]) == 0
-    assert "The reward's file changed since the run was started" in capsys.readouterr().err
+    assert "The file of the reward changed since the run was started" in capsys.readouterr().err
 
 
 def test_prompts_that_are_too_long_are_left_out_cut_or_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -388,7 +388,7 @@ def test_greedy_training_is_told(world: Path, tmp_path: Path, capsys: Captured) 
     ("change", "what"),
     [
         ({"reference.path": "somewhere"}, "nothing here compares with one"),
-        ({"advantage": "gigpo"}, "states that an environment names"),
+        ({"advantage": "gigpo"}, "which an environment tells"),
         ({"max_staleness": 1}, "not built yet"),
         ({"updates": 13}, "fewer than `updates`"),
         ({"train.schedule": "cosine", "train.warmup": 5}, "warm-up"),

@@ -9,19 +9,19 @@ import pytest
 from etude.algorithms import ADVANTAGES, LOSSES
 from etude.errors import ConfigError
 from etude.recipes.build import policy
-from etude.recipes.checks import BY_MODELS, COLLECTED, MISSING, before, from_the_models, room
+from etude.recipes.checks import BY_AN_ENVIRONMENT, BY_MODELS, COLLECTED, before, from_the_models, room
 from etude.rollout.kv import block_bytes
 from tests.recipes.runs import run_of
 
 
 def test_every_column_that_something_needs_is_collected_told_or_refused(world: Path) -> None:
     """Each advantage and each loss either runs or says what it misses; none is let through to fail in a step."""
-    known = COLLECTED | BY_MODELS | MISSING.keys()
+    known = COLLECTED | BY_MODELS | BY_AN_ENVIRONMENT
     more = {"opo": {"loss.reduction": "seq-mean-token-sum"}, "distillation": {"teacher.path": world / "model"}}
     for name in ADVANTAGES:
         run = run_of(world, advantage=name, **more.get(name, {}))
         assert run.needs() <= known, (name, run.needs() - known)
-        missing = sorted(run.needs() & MISSING.keys())
+        missing = sorted(run.needs() & BY_AN_ENVIRONMENT)
         if missing:
             with pytest.raises(ConfigError, match=missing[0]):
                 before(run)

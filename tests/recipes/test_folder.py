@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import Field
@@ -101,8 +102,10 @@ def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: P
     values = {"directory": "elsewhere", "data.val": "[others.jsonl]", "rollout.prepack": "false"}
     switches = ("activation_checkpointing", "compile", "offload")
     values |= {f"{whose}train.{switch}": "true" for whose in ("", "critic.") for switch in switches}
-    values |= {"lora.publish": "merged"}
-    beside = {"lora.rank": 2} if path == "lora.publish" else {}
+    values |= {"lora.publish": "merged", "reward.prices": "[1,2]"}
+    judged = {"reward": "judge", "reward.path": None, "reward.base_url": "http://here/v1", "reward.model": "small"}
+    beside: dict[str, Any] = judged if path.startswith("reward.") else {}
+    beside |= {"lora.rank": 2} if path == "lora.publish" else {}
     name, _, value = sections.get(path, f"{path}={values.get(path, '3')}").partition("=")
     run, other = run_of(world, **beside), run_of(world, **beside, **{name: value})
     assert other != run and not differences(run, other)

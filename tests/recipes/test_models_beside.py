@@ -123,10 +123,11 @@ def test_idle_models_are_refused(world: Path, tmp_path: Path, capsys: Captured) 
 # -- the teacher ------------------------------------------------------------------------------------------------------
 
 
-def test_a_policy_nears_its_teacher_on_its_own_answers(world: Path, tmp_path: Path) -> None:
+def test_a_policy_nears_its_teacher_on_its_own_answers(world: Path, tmp_path: Path, capsys: Captured) -> None:
     teacher = other_model(world, tmp_path / "teacher")
     given = TAUGHT | {"teacher.path": teacher, "collect.tasks": 6, "reward": "nothing", "reward.path": None}
     steps = measured(train(world, tmp_path / "run", steps=25, **given))
+    assert "earned the same" not in capsys.readouterr().err
     # the advantage is −(log π − log π_teacher): its mean is the divergence that is left, with its sign turned
     assert steps[0]["advantage_mean"] < 0 and steps[-1]["advantage_mean"] > 0.6 * steps[0]["advantage_mean"]
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from etude.algorithms import ADVANTAGES, KLS, LOSSES
 from etude.recipes.build import build
-from etude.recipes.checks import MISSING
 from etude.recipes.loop import practise
 from etude.recipes.workers import PolicyWorker
 from tests.recipes.runs import REWARDS, run_of
@@ -62,7 +61,7 @@ def test_every_advantage(world: Path, tmp_path: Path) -> None:
         "distillation": {"teacher.path": world / "model", "train.precision": "fp32", "sampling.temperature": 1.0},
         "rae": {"steps": 2},
     }
-    names = [name for name in ADVANTAGES if name not in OF_TURNS and not ADVANTAGES[name]().needs() & MISSING.keys()]
+    names = [name for name in ADVANTAGES if name not in OF_TURNS]
     names.remove("distillation")  # by the policy's own model it teaches nothing: see test_models_beside
     every(world, tmp_path, {name: {"advantage": name} | more.get(name, {}) for name in names})
 

@@ -155,3 +155,54 @@ def test_steps_open_one_at_a_time() -> None:
     plan.on(Opened(1))
     with pytest.raises(AssertionError, match="one at a time"):
         plan.on(Opened(2))
+
+
+# -- a greedy answer beside each group --------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 1000), tasks=st.integers(1, 4))
+def test_each_task_is_answered_greedily_once_and_that_is_never_admitted(seed: int, tasks: int) -> None:
+    plan, chance = scheduler(greedy=True, tasks=tasks), random.Random(seed)
+    for step in (1, 2):
+        admit, dropped, issued = play(plan, step, lambda task, sample: float(sample), chance)
+        assert not dropped and all(samples == (0, 1, 2) for samples in admit.tasks.values())
+        assert sorted(issued, key=repr) == sorted((Issue(task, s) for task in admit.tasks for s in range(4)), key=repr)
+
+
+@given(st.integers(0, 1000))
+def test_a_greedy_answer_is_retried_and_a_task_without_one_is_dropped(seed: int) -> None:
+    def no_greedy(task: int, sample: int) -> float | None:
+        return None if (task, sample) == (1, 3) else float(sample)
+
+    admit, dropped, issued = play(scheduler(greedy=True, retries=2), 1, no_greedy, random.Random(seed))
+    assert dropped == [Drop(1, "the greedy answer failed")] and issued.count(Issue(1, 3)) == 3
+    assert list(admit.tasks) == [0, 2, 3, 4]
+
+
+def test_a_group_of_which_only_the_greedy_answer_was_scored_failed() -> None:
+    admit, dropped, _ = play(
+        scheduler(greedy=True), 1, lambda task, sample: 1.0 if task or sample == 3 else None, random.Random(0)
+    )
+    assert dropped == [Drop(0, "every rollout failed")] and list(admit.tasks) == [1, 2, 3, 4]
+
+
+def test_a_group_is_level_where_it_earned_what_the_greedy_answer_did() -> None:
+    def earned(task: int, sample: int) -> float:
+        return 1.0 if task == 0 or sample < 3 else 0.0
+
+    admit, dropped, _ = play(scheduler(greedy=True, refill=2), 1, earned, random.Random(0))
+    assert dropped == [Drop(0, "every rollout earned the same")] and list(admit.tasks) == [1, 2, 3, 4]
+    admit, _, _ = play(scheduler(greedy=True, group_size=1), 1, lambda task, sample: 1.0, random.Random(0))
+    assert admit.spare == 4, "one that earned what the greedy answer did teaches nothing"
+
+
+def test_a_kill_loses_no_greedy_answer() -> None:
+    again = scheduler(greedy=True, first=2)
+    left = again.resume({0: {0: 1.0, 1: 0.0, 3: 0.5}, 1: {0: 1.0, 1: 0.0, 2: 1.0}}, {(0, 2): 0, (1, 3): 1})
+    assert left == [Issue(0, 2), Issue(1, 3)]
+    again.on(Opened(1))
+    again.on(Finished(0, 2, 1.0))
+    assert again.on(Failed(1, 3, "again"))[0] == Drop(1, "the greedy answer failed")
+    lost = scheduler(greedy=True, first=1)
+    lost.resume({0: {0: 1.0, 1: 0.0, 2: 1.0}}, {})
+    assert lost.on(Opened(1))[0] == Drop(0, "the greedy answer failed"), "it had failed for good before the kill"

@@ -9,20 +9,26 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
 
+from etude.chat import Chat, Tokenizer
 from etude.data import SAMPLERS, Dataset
 from etude.data.collate import collate
+from etude.envs import Observation, TextEnv
 from etude.errors import CollectionError, EngineError, RewardError
 from etude.protocols import Ids
+from etude.recipes.environment import EnvConfig
+from etude.recipes.episodes import Episodes
 from etude.recipes.sampling import Sampling
 from etude.recipes.sources import Collection, EngineSource, Groups
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, Judging
-from etude.store import Journal, Phase, Status, TaskDropped, TurnRecorded, open_store
+from etude.store import Event, Journal, Phase, Rewarded, Status, TaskDropped, TurnRecorded, open_store
+from tests.worlds import make_tokenizer
 
 TASKS = [{"prompt": f"{row}+1=", "answer": str(row + 1), "data_source": "sums"} for row in range(12)]
 
@@ -34,6 +40,8 @@ class Scripted:
         """`script`: for the n-th request how many seconds it hangs, what it raises, or None."""
         self._script, self._tokens = script, tokens
         self.asked: list[int | None] = []
+        self.prompts: list[list[int]] = []
+        self.greedily = 0
         self.answering = self.most = 0
 
     async def generate(
@@ -43,6 +51,8 @@ class Scripted:
         assert begun is not None
         begun()
         self.asked.append(sampling.seed)
+        self.prompts.append(prompt.tolist())
+        self.greedily += sampling.temperature == 0
         act = self._script(len(self.asked))
         self.answering += 1
         self.most = max(self.most, self.answering)
@@ -57,9 +67,19 @@ class Scripted:
         return Completion(ids, logp, version, "stop", "".join(map(str, ids)))
 
 
+def characters() -> Chat:
+    """A tokenizer of characters, of a model without a chat template."""
+    with TemporaryDirectory() as directory:
+        make_tokenizer(Path(directory))
+        return Chat(Tokenizer.load(Path(directory)))
+
+
 def even(task: Task, answer: str) -> float:
     """Whether an answer ends in an even digit."""
     return float(bool(answer) and int(answer[-1]) % 2 == 0)
+
+
+CHAT = characters()
 
 
 @contextmanager
@@ -72,6 +92,8 @@ def sourced(
     state: Any = None,
     position: int = 0,
     at_once: int = 64,
+    greedy: bool = False,
+    env: EnvConfig | None = None,
     **collection: Any,
 ) -> Iterator[EngineSource]:
     """A source over twelve tasks, two groups of three a step."""
@@ -89,6 +111,8 @@ def sourced(
             store=store,
             runner=runner,
             at_once=at_once,
+            episodes=Episodes(env, CHAT, 200) if env is not None else None,
+            greedy=greedy,
         )
         source.take_up(state, position)
         yield source
@@ -96,8 +120,14 @@ def sourced(
 
 def told(groups: Groups) -> list[Any]:
     """What is trained on, as it can be compared."""
-    rows = [(s.rollout, s.ids.tolist(), s.action.tolist(), np.nan_to_num(s.logp).tolist()) for s in groups.samples]
-    return [rows, [(r.id, r.group, r.reward, r.outcome) for r in groups.rollouts]]
+    rows = [
+        (
+            *(s.rollout, s.ids.tolist(), s.action.tolist(), np.nan_to_num(s.logp).tolist(), s.turn.tolist()),
+            *(None if s.reward is None else s.reward.tolist(), None if s.anchor is None else s.anchor.tolist()),
+        )
+        for s in groups.samples
+    ]
+    return [rows, groups.rollouts]
 
 
 @pytest.fixture
@@ -265,3 +295,140 @@ def test_a_step_that_failed_whole_begins_anew() -> None:
         source.next(1)
     with sourced(Scripted(), store) as source:
         assert len(source.next(1).rollouts) == 6
+
+
+# -- a greedy answer beside each group --------------------------------------------------------------------------------
+
+
+def test_each_task_is_answered_greedily_and_its_rollouts_know_what_that_earned() -> None:
+    engine, store = Scripted(), open_store()
+    with sourced(engine, store, lambda task, answer: float(answer[0]), greedy=True) as source:
+        groups = source.next(1)
+    assert len(engine.asked) == 8 and engine.greedily == 2
+    assert [r.id for r in groups.rollouts] == [0, 1, 2, 4, 5, 6], "rollouts 3 and 7 are the greedy ones"
+    assert store.admitted() == {1: (0, 1, 2, 4, 5, 6)} and len(groups.samples) == 6
+    for id in (3, 7):
+        assert store.rollout(id).phase is Phase.DROPPED and len(store.turns(id)) == 1
+    for task, id in ((0, 3), (1, 7)):
+        last = store.rollout(id).last
+        assert last is not None and {r.greedy_reward for r in groups.rollouts if r.group == task} == {last.reward}
+    batch = collate(groups.samples, groups.rollouts)
+    assert batch.greedy_reward is not None and groups.metrics.reduce()["greedy_reward"] >= 0
+    assert groups.metrics.reduce()["sampled_tokens"] == 24
+
+
+def test_without_a_greedy_answer_a_task_is_dropped_with_that_cause() -> None:
+    def grumpy(task: Task, answer: str) -> float:
+        if task.ordinal == 0 and answer == greedy:
+            raise ValueError("not the greedy one")
+        return even(task, answer)
+
+    probe = Scripted()
+    with sourced(probe, open_store(), greedy=True) as source:
+        source.next(1)
+    greedy = "".join(map(str, np.random.default_rng(probe.asked[3]).integers(0, 10, 3)))
+
+    store = open_store()
+    with sourced(Scripted(), store, grumpy, greedy=True, retries=0) as source:
+        groups = source.next(1)
+    assert {r.group for r in groups.rollouts} == {1, 2}
+    dropped = [event for _, event in store.read(kinds=(TaskDropped,)) if isinstance(event, TaskDropped)]
+    assert [(event.task, event.cause) for event in dropped] == [(0, "the greedy answer failed")]
+    assert groups.metrics.reduce()["dropped_tasks/the_greedy_answer_failed"] == 1
+
+
+# -- many turns -------------------------------------------------------------------------------------------------------
+
+ECHO = EnvConfig(path="tests.recipes.partners:Echo", options={"turns": 3})
+
+
+def total(task: Task, answer: str) -> float:
+    """Something beside what the environment pays."""
+    return float(answer[-1]) / 10
+
+
+def test_turns_are_journaled_with_what_they_were_paid() -> None:
+    store = open_store()
+    with sourced(Scripted(), store, total, env=ECHO) as source:
+        groups = source.next(1)
+    turns = store.turns(0)
+    assert [turn.index for turn in turns] == [0, 1, 2] and all(turn.reward == 0.375 for turn in turns)
+    rewarded = {e.rollout: e for _, e in store.read(kinds=(Rewarded,)) if isinstance(e, Rewarded)}
+    assert all(each.paid == 1.125 for each in rewarded.values())
+    last = store.rollout(0).last
+    assert last is not None and last.total == last.reward + 1.125  # type: ignore[operator]
+    batch = collate(groups.samples, groups.rollouts)
+    assert batch.rows == 6 and batch.metric is not None and batch.reward is not None
+    assert batch.metric.tolist() == [reward + 1.125 for reward in batch.reward.tolist()]
+    assert batch.anchor is not None and batch.observation is not None and int(batch.observation.sum()) == 6 * 2 * 4
+    numbers = groups.metrics.reduce()
+    assert numbers["turns"] == 3 and numbers["sampled_tokens"] == 54 and numbers["tool_calls"] == 0
+
+
+def test_each_turn_draws_numbers_of_its_own_and_the_first_those_of_an_answer_alone() -> None:
+    alone, many = Scripted(), Scripted()
+    with sourced(alone, open_store()) as source:
+        source.next(1)
+    with sourced(many, open_store(), env=ECHO) as source:
+        source.next(1)
+    assert len(set(many.asked)) == 18 and set(alone.asked) < set(many.asked)
+
+
+def test_which_player_a_rollout_was_is_kept() -> None:
+    store, sides = open_store(), EnvConfig(path="tests.recipes.partners:Sides")
+    with sourced(Scripted(), store, env=sides) as source:
+        first = source.next(1)
+    with sourced(Scripted(), store, env=sides) as source:
+        again = source.next(1)
+    assert [r.role for r in first.rollouts] == [1, 1, 1, 2, 2, 2] and again.replayed and told(again) == told(first)
+    assert len({turn.anchor for id in range(6) for turn in store.turns(id)[:1]}) == 1, "a named state is the same"
+    batch = collate(again.samples, again.rollouts)
+    assert batch.role is not None and batch.role.tolist() == [1, 1, 1, 2, 2, 2]
+
+
+def test_a_group_is_level_only_if_its_turns_were_paid_alike() -> None:
+    """Groups are compared by all that was earned, though the reward function says the same of every answer."""
+    store = open_store()
+    odd = EnvConfig(path=f"{__name__}:Evens")
+    with sourced(Scripted(), store, lambda task, answer: 0.5, env=odd, refill=3) as source:
+        groups = source.next(1)
+    assert groups.metrics.reduce()["level_groups"] == 0
+    batch = collate(groups.samples, groups.rollouts)
+    assert batch.metric is not None and set(batch.reward.tolist()) == {0.5}  # type: ignore[union-attr]
+    for group in batch.group.unique():
+        assert len(set(batch.metric[batch.group == group].tolist())) > 1
+
+
+class Evens(TextEnv):
+    """Pays for an even answer."""
+
+    def play(self, answer: str) -> Observation:
+        return Observation(reward=float(int(answer) % 2 == 0), done=True)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("env", [None, ECHO])
+def test_whenever_a_run_is_killed_it_takes_up_what_it_had(env: EnvConfig | None, greedy: bool, tmp_path: Path) -> None:
+    """The journal ends after each of its writes in turn, as by a kill; what follows is the same to the last number."""
+    given: dict[str, Any] = {"env": env, "greedy": greedy, "refill": 1}
+
+    def judged(task: Task, answer: str) -> float:
+        if task.ordinal == 0 and answer[0] in "0123":
+            raise ValueError("an answer that cannot be judged")
+        return 0.5 if task.ordinal == 1 else even(task, answer)
+
+    batches: list[list[Event]] = []
+    with closing(open_store()) as store:
+        append = store.append
+        store.append = lambda events: (batches.append(list(events)), append(events))[1]  # type: ignore[method-assign]
+        with sourced(Scripted(), store, judged, **given) as source:
+            whole = [told(source.next(step)) for step in (1, 2)]
+    assert any(isinstance(event, TaskDropped) for batch in batches for event in batch), "nothing was refilled"
+    assert len(batches) > 6
+    for cut in range(len(batches) + 1):
+        with closing(open_store()) as store:
+            for batch in batches[:cut]:
+                store.append(batch)
+            with sourced(Scripted(), store, judged, **given) as source:
+                again = [told(source.next(step)) for step in (1, 2)]
+        assert again == whole, f"after batch {cut} of {len(batches)}"

@@ -55,3 +55,12 @@ def test_the_numbers_are_by_cause() -> None:
     found = tally.metrics(level=1, groups=4).reduce()
     assert found["failed_attempts/failed"] == 2 and found["dropped_tasks/every_rollout_failed"] == 1
     assert found["level_groups"] == 0.25 and found["failed_attempts"] == 2
+
+
+def test_the_rate_of_failures_is_a_share_of_attempts() -> None:
+    tally = failing(failed=2, timed_out=1)
+    tally.attempts = 12
+    tally.failed_parts.update(style=3)
+    found = tally.metrics(level=0, groups=1).reduce()
+    assert found["failed_share"] == 0.25 and found["failed_parts/style"] == 3
+    assert "failed_share" not in Tally().metrics(level=0, groups=1).reduce(), "of no attempts there is no share"

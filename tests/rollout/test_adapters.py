@@ -16,8 +16,12 @@ from tests.components import require
 from tests.models.test_layout import has_bf16
 from tests.rollout.engines import assert_follows, engine_of, model_of, prompt_of, same
 
-require("lora")
 HOW = pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
+
+
+@pytest.fixture(autouse=True)
+def _there() -> None:
+    require("lora")
 
 
 def adapted_of(family: str = "qwen3", dtype: torch.dtype = torch.float32, **options: Any) -> Model:

@@ -19,7 +19,9 @@ from etude.store import (
 from etude.store.events import encode
 
 
-def turn(index: int = 0, tokens: int = 3, *, seed: int = 0, reward: float | None = None) -> Turn:
+def turn(
+    index: int = 0, tokens: int = 3, *, seed: int = 0, reward: float | None = None, anchor: int | None = None
+) -> Turn:
     """A turn of random tokens, with every optional column."""
     draw = np.random.default_rng([seed, index])
     said = Completion(
@@ -32,7 +34,7 @@ def turn(index: int = 0, tokens: int = 3, *, seed: int = 0, reward: float | None
         top_ids=draw.integers(0, 1000, (tokens, 2)),
         top_logp=-draw.random((tokens, 2)),
     )
-    return Turn(draw.integers(0, 1000, 4), said, index, tags=("solver",), reward=reward)
+    return Turn(draw.integers(0, 1000, 4), said, index, tags=("solver",), reward=reward, anchor=anchor)
 
 
 def group(task: int, size: int = 2) -> list[Event]:

@@ -40,8 +40,8 @@ EXAMPLES: list[Event] = [
     RolloutCancelled(70, "enough"),
     RolloutExpired(70, "600 s in the queue"),
     AttemptStarted(70, 0),
-    TurnRecorded(70, 0, turn(2, reward=0.5)),
-    Rewarded(70, 0, 0.1 + 0.2, {"right": 1.0, "short": -0.5}, truncated=True),
+    TurnRecorded(70, 0, turn(2, reward=0.5, anchor=-(2**63))),
+    Rewarded(70, 0, 0.1 + 0.2, {"right": 1.0, "short": -0.5}, truncated=True, paid=0.7, role=1),
     AttemptEnded(70, 0, Outcome.TIMED_OUT, "after 60 s", retry=True),
     Admitted(3, (70, 71)),
     Evaluated(3, "val", {"mean@4": float("nan"), "pass@4": 1.0}, [{"answer": "4", "reward": 1.0}]),
@@ -87,6 +87,8 @@ def test_an_event_of_a_newer_version_is_a_sentence() -> None:
 def test_a_reward_is_a_finite_number(value: float) -> None:
     with pytest.raises(RewardError, match="Attempt 1 of rollout 5: reward is"):
         Rewarded(5, 1, value)
+    with pytest.raises(RewardError, match="reward of its turns is"):
+        Rewarded(5, 1, 0.0, paid=value)
     with pytest.raises(RewardError, match="reward part 'right' is"):
         Rewarded(5, 1, 0.0, {"right": value})
 

@@ -1,0 +1,113 @@
+"""What one rollout of several turns has shown its model and heard from it, as ids: a conversation, or plain text.
+
+Nothing is tokenised twice. Whatever the model wrote stays the ids that it wrote, and what it is shown next is rendered
+alone: by the chat template where it is a conversation (`continuation`), as it stands where it is text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from etude.chat.chat import Chat
+from etude.chat.messages import message_of
+from etude.chat.tokenizer import Ids, Tokenizer
+from etude.errors import ChatError
+from etude.records import Completion, Message, Turn
+
+__all__ = ["Shown", "Transcript", "checked", "retold", "text_of_shown"]
+
+Shown: TypeAlias = "str | tuple[Message, ...]"
+
+
+def checked(shown: Any) -> Shown:
+    """What is to be shown, as text or messages; messages may be given in their JSON form."""
+    if isinstance(shown, str):
+        found: Shown = shown
+    elif isinstance(shown, Sequence) and all(isinstance(each, Message | Mapping) for each in shown):
+        found = tuple(each if isinstance(each, Message) else message_of(each) for each in shown)
+    else:
+        raise ChatError(f"What is shown is text or a list of messages; a {type(shown).__name__} was given.")
+    try:
+        text_of_shown(found).encode()
+    except UnicodeEncodeError as error:
+        raise ChatError(f"What is shown has half a character in it ({error.reason}). Leave it out.") from None
+    return found
+
+
+def text_of_shown(shown: Shown) -> str:
+    """All text of what is shown, without the names that calls were given."""
+    if isinstance(shown, str):
+        return shown
+    return "\n".join(f"{each.role}: {each.reasoning}{_text_in(each)}" for each in shown)
+
+
+def _text_in(message: Message) -> str:
+    """Its content and its calls."""
+    content = message.content
+    said = content if isinstance(content, str) else "".join(f"{part.kind} {part.text}{part.url}" for part in content)
+    return said + "".join(f"\n{call.name} {call.arguments}" for call in message.tool_calls)
+
+
+def retold(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[dict[str, str]]:
+    """What was said after the first prompt, in its order: by the model as it wrote it, by others as it was shown."""
+    told: list[dict[str, str]] = []
+    before = turns[0].prompt if turns else np.zeros(0, np.int32)
+    for turn in turns:
+        goes_on = np.array_equal(turn.prompt[: len(before)], before)
+        shown = tokenizer.decode(turn.prompt[len(before) if goes_on else 0 :])
+        if turn.index:
+            told.append({"by": "environment", "text": shown})
+        told.append({"by": "model", "text": turn.completion.text})
+        before = np.concatenate([turn.prompt, turn.completion.ids])
+    return told
+
+
+class Transcript:
+    """One rollout, as it goes on. Used by one coroutine."""
+
+    def __init__(self, chat: Chat, shown: Shown, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """shown: what it begins with; text makes it text throughout. tools: what the model may call."""
+        self._chat, self._tools = chat, tuple(tools)
+        self._conversation = None if isinstance(shown, str) else chat.conversation()
+        self._messages: list[Message] = [] if isinstance(shown, str) else list(shown)
+        self._ids = np.zeros(0, np.int32)
+        if not isinstance(shown, str):
+            return
+        if tools:
+            raise ChatError(
+                "Tools were offered in a rollout that begins with text, where no chat template tells the model of "
+                "them. Begin it with messages."
+            )
+        self._ids = chat.prompt_ids(shown)
+
+    @property
+    def ids(self) -> Ids:
+        """What the model is to go on from."""
+        if self._conversation is None:
+            return self._ids
+        return self._conversation.render(self._messages, self._tools)
+
+    def said(self, prompt: Ids, completion: Completion) -> Message:
+        """Take down what the model wrote after `prompt`, and say what that is."""
+        if self._conversation is None:
+            self._ids = np.concatenate([prompt, completion.ids])
+            return Message("assistant", completion.text)
+        answer = self._chat.parse(completion.ids, prompt, self._tools)
+        self._conversation.served(self._messages, self._tools, prompt, completion.ids, answer)
+        self._messages.append(answer)
+        return answer
+
+    def show(self, shown: Shown) -> None:
+        """Take down what the model is shown next."""
+        if self._conversation is not None:
+            self._messages += [Message("user", shown)] if isinstance(shown, str) else shown
+        elif isinstance(shown, str):
+            self._ids = np.concatenate([self._ids, self._chat.tokenizer.after(self._ids, shown)])
+        else:
+            raise ChatError(
+                "Messages were shown in a rollout that began with text, which has no place for them. Show text, or "
+                "begin with messages."
+            )

@@ -1,0 +1,124 @@
+"""What stands around the parts of every run, whatever it learns from: its directory, its threads, and how it ends.
+
+Nothing is written of a run that cannot begin. One that was asked to stop says how to go on; one that is done says what
+can be done with it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+
+from etude.config.env import etude_command
+from etude.config.secrets import mask_text
+from etude.observe import configure, format_seconds, get_log
+from etude.recipes import folder, inputs
+from etude.recipes.interrupt import Interrupt
+from etude.recipes.recipe import Recipe
+from etude.recipes.saving import Saver
+
+__all__ = ["framed", "introduce"]
+
+R = TypeVar("R", bound=Recipe)
+
+
+class Framed(Protocol):
+    """The parts of a loop, as far as their frame knows them."""
+
+    checkpoint: Saver
+
+
+P = TypeVar("P", bound=Framed)
+Assemble = Callable[[R, Path, Interrupt, ExitStack], P]
+
+
+@contextmanager
+def framed(
+    run: R,
+    assembled: Assemble[R, P],
+    interrupt: Interrupt | None = None,
+    *,
+    checked: Callable[[R], None],
+    looks: Sequence[str],
+    kept: str = "",
+) -> Iterator[P]:
+    """The parts of a run, open, in its directory; and closed again in the end. One that somebody asked to stop ends in
+    a `KeyboardInterrupt`.
+
+    interrupt: who listens for that already, where several runs follow each other. checked: refuses what cannot be run,
+    before anything is made. looks: the commands that look at what came of it. kept: what a step leaves that is cut off.
+    """
+    configure(run.observe.level, mask=mask_text)
+    with ExitStack() as stack:
+        asked = interrupt or stack.enter_context(Interrupt(get_log("recipes").warning))
+        checked(run)
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        if run.threads is not None:
+            torch.set_num_threads(run.threads)
+        directory = run.directory or folder.new_directory(Path("runs"), run.recipe)
+        run = folder.rooted(run.model_copy(update={"directory": directory}))
+        assert run.directory is not None
+        stack.enter_context(folder.occupy(run.directory))
+        began = time.perf_counter()
+        folder.compare(run.directory, run)
+        inputs.check_inputs(run.directory, run)
+        parts = assembled(run, run.directory, asked, stack)
+        saver, first = parts.checkpoint, parts.checkpoint.step
+        try:
+            if asked.asked:
+                raise KeyboardInterrupt
+            yield parts
+        except KeyboardInterrupt:
+            if saver.step < saver.steps:
+                saved = f"Step {saver.saved} is the last that was saved" if saver.saved else "No step was saved yet"
+                told = f"Stopped at once, in step %d. {saved}{kept}."
+                _tell_how_to_go_on(run, told, saver.step + 1)
+            raise
+        if asked.asked and saver.step < saver.steps:
+            _tell_how_to_go_on(run, "Stopped after step %d of %d.", saver.step, saver.steps)
+            raise KeyboardInterrupt
+        if first < saver.step == saver.steps:
+            _conclude(run, saver.steps, time.perf_counter() - began, looks)
+
+
+def introduce(size: int, trained: int, what: str, saver: Saver, written: int) -> None:
+    """The first words of a run: its model's size and how much of it is trained, what it has, and from where it goes on;
+    up to `written` its steps were measured."""
+    log, step = get_log("recipes"), saver.step
+    told = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
+    log.info("A model of %s; %s.", told, what)
+    if step >= saver.steps:
+        log.info("All %d steps are done. To go on, ask for more of them: `steps=%d`.", step, 2 * step)
+    elif step:
+        log.info("Going on after step %d.", step)
+    if step < written:
+        log.info("What follows up to step %d was measured before; it is done again, and not written again.", written)
+
+
+def _tell_how_to_go_on(run: Recipe, told: str, *numbers: int) -> None:
+    again = f"{etude_command()} {run.recipe} --resume {_from_here(run)}"
+    get_log("recipes").warning(f"{told} Go on with: %s", *numbers, again)
+
+
+def _from_here(run: Recipe) -> str:
+    """The run's directory as a command that is typed here names it."""
+    assert run.directory is not None
+    here = Path.cwd()
+    inside = run.directory.is_relative_to(here)
+    return shlex.quote(str(run.directory.relative_to(here) if inside else run.directory))
+
+
+def _conclude(run: Recipe, steps: int, seconds: float, looks: Sequence[str]) -> None:
+    """The last word of a run that is done."""
+    command, where = etude_command(), _from_here(run)
+    look = ", ".join(f"`{command} {each} {where}`" for each in looks)
+    get_log("recipes").info(
+        "Done after step %d, in %s. Look: %s; write the model: `%s export %s my-model`.",
+        *(steps, format_seconds(seconds), look, command, where),
+    )

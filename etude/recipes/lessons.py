@@ -1,0 +1,85 @@
+"""Which examples each step of a supervised run learns from, as a batch, and how far that has come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from etude.batch import Batch
+from etude.data import Order
+from etude.data.collate import collate
+from etude.data.examples import Examples
+from etude.data.lessons import Example
+from etude.records import Rollout, Sample
+
+__all__ = ["Lessons", "batch_of"]
+
+
+class Lessons:
+    """The examples of a run, in its order, `size` a step, for as long as it was asked for.
+
+    A run of so many passes ends exactly there: its last step may be smaller. Where it stands is where its order does,
+    so that a run that goes on skips nothing and repeats nothing.
+    """
+
+    def __init__(
+        self, examples: Examples, order: Order, size: int, *, steps: int | None = None, epochs: float = 1.0
+    ) -> None:
+        """steps: how many there are to be; where that is not said, as many as so many passes take."""
+        self._examples, self._order, self._size = examples, order, size
+        self._total = steps * size if steps is not None else max(math.ceil(len(examples) * epochs), 1)
+
+    def __len__(self) -> int:
+        """How many examples there are."""
+        return len(self._examples)
+
+    @property
+    def steps(self) -> int:
+        """How many steps there are in all, of a run that is read from its beginning without a stop."""
+        return math.ceil(self._total / self._size)
+
+    @property
+    def left(self) -> int:
+        """How many steps there are to go."""
+        return max(math.ceil((self._total - self._order.position) / self._size), 0)
+
+    @property
+    def epoch(self) -> float:
+        """How many passes are done."""
+        return self._order.position / len(self._examples)
+
+    def next(self) -> Batch:
+        """What the next step learns from."""
+        first = self._order.position
+        wanted = range(first, min(first + self._size, self._total))
+        return batch_of([self._examples[self._order.row(ordinal)] for ordinal in wanted])
+
+    def state(self) -> Mapping[str, Any]:
+        """Where it stands, as a JSON tree."""
+        return self._order.state()
+
+    def take_up(self, state: Mapping[str, Any] | None, position: int) -> None:
+        """Go on from there (None is from the beginning); there is no journal to hold a `position` of."""
+        assert position == 0, "what is learned from examples is written in no journal"
+        if state is not None:
+            self._order.restore(state)
+
+
+def batch_of(examples: Sequence[Example]) -> Batch:
+    """A batch in which each example is a group, its answers are rollouts, and the first, the preferred, earns 1."""
+    rows, rollouts = list[Sample](), list[Rollout]()
+    for group, example in enumerate(examples):
+        for side, answer in enumerate(example):
+            rollout = Rollout(len(rollouts), group, group, float(side == 0))
+            rows.extend(_samples(answer, rollout.id))
+            rollouts.append(rollout)
+    return collate(rows, rollouts)
+
+
+def _samples(answer: Sequence[Any], rollout: int) -> Iterator[Sample]:
+    for row in answer:
+        nothing = np.zeros(len(row.ids), np.int32)
+        yield Sample(row.ids, row.action, nothing.astype(np.float32), nothing, row.turn, rollout)

@@ -1,0 +1,125 @@
+"""One attempt at a task, from asking the model to what that earned, be it one answer or a rollout of many turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from etude.protocols import Generate, Ids
+from etude.recipes.episodes import ENVIRONMENT, EndedError, Episode, Episodes
+from etude.recipes.patience import Patience
+from etude.recipes.sampling import Sampling
+from etude.records import Completion, Outcome, Task, Turn
+from etude.rewards import Judge, Verdict
+
+__all__ = ["ANSWER", "Played", "Player", "PromptIds", "Seeds"]
+
+ANSWER = "answer"
+"""The part of a reward that the reward function gives as a bare number, where an environment pays as well."""
+
+PromptIds = Callable[[Task], Ids]
+Seeds = Callable[[int], int]
+"""The seed of each turn of an attempt, by its index."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Played:
+    """How one attempt ended."""
+
+    turns: tuple[Turn, ...]
+    """Each with what it was paid; also those before a failure."""
+    verdict: Verdict
+    """What the last answer earned by the reward function, and the named parts of all that was earned."""
+    truncated: bool = False
+    role: int = 0
+    waited: float = 0.0
+    """Seconds that the environment took, and the tools."""
+    calls: int = 0
+    """How often tools were called, and how many of the calls failed."""
+    failed_calls: int = 0
+
+    @property
+    def paid(self) -> float:
+        """What its turns were paid."""
+        return sum((turn.reward for turn in self.turns if turn.reward is not None), 0.0)
+
+    @property
+    def total(self) -> float:
+        """All that it earned."""
+        return self.verdict.reward + self.paid
+
+
+class Player:
+    """Plays attempts, any number of them at a time.
+
+    Waits for the engine, for each answer at most `timeout` seconds from the moment that it begins with it, for the
+    environment, and for the judge, which bound themselves. At most `at_once` answers are asked for at a time, in the
+    order in which they came.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompt_ids: PromptIds,
+        engine: Generate,
+        judge: Judge,
+        timeout: float,
+        at_once: int,
+        episodes: Episodes | None,
+    ) -> None:
+        """episodes: who plays rollouts of several turns; with nobody, an attempt is one answer."""
+        self._prompt_ids, self._judge, self._timeout = prompt_ids, judge, timeout
+        self._engine, self._episodes = Patience(engine, timeout), episodes
+        self._line = asyncio.Semaphore(at_once)
+
+    @property
+    def episodic(self) -> bool:
+        """Whether attempts may have several turns."""
+        return self._episodes is not None
+
+    def retold(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
+        """What was said in an attempt of several turns; nothing where an attempt is one answer."""
+        return [] if self._episodes is None else self._episodes.retold(turns)
+
+    async def play(self, task: Task, sampling: Sampling, seeds: Seeds) -> Played:
+        """One attempt: ask, judge. What goes wrong with it is an outcome; what goes wrong with the engine is raised."""
+
+        async def ask(prompt: Ids, turn: int, room: int) -> Completion:
+            params = sampling.params(seeds(turn))
+            try:
+                async with self._line:
+                    return await self._engine.generate(prompt, replace(params, max_tokens=min(params.max_tokens, room)))
+            except TimeoutError as error:
+                told = f"No answer within `collect.timeout` = {self._timeout:g} seconds."
+                raise EndedError(Outcome.TIMED_OUT, told) from error
+
+        if self._episodes is not None:
+            return await self._judged(task, await self._episodes.play(task, ask), self._episodes.pays)
+        prompt = self._prompt_ids(task)
+        try:
+            completion = await ask(prompt, 0, sampling.max_tokens)
+        except EndedError as ended:
+            return Played((), Verdict.failure(ended.outcome, str(ended)))
+        verdict = await self._judge.judge(task, completion.text)
+        return Played((Turn(prompt, completion, 0),), verdict, completion.finish == "length")
+
+    async def _judged(self, task: Task, episode: Episode, pays: bool) -> Played:
+        """A rollout of several turns and what its last answer earned."""
+        if episode.outcome is Outcome.SUCCEEDED:
+            verdict = await self._judge.judge(task, episode.turns[-1].completion.text)
+            if pays:
+                verdict = replace(verdict, parts=self._parts(episode.paid, verdict))
+        else:
+            verdict = Verdict.failure(episode.outcome, episode.error)
+        told = {name: getattr(episode, name) for name in ("truncated", "role", "waited", "calls", "failed_calls")}
+        return Played(tuple(episode.turns), verdict, **told)
+
+    def _parts(self, paid: Mapping[str, float], verdict: Verdict) -> dict[str, float]:
+        """All that was earned, by names: those of the environment, and those of the reward function."""
+        if not self._judge.judges:
+            return {} if paid.keys() <= {ENVIRONMENT} else dict(paid)
+        found = dict(paid) or {ENVIRONMENT: 0.0}
+        for name, value in (verdict.parts or {ANSWER: verdict.reward}).items():
+            found[name] = found.get(name, 0.0) + value
+        return found

@@ -1,0 +1,95 @@
+"""What every run has, whatever it learns from: a model, an optimizer, a directory, and how it is watched and kept.
+
+A recipe is a command and its options, one frozen tree. What belongs to one of them alone hangs in its own file; what
+is here means the same in all, and so a directory, a resumption and an export are the same code for each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from etude.chat import ChatConfig
+from etude.checkpoint import CheckpointConfig
+from etude.config import Config
+from etude.data import Files
+from etude.dispatch import CrewConfig
+from etude.errors import ConfigError
+from etude.models import Head, Lora
+from etude.observe import Observe
+from etude.train import Train
+
+__all__ = ["ModelSource", "Recipe", "Reference", "Teacher"]
+
+
+class ModelSource(Config):
+    """Where the policy comes from."""
+
+    path: Path | None = Field(None, description="a Hugging Face model directory: config.json, weights, tokenizer")
+    tokenizer: Path | None = Field(None, description="another directory to read the tokenizer and template from")
+    freeze: tuple[str, ...] = Field(
+        (), description="parts that stay as they are, such as embed_tokens or layers.0; they cost no optimizer state"
+    )
+
+
+class Reference(Config):
+    """What the policy is held to, where it is compared with another."""
+
+    path: Path | None = Field(
+        None, description="a model directory; null is the model that the run begins with. Its weights never change"
+    )
+
+
+class Teacher(Config):
+    """Whom the policy imitates."""
+
+    path: Path | None = Field(None, description="a model directory of the policy's tokenizer; its weights never change")
+
+
+class Recipe(Config):
+    """The options that every run has."""
+
+    free: ClassVar[tuple[str, ...]]
+    """Options that a resumed run may change."""
+    length: ClassVar[tuple[str, ...]] = ("steps",)
+    """Those of the free ones that say how long it is: they may change only while the schedule does not depend on
+    them."""
+    places: ClassVar[dict[str, str]] = {
+        "model": "model.path",
+        "tokenizer": "model.tokenizer",
+        "adapter": "lora.path",
+        "template": "chat.template",
+    }
+    """Options that say where files lie, by what the files are to the run: it is known by what they hold."""
+    head: ClassVar[Head] = "language"
+    """What its model has on its hidden states."""
+
+    model: ModelSource = Field(ModelSource(), description="the model to train")
+    lora: Lora = Field(Lora(), description="low-rank adapters, trained in place of the model's weights")
+    chat: ChatConfig = Field(ChatConfig(), description="how conversations are shown to it")
+    data: Files = Field(Files(), description="what it learns from")
+    train: Train = Field(Train(), description="the optimizer and its precision")
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="what is kept on disk")
+    observe: Observe = Field(Observe(), description="what is shown, and where numbers go")
+
+    seed: int = Field(0, ge=0, lt=2**63, description="what all chance in the run is derived from")
+    ranks: int = Field(1, ge=1, description="processes that share the work, each with the whole model")
+    crew: CrewConfig = Field(CrewConfig(), description="how long they may be silent, and wait for each other")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads that compute in each process; null shares out what torch would take"
+    )
+    directory: Path | None = Field(
+        None, description="the run's own directory; a run that is there is taken up. By default a new one in `runs`"
+    )
+    recipe: str = Field(description="the command that these options are for")
+
+    @field_validator("recipe", mode="before")
+    @classmethod
+    def _is_of_this_command(cls, given: Any) -> Any:
+        """Options of another command are another run's."""
+        mine = cls.model_fields["recipe"].default
+        if given != mine:
+            raise ConfigError(f"These options are of `etude {given}`, and this is `etude {mine}`: give them there.")
+        return given

@@ -1,0 +1,140 @@
+"""Multiple choice: which of the options an answer decides for, compared with the right one.
+
+The options are the task's column `choices` or `options`: a list of texts, which are A, B, C … in their order, or a
+mapping of letters to texts, also as `{"label": [...], "text": [...]}`. A task may do without them, where the prompt
+shows them; then letters are all that is known. The right one is a letter, the text of an option, or its place from 0.
+
+What an answer says is sought where it says it most plainly:
+
+    \\boxed{B}                                            the last one
+    Answer: B   The answer is (B)   the correct option: B  the last one
+    B   (B)   **B.**   B) Paris                           the last line, or the whole text
+    Paris                                                 the last line, or the whole, as the text of one option
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from etude.errors import DataError
+from etude.records import Task
+from etude.rewards.base import RewardFunction, named
+from etude.rewards.maths import boxed
+from etude.rewards.text import words
+
+__all__ = ["MultipleChoice", "chosen", "options_of_task"]
+
+COLUMNS = ("choices", "options")
+# Every repetition is bounded, so that the search stays linear in the text.
+_OPEN = r"[\s*_`\"'(\[{$]{0,9}(?:\\text\w{0,9}\{)?[\s(]{0,9}"
+# A letter is one by itself, and not the beginning of `A cat` or `I think`.
+_CLOSE = r"(?![A-Za-z0-9])(?!'[a-z])(?!(?<=[AI])\s{1,9}(?!because|since|as\b|which|and\b)[a-z])"
+_SAID = re.compile(
+    r"(?i:\b(?:answer|choice|option)\b(?:\s{1,9}(?:choice|option|letter))?[\s*_`]{0,9}(?:is|would\s+be|must\s+be|=|:)"
+    rf"(?:\s{{1,9}}(?:option|choice|letter)\b)?[\s:*_`]{{0,9}}){_OPEN}([A-Z]){_CLOSE}"
+)
+_ALONE = re.compile(
+    rf"{_OPEN}(?:(?i:option|choice|answer)\s{{0,9}}:?\s{{0,9}})?\(?([A-Z])(?:[)\].:,}}\"'*_`$\s]{{1,9}}(.*))?",
+    re.DOTALL,
+)
+_AFTER = re.compile(r"(?i)\banswer(?:\s{1,9}is)?[\s*_`]{0,9}:?[\s*_`]{1,9}")
+
+
+class MultipleChoice(RewardFunction):
+    """1 where the answer decides for the right option. One that names none, or that no option is called, earns 0."""
+
+    lower_case: bool = Field(False, description="whether a small letter that stands alone is a choice too, as in `b)`")
+
+    quick: ClassVar[bool] = True
+
+    @property
+    def title(self) -> str:
+        return "choice"
+
+    def check(self, task: Task) -> None:
+        _right(task, options_of_task(task))
+
+    def __call__(self, task: Task, answer: str) -> float:
+        options = options_of_task(task)
+        return float(chosen(answer, options, lower_case=self.lower_case) == _right(task, options))
+
+    def extract(self, answer: str) -> str | None:
+        """The letter, as far as it can be told without knowing the options."""
+        return chosen(answer, {}, lower_case=self.lower_case)
+
+
+def chosen(answer: str, options: Mapping[str, str], *, lower_case: bool = False) -> str | None:
+    """The letter of the option that an answer decides for; None where that cannot be told."""
+    last = answer.strip().rpartition("\n")[2].strip()
+    inside = boxed(answer)
+    if inside is not None:
+        return _one(inside, options, lower_case=lower_case)
+    after = _AFTER.split(last)[-1]
+    if options and after != last and (found := _one(after, options, lower_case=lower_case)) is not None:
+        return found
+    said = [found[1] for found in _SAID.finditer(answer) if not options or found[1] in options]
+    if said:
+        return said[-1]
+    for text in dict.fromkeys((last, answer, after)):
+        if (found := _one(text, options, lower_case=lower_case)) is not None:
+            return found
+    return None
+
+
+def _one(text: str, options: Mapping[str, str], *, lower_case: bool) -> str | None:
+    """The option that a text names, and says nothing but that: by its letter, with or without its words, or by them."""
+    plain = text.strip()
+    spoken = [letter for letter, option in options.items() if words(option) == words(plain) and words(plain)]
+    if len(spoken) == 1:
+        return spoken[0]
+    found = _ALONE.fullmatch(plain[:1].upper() + plain[1:] if lower_case and _stands_alone(plain) else plain)
+    if not found or (options and found[1] not in options):
+        return None
+    behind = words(found[2] or "")
+    if behind and behind != words(options.get(found[1], "")):
+        return None
+    return found[1]
+
+
+def _stands_alone(text: str) -> bool:
+    return not text[1:2].isalnum()
+
+
+def options_of_task(task: Task) -> dict[str, str]:
+    """The texts of a task's options by their letters; empty where it does not give them."""
+    held: Any = next((task.fields[name] for name in COLUMNS if task.fields.get(name)), None)
+    if isinstance(held, Mapping) and {"label", "text"} <= held.keys():
+        return dict(zip(map(_letter, held["label"]), map(str, held["text"]), strict=False))
+    if isinstance(held, Mapping):
+        return {_letter(letter): str(text) for letter, text in held.items()}
+    if isinstance(held, list):
+        return dict(zip(string.ascii_uppercase, map(str, held), strict=False))
+    return {}
+
+
+def _letter(label: Any) -> str:
+    """What an option is called: some data sets count them from 1."""
+    text = str(label).strip("(). ")
+    return string.ascii_uppercase[int(text) - 1] if text.isdecimal() and 0 < int(text) <= 26 else text.upper()
+
+
+def _right(task: Task, options: Mapping[str, str]) -> str:
+    """The letter of the right option."""
+    truth = task.fields.get("ground_truth")
+    if isinstance(truth, int) and not isinstance(truth, bool) and 0 <= truth < (len(options) or 26):
+        return list(options or string.ascii_uppercase)[truth]
+    if isinstance(truth, str):
+        if (found := chosen(truth, options, lower_case=True)) is not None:
+            return found
+        if truth.strip().isdecimal():
+            return _right(Task(task.ordinal, {**task.fields, "ground_truth": int(truth)}, task.source), options)
+    raise DataError(
+        f"The right answer of {named(task)} is {truth!r}, which is none of its options "
+        f"({', '.join(options) or 'letters from A to Z'}). Give a letter, the text of an option, or its place from 0; "
+        f"`data.columns.answer=…` names the column."
+    )

@@ -1,0 +1,117 @@
+"""Several rewards as one: each a named part with a weight, and their sum the reward.
+
+    reward: {name: combined, parts: {right: math, form: {name: format, tags: [think, answer]}}, weights: {form: 0.2}}
+    reward=combined reward.parts.right=math reward.parts.form=format reward.weights.form=0.2
+
+Every part is judged where it would be judged alone: at once, awaited, on a thread or in processes of its own, all parts
+of an answer at the same time. Where one fails there is no reward, and the verdict says which it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from etude.config import Choice
+from etude.errors import ConfigError
+from etude.records import Task
+from etude.rewards.base import RewardFunction, score_of
+from etude.rewards.choice import MultipleChoice
+from etude.rewards.countdown import Countdown
+from etude.rewards.function import Function
+from etude.rewards.gsm8k import Gsm8k
+from etude.rewards.instructions import Instructions
+from etude.rewards.maths import Math
+from etude.rewards.model_judge import ModelJudge
+from etude.rewards.program import Program
+from etude.rewards.text import F1, Exact, Format, Regex
+
+__all__ = ["PARTS", "Combined"]
+
+PARTS: dict[str, type[RewardFunction]] = {
+    "exact": Exact,
+    "regex": Regex,
+    "f1": F1,
+    "format": Format,
+    "choice": MultipleChoice,
+    "gsm8k": Gsm8k,
+    "math": Math,
+    "countdown": Countdown,
+    "instructions": Instructions,
+    "program": Program,
+    "judge": ModelJudge,
+    "function": Function,
+}
+
+
+class Combined(RewardFunction):
+    """The weighted sum of several rewards, whose weighted scores are its named parts."""
+
+    parts: Mapping[str, Annotated[RewardFunction, Choice(PARTS)]] = Field(
+        description="rewards, each under a name of yours: `reward.parts.right=math`"
+    )
+    weights: Mapping[str, float] = Field(
+        default_factory=dict,
+        description="what the score of a part is multiplied by, by its name; 1 where not named",
+    )
+
+    @model_validator(mode="after")
+    def _weights_are_of_parts(self) -> Self:
+        if not self.parts:
+            raise ConfigError("`parts` names no reward. Give at least one, such as `reward.parts.right=math`.")
+        for name in self.parts:
+            if not name.strip() or name == "score" or "/" in name:
+                raise ConfigError(
+                    f"`parts` has one called '{name}', which means something else among named parts. Call it otherwise."
+                )
+        for name, weight in self.weights.items():
+            if name not in self.parts:
+                raise ConfigError(
+                    f"`weights` has one for '{name}', and the parts are {', '.join(self.parts)}. Name one of those, or "
+                    f"leave it out."
+                )
+            if not math.isfinite(weight) or weight == 0:
+                raise ConfigError(
+                    f"The weight of the part '{name}' is {weight:g}, with which it would count for nothing that can be "
+                    f"learned. Give another number, or leave the part out."
+                )
+        return self
+
+    @property
+    def title(self) -> str:
+        return f"combined ({', '.join(self.parts)})"
+
+    def weighed(self, name: str, score: float) -> float:
+        """What the score of a part counts."""
+        return self.weights.get(name, 1.0) * score
+
+    def rooted(self, absolute: Callable[[Path], Path]) -> Self:
+        return self.model_copy(update={"parts": {name: part.rooted(absolute) for name, part in self.parts.items()}})
+
+    def files(self) -> list[Path]:
+        return [file for part in self.parts.values() for file in part.files()]
+
+    def prepare(self) -> None:
+        for part in self.parts.values():
+            part.prepare()
+
+    def check(self, task: Task) -> None:
+        for part in self.parts.values():
+            part.check(task)
+
+    async def __call__(self, task: Task, answer: str) -> dict[str, float]:
+        """The weighted parts, one after the other and here. A judge has each judged in a place of its own instead."""
+        found = {}
+        for name, part in self.parts.items():
+            result = part(task, answer)
+            found[name] = self.weighed(name, score_of(await result if inspect.isawaitable(result) else result)[0])
+        return found
+
+    def extract(self, answer: str) -> str | None:
+        """What the first part reads that reads an answer."""
+        return next((said for part in self.parts.values() if (said := part.extract(answer)) is not None), None)

@@ -1,0 +1,275 @@
+"""Instructions that can be verified: what IFEval asks of a text, by IFEval's names, and a few of the same kind.
+
+Each is a function of the text and of its own arguments. Where the original leaves the reading of a language to a
+library, this page says what it does instead: sentences end at a mark that space or the end follows and that is no
+abbreviation's; words are runs of letters and digits; of `english_capital` and `english_lowercase` the case alone is
+verified, and `response_language` cannot be.
+
+Source: 2311.07911.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["CONSTRAINTS", "LISTS", "UNVERIFIABLE", "arguments_of", "loosened", "satisfied"]
+
+LISTS = ("keywords", "forbidden_words")
+"""Arguments that are lists of text."""
+
+UNVERIFIABLE = {"response_language": "to know a language takes a model, and there is none in this reward"}
+"""What is asked for in data and not verified here, with the reason."""
+
+_RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
+    "at least": lambda count, bound: count >= bound,
+    "less than": lambda count, bound: count < bound,
+    "at most": lambda count, bound: count <= bound,
+    "more than": lambda count, bound: count > bound,
+    "exactly": lambda count, bound: count == bound,
+}
+_ABBREVIATED = re.compile(r"\b(?:[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|e\.g|i\.e|No|Fig|cf|al)\.$")
+# These begin where nothing of their kind stands before them, so that the search stays linear in the text.
+_SENTENCE_END = re.compile(r"(?<![.!?…。！？])[.!?…。！？]++[\"'”’)\]*_]{0,4}(?=\s|$)|[。！？]")
+_DECIDED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_NAME_ENDS = re.compile(r"[.,?!'\"]")
+
+
+def loosened(text: str) -> list[str]:
+    """The text, and what it is without its first line, its last, or both, each also without asterisks: an introduction,
+    a closing word and emphasis are forgiven."""
+    lines = text.split("\n")
+    cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
+    return [text, *cut, *(each.replace("*", "") for each in (text, *cut))]
+
+
+def arguments_of(constraint: Callable[..., bool]) -> dict[str, bool]:
+    """What a constraint wants to know beside the text, each with whether it must be told."""
+    parameters = list(inspect.signature(constraint).parameters.values())[1:]
+    return {each.name: each.default is inspect.Parameter.empty for each in parameters}
+
+
+def _compared(count: int, bound: int, relation: str) -> bool:
+    if relation not in _RELATIONS:
+        raise ValueError(f"'{relation}' is no relation; there are {', '.join(_RELATIONS)}")
+    return _RELATIONS[relation](count, int(bound))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text)
+
+
+def _sentences(text: str) -> int:
+    """How many sentences there are; what comes after the last mark is one too."""
+    count, end = 0, 0
+    for found in _SENTENCE_END.finditer(text):
+        if not _ABBREVIATED.search(text[max(found.start() - 8, 0) : found.start() + 1]) or found.end() >= len(
+            text.rstrip()
+        ):
+            count, end = count + 1, found.end()
+    return count + bool(re.search(r"\w", text[end:]))
+
+
+# -- keywords ---------------------------------------------------------------------------------------------------------
+
+
+def existence(text: str, keywords: Sequence[str]) -> bool:
+    """Every keyword occurs, in whatever case."""
+    return all(keyword.lower() in text.lower() for keyword in keywords)
+
+
+def frequency(text: str, keyword: str, frequency: int, relation: str = "at least") -> bool:
+    """A keyword occurs so often."""
+    return _compared(text.lower().count(keyword.lower()), frequency, relation)
+
+
+def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
+    """None of these stands in it as a word."""
+    return not any(re.search(rf"(?i)(?<!\w){re.escape(word)}(?!\w)", text) for word in forbidden_words)
+
+
+def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str = "at least") -> bool:
+    """A letter occurs so often, in whatever case."""
+    return _compared(text.lower().count(letter.lower()), let_frequency, let_relation)
+
+
+# -- length -----------------------------------------------------------------------------------------------------------
+
+
+def number_words(text: str, num_words: int, relation: str = "at least") -> bool:
+    """It has so many words."""
+    return _compared(len(_words(text)), num_words, relation)
+
+
+def number_sentences(text: str, num_sentences: int, relation: str = "at least") -> bool:
+    """It has so many sentences."""
+    return _compared(_sentences(text), num_sentences, relation)
+
+
+def number_characters(text: str, num_characters: int, relation: str = "at most") -> bool:
+    """It has so many characters, spaces around it aside. (Not of IFEval.)"""
+    return _compared(len(text.strip()), num_characters, relation)
+
+
+def number_lines(text: str, num_lines: int, relation: str = "exactly") -> bool:
+    """It has so many lines that are not empty. (Not of IFEval.)"""
+    return _compared(sum(bool(line.strip()) for line in text.split("\n")), num_lines, relation)
+
+
+def number_paragraphs(text: str, num_paragraphs: int) -> bool:
+    """It has exactly so many paragraphs, divided by `***`."""
+    parts = re.split(r"\s?\*\*\*\s?", text)
+    kept = [part for part in parts if part.strip()]
+    inner = parts[1:-1] if len(parts) > 2 else []
+    return len(kept) == int(num_paragraphs) and all(part.strip() for part in inner)
+
+
+def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """It has exactly so many paragraphs, divided by empty lines, and one of them begins with this word."""
+    parts = [part.strip() for part in text.split("\n\n")]
+    kept = [part for part in parts if part]
+    if len(kept) != int(num_paragraphs) or not 0 < int(nth_paragraph) <= len(kept):
+        return False
+    word = kept[int(nth_paragraph) - 1].split()[0].lstrip("'\"")
+    return _NAME_ENDS.split(word)[0].lower() == first_word.lower()
+
+
+# -- form -------------------------------------------------------------------------------------------------------------
+
+
+def number_bullet_lists(text: str, num_bullets: int) -> bool:
+    """It has exactly so many points that begin with `*` or `-`."""
+    found = re.findall(r"(?m)^[^\S\n]*\*[^*\n].*$", text) + re.findall(r"(?m)^[^\S\n]*-.*$", text)
+    return len(found) == int(num_bullets)
+
+
+def number_highlighted_sections(text: str, num_highlights: int) -> bool:
+    """At least so many parts of it are emphasised, *so* or **so**."""
+    found = re.findall(r"\*[^\n*]*\*", text) + re.findall(r"\*\*[^\n*]*\*\*", text)
+    return sum(bool(part.strip("*").strip()) for part in found) >= int(num_highlights)
+
+
+def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    """It has at least so many sections, each under this word and a number."""
+    return len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)) >= int(num_sections)
+
+
+def number_placeholders(text: str, num_placeholders: int) -> bool:
+    """It has at least so many placeholders in square brackets."""
+    return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= int(num_placeholders)
+
+
+def json_format(text: str) -> bool:
+    """The whole of it is JSON, in a fence or not."""
+    inside = re.sub(r"(?i)^```(?:json)?", "", text.strip()).removesuffix("```")
+    try:
+        json.loads(inside)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def title(text: str) -> bool:
+    """It has a title in double angular brackets."""
+    return any(part.strip("<> ") for part in re.findall(r"<<(?!<)[^\n<>]+>>", text))
+
+
+def constrained_response(text: str) -> bool:
+    """It contains one of the three answers that IFEval allows."""
+    return any(decided in text for decided in _DECIDED)
+
+
+def two_responses(text: str) -> bool:
+    """It is two different texts, divided by six asterisks."""
+    parts = text.split("******")
+    kept = [part.strip() for part in parts if part.strip()]
+    return len(kept) == 2 and kept[0] != kept[1] and all(part.strip() for part in parts[1:-1])
+
+
+def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
+    """It begins with the request, word for word."""
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def postscript(text: str, postscript_marker: str) -> bool:
+    """It has a postscript under this mark; `P.S.` and `P.P.S` may be spaced."""
+    spaced = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return re.search(spaced.get(postscript_marker) or re.escape(postscript_marker.lower()), text.lower()) is not None
+
+
+# -- beginning, end, case and marks -----------------------------------------------------------------------------------
+
+
+def starts_with(text: str, start_phrase: str) -> bool:
+    """It begins with this, in whatever case. (Not of IFEval.)"""
+    return text.strip().lower().startswith(start_phrase.strip().lower())
+
+
+def end_checker(text: str, end_phrase: str) -> bool:
+    """It ends with this, in whatever case and in quotes or not."""
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def quotation(text: str) -> bool:
+    """The whole of it is in double quotes."""
+    plain = text.strip()
+    return len(plain) > 1 and plain[0] == plain[-1] == '"'
+
+
+def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str = "at least") -> bool:
+    """So many of its words are in capitals."""
+    return _compared(sum(word.isupper() for word in _words(text)), capital_frequency, capital_relation)
+
+
+def english_capital(text: str) -> bool:
+    """It is in capitals."""
+    return text.isupper()
+
+
+def english_lowercase(text: str) -> bool:
+    """It is in small letters."""
+    return text.islower()
+
+
+def no_comma(text: str) -> bool:
+    """It has no comma."""
+    return "," not in text
+
+
+CONSTRAINTS: Mapping[str, Callable[..., bool]] = {
+    "existence": existence,
+    "frequency": frequency,
+    "forbidden_words": forbidden_words,
+    "letter_frequency": letter_frequency,
+    "number_words": number_words,
+    "number_sentences": number_sentences,
+    "number_characters": number_characters,
+    "number_lines": number_lines,
+    "number_paragraphs": number_paragraphs,
+    "nth_paragraph_first_word": nth_paragraph_first_word,
+    "number_bullet_lists": number_bullet_lists,
+    "number_highlighted_sections": number_highlighted_sections,
+    "multiple_sections": multiple_sections,
+    "number_placeholders": number_placeholders,
+    "json_format": json_format,
+    "title": title,
+    "constrained_response": constrained_response,
+    "two_responses": two_responses,
+    "repeat_prompt": repeat_prompt,
+    "postscript": postscript,
+    "starts_with": starts_with,
+    "end_checker": end_checker,
+    "quotation": quotation,
+    "capital_word_frequency": capital_word_frequency,
+    "english_capital": english_capital,
+    "english_lowercase": english_lowercase,
+    "no_comma": no_comma,
+}
+
+
+def satisfied(name: str, arguments: Mapping[str, Any], text: str) -> bool:
+    """Whether a text does what a constraint asks; an empty one does nothing that is asked."""
+    return bool(text.strip()) and CONSTRAINTS[name](text, **arguments)

@@ -1,0 +1,24 @@
+"""The reward of a run whose environment pays for what is done in it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from etude.records import Task
+from etude.rewards.base import RewardFunction
+
+__all__ = ["FromEnvironment"]
+
+
+class FromEnvironment(RewardFunction):
+    """Nothing beside what the environment pays, turn by turn."""
+
+    quick: ClassVar[bool] = True
+    judges: ClassVar[bool] = False
+
+    @property
+    def title(self) -> str:
+        return "environment"
+
+    def __call__(self, task: Task, answer: str) -> float:  # noqa: ARG002
+        return 0.0

@@ -1,0 +1,254 @@
+"""How far a process can be set apart from the rest of the machine, and how much it may use.
+
+Nothing here fails where the kernel refuses: what is refused is done without, by the next best means, and in the end a
+program tries it out (`etude.rewards.box.protections`). In this order:
+
+    namespaces    a network of its own without a device in it, processes of its own, a root of its own in memory
+    a stranger    where an administrator runs this: a user that nobody else is, without rights
+    Landlock      where the root is not its own: no other file, no TCP, no signal to others
+    seccomp       no socket, no other process's memory, no mounts; where others are in sight, no signals to them
+    limits        memory, CPU seconds, bytes written, processes: always
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from etude.rewards.inside import kernel
+
+__all__ = ["Apart", "Rules"]
+
+NOBODY = 65534
+STRANGERS = 0x70000000
+"""From here on users are counted that are one box each, where there are so many."""
+KEEPERS = 3
+"""Processes of a box beside the program's: warden, keeper, examiner."""
+OPEN_FILES = 64
+MOST_FILES = 4096
+"""How many files a program may leave in its directory, where that is in memory."""
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+SYSTEM = ("/lib", "/lib64", "/bin", "/usr/lib", "/usr/lib64", "/usr/bin", "/usr/share/zoneinfo", "/etc/ld.so.cache")
+WORK = "/box"
+"""The working directory, seen from within a root of its own."""
+
+
+class Rules:
+    """What a program may use."""
+
+    def __init__(
+        self,
+        directory: str,
+        cpu: int,
+        memory: int,
+        disk: int,
+        processes: int,
+        readable: Sequence[str] = (),
+        without: Sequence[str] = (),
+    ) -> None:
+        """directory: an empty one of this box's own. cpu: seconds of a processor, for each process. memory: bytes of
+        address space, for each process. disk: bytes of a file; of all, where the directory is in memory. processes:
+        processes and threads at a time. readable: directories that may be read, beside Python's own and the system's
+        libraries. without: means that are left out, as if the kernel had refused them: `namespaces`, `stranger`,
+        `landlock`, `filter`.
+        """
+        self.directory, self.readable, self.without = directory, list(readable), list(without)
+        self.cpu, self.memory, self.disk, self.processes = cpu, memory, disk, processes
+
+
+class Apart:
+    """A process on its way out. The warden calls `leave`, the keeper `settle`, what the keeper starts `confine`."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.work = rules.directory
+        self.user, self.group = os.geteuid(), os.getegid()
+        self._was_root = self.user == 0
+        self._granted: set[str] = set()
+        self._others = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether it sees no process of others."""
+        return "processes" in self._granted
+
+    def leave(self) -> None:
+        """Go into namespaces of its own, as far as they are granted."""
+        if "namespaces" not in self.rules.without:
+            self._unshare()
+        if self._was_root and "stranger" not in self.rules.without and self._others_can_read():
+            self.user = self.group = STRANGERS + os.getpid()
+        with suppress(OSError):
+            kernel.hide_memory()
+
+    def settle(self) -> None:
+        """Take the root, and then every right that is left, away from the keeper."""
+        if self._was_root and not self._exists_here(self.user):
+            self.user = self.group = NOBODY
+        if not self._counted_alone():
+            self._others = _tasks_of(self.user)
+        if "mounts" in self._granted:
+            try:
+                self._own_root()
+                self.work = WORK
+            except OSError:
+                self._granted.discard("mounts")
+                with suppress(OSError):
+                    kernel.unmount(self.rules.directory)
+        if self.work != WORK:
+            os.chown(self.work, self.user, self.group)
+            os.chdir(self.work)
+        if self._was_root and self.user != 0:
+            os.setgroups([])
+            os.setresgid(self.group, self.group, self.group)
+            os.setresuid(self.user, self.user, self.user)
+        for step in (kernel.drop_capabilities, kernel.forbid_new_privileges, kernel.hide_memory):
+            with suppress(OSError):
+                step()
+
+    def confine(self) -> None:
+        """Bind this process to its limits and its directory, for good."""
+        rules = self.rules
+        if self.work != WORK and "landlock" not in rules.without:
+            with suppress(OSError):
+                kernel.landlock([*_python(), *SYSTEM, *rules.readable], DEVICES, [self.work])
+        if "filter" not in rules.without:
+            with suppress(OSError):
+                kernel.filter_calls(alone=self.alone, rooted=self.work == WORK)
+        for which, most in (
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_AS, rules.memory),
+            (resource.RLIMIT_FSIZE, rules.disk),
+            (resource.RLIMIT_NOFILE, OPEN_FILES),
+            (resource.RLIMIT_NPROC, self._others + rules.processes + KEEPERS),
+        ):
+            _limit(which, most, most)
+        _limit(resource.RLIMIT_CPU, rules.cpu, rules.cpu + 1)
+
+    # -- namespaces ---------------------------------------------------------------------------------------------------
+
+    def _unshare(self) -> None:
+        """All at once, or those that are granted one by one. Who is no administrator becomes one of a namespace."""
+        flags = kernel.NAMESPACES
+        first = {} if self._was_root else {"user": kernel.USER}
+        attempts = [{**first, **flags}, *([first] if first else []), *({name: flags[name]} for name in flags)]
+        for attempt in attempts:
+            try:
+                kernel.unshare(sum(attempt.values()))
+            except OSError:
+                continue
+            self._granted |= attempt.keys()
+            if "user" in attempt:
+                with suppress(OSError):
+                    self._map_users()
+            if "network" in attempt and "mounts" in attempt:
+                break
+
+    def _map_users(self) -> None:
+        for file, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{self.user} {self.user} 1"),
+            ("gid_map", f"{self.group} {self.group} 1"),
+        ):
+            descriptor = os.open(f"/proc/self/{file}", os.O_WRONLY)
+            try:
+                os.write(descriptor, text.encode())
+            finally:
+                os.close(descriptor)
+
+    def _own_root(self) -> None:
+        """A root in memory that shows Python, the system's libraries and a few devices, and has one place to write."""
+        root, rules = self.rules.directory, self.rules
+        owner = f"uid={self.user},gid={self.group}"
+        kernel.own_mounts()
+        kernel.mount_memory(root, "size=1m,mode=755")
+        for path in _outermost([*_python(), *SYSTEM, *DEVICES, *rules.readable]):
+            _show(path, root)
+        os.mkdir(f"{root}{WORK}")
+        if not os.path.lexists(f"{root}/tmp"):
+            os.symlink(WORK, f"{root}/tmp")
+        kernel.lock_mounts(root)
+        kernel.mount_memory(f"{root}{WORK}", f"size={rules.disk},nr_inodes={MOST_FILES},mode=700,{owner}")
+        kernel.make_root(root)
+        os.chdir(WORK)
+
+    # -- users --------------------------------------------------------------------------------------------------------
+
+    def _others_can_read(self) -> bool:
+        """Whether a user without rights can still load modules."""
+        own_root = "mounts" in self._granted
+        places = filter(os.path.isdir, [*_python(), *self.rules.readable])
+        return all(_open_to_all(place, alone=own_root) for place in places)
+
+    def _counted_alone(self) -> bool:
+        """Whether the kernel counts the processes of this box apart from all others of its user."""
+        return self.user >= STRANGERS or ("user" in self._granted and _release() >= (5, 14))
+
+    def _exists_here(self, user: int) -> bool:
+        try:
+            with open("/proc/self/uid_map") as file:
+                ranges = [tuple(map(int, line.split())) for line in file]
+        except OSError:
+            return user <= NOBODY
+        return any(first <= user < first + count for first, _, count in ranges)
+
+
+def _python() -> list[str]:
+    """Where Python and its own modules lie."""
+    prefixes = dict.fromkeys((sys.base_prefix, sys.base_exec_prefix))
+    found = [f"{prefix}/{part}" for prefix in prefixes for part in ("lib", "lib64", "bin")]
+    return [*found, *(["/nix/store"] if sys.base_prefix.startswith("/nix/") else [])]
+
+
+def _outermost(paths: Sequence[str]) -> Iterator[str]:
+    """Of paths that are there, those that lie in no other."""
+    there = sorted({path for path in paths if os.path.lexists(path)})
+    for path in there:
+        if not any(path.startswith(f"{other}/") for other in there if not os.path.islink(other)):
+            yield path
+
+
+def _show(path: str, root: str) -> None:
+    """Make a path of the old root be there in the new one."""
+    target = root + path
+    os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+    elif os.path.isdir(path):
+        os.mkdir(target, 0o755)
+        kernel.bind(path, target)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+        kernel.bind(path, target)
+
+
+def _open_to_all(path: str, *, alone: bool) -> bool:
+    """Whether everybody may look into a directory; `alone`, whatever lies above it."""
+    places = [path]
+    while not alone and os.path.dirname(places[-1]) != places[-1]:
+        places.append(os.path.dirname(places[-1]))
+    return os.stat(path).st_mode & 0o5 == 0o5 and all(os.stat(place).st_mode & 0o1 for place in places)
+
+
+def _tasks_of(user: int) -> int:
+    """How many threads a user has on this machine, as far as can be seen; room for as many limits is left to them."""
+    count = 0
+    with suppress(OSError):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid == user:
+                    count += len(os.listdir(f"/proc/{name}/task"))
+    return count
+
+
+def _release() -> tuple[int, ...]:
+    """The version of the kernel."""
+    return tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2] if part.isdigit())
+
+
+def _limit(which: int, soft: int, hard: int) -> None:
+    with suppress(OSError, ValueError):  # a system that does not know it, or a lower one that holds already
+        resource.setrlimit(which, (soft, hard))

@@ -1,0 +1,53 @@
+"""Messages over a pipe: four bytes of length, then JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+__all__ = ["HEAD", "LARGEST", "packed", "receive", "send", "unpacked"]
+
+HEAD = 4
+LARGEST = 256 << 20
+"""Bytes of the longest message that is read; what claims to be longer ends the conversation."""
+
+
+def packed(message: Any) -> bytes:
+    """A message as bytes."""
+    text = json.dumps(message).encode()
+    return len(text).to_bytes(HEAD, "big") + text
+
+
+def unpacked(text: bytes) -> Any:
+    """The message that these bytes behind the length are; `ValueError` where they are none."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def send(descriptor: int, message: Any) -> None:
+    """Write one message, whole."""
+    rest = memoryview(packed(message))
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def receive(descriptor: int) -> Any:
+    """Read one message and not a byte more; `EOFError` where the other end is closed."""
+    length = int.from_bytes(_exactly(descriptor, HEAD), "big")
+    if length > LARGEST:
+        raise EOFError(f"a message of {length} bytes")
+    return unpacked(_exactly(descriptor, length))
+
+
+def _exactly(descriptor: int, count: int) -> bytes:
+    parts: list[bytes] = []
+    while count:
+        part = os.read(descriptor, min(count, 1 << 20))
+        if not part:
+            raise EOFError("the pipe ended")
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)

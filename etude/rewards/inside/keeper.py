@@ -1,0 +1,248 @@
+"""Keeps one program: starts it, once for each run, ends all that it started, and tells what it said.
+
+    parent ═pipe═ warden ── keeper ─┬─ program      a script with its input, or functions that are asked for
+                                    └─ examiner     the tests of those functions
+
+The warden only waits, so that somebody outside the program's namespaces buries what is left. The keeper is the first
+process within them. It and all that it starts have no rights (`confine`), and it holds nothing that is worth stealing:
+what a script should print is known to the parent alone, and tests come to the keeper when the program is long a process
+of its own. When the parent closes the pipe, or is gone, the keeper ends everything and itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from etude.rewards.inside import kernel
+from etude.rewards.inside.candidate import FILE, run_script, serve
+from etude.rewards.inside.confine import STRANGERS, Apart, Rules
+from etude.rewards.inside.examiner import examine
+from etude.rewards.inside.frames import receive, send
+
+__all__ = ["main"]
+
+IN, OUT = 0, 1
+ENDING = 2.0
+"""Seconds in which all that a program started must be gone."""
+NAMELESS = "etude-nameless"
+HIGH = 100
+"""Descriptors are moved up here while those below are dealt out."""
+
+
+class ClosedError(Exception):
+    """The parent has closed the pipe."""
+
+
+def main() -> NoReturn:
+    """Be the warden of a program, and in a child its keeper, and in that one's children the program itself."""
+    sys.argv[:] = [FILE]
+    start = receive(IN)
+    apart = Apart(Rules(**start["rules"]))
+    with suppress(OSError):
+        kernel.take_orphans()
+    apart.leave()
+    child = os.fork()
+    if child == 0:
+        _keep(apart, start["code"])
+    os.close(IN)
+    os.close(OUT)
+    os.waitpid(child, 0)
+    _end(_descendants)
+    os._exit(0)
+
+
+def _keep(apart: Apart, code: str) -> NoReturn:
+    with suppress(OSError):
+        kernel.take_orphans()
+    apart.settle()
+    with suppress(OSError):
+        kernel.die_with_parent()  # what went before would have undone it
+    sys.path += apart.rules.readable
+    keeper = _Keeper(apart, code)
+    try:
+        while True:
+            send(OUT, keeper.do(keeper.next()))
+    except ClosedError:
+        keeper.end_all()
+        os._exit(0)
+
+
+class _Keeper:
+    """Starts processes, one or two at a time, and waits for them."""
+
+    def __init__(self, apart: Apart, code: str) -> None:
+        self._apart, self._code = apart, code
+        self._nothing = os.open(os.devnull, os.O_RDWR)
+        self._line = -1, -1
+        self._started: list[int] = []
+        self._woken, wakes = os.pipe()
+        for end in (self._woken, wakes):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        os.umask(0o077)
+
+    def next(self) -> Any:
+        """What the parent asks for next."""
+        try:
+            return receive(IN)
+        except EOFError:
+            raise ClosedError from None
+
+    def do(self, request: Any) -> Any:
+        """Do it."""
+        match request["do"]:
+            case "run":
+                return self._run(request["input"], request["seconds"], request["output"])
+            case "load":
+                return self._load()
+            case _:
+                return self._examine(request["tests"], request["seconds"])
+
+    def _run(self, text: str, seconds: float, most: int) -> Any:
+        """Run the program as a script on this input."""
+        given, said = _memory(text.encode(errors="replace")), _memory()
+        program = self._start([given, said, self._nothing], lambda: run_script(self._code))
+        ended = self._await(program, seconds)
+        self.end_all()
+        os.lseek(said, 0, os.SEEK_SET)
+        output = b""
+        while len(output) <= most and (part := os.read(said, most + 1 - len(output))):
+            output += part
+        for descriptor in (given, said):
+            os.close(descriptor)
+        flood = {"ended": "flood"} if len(output) > most else {}
+        return {**ended, **flood, "output": output.decode(errors="replace")}
+
+    def _load(self) -> Any:
+        """Have the program loaded by a process that will be asked for its functions."""
+        asked, asks = os.pipe()
+        told, tells = os.pipe()
+        self._start([self._nothing, self._nothing, self._nothing, asked, tells], lambda: serve(self._code, 3, 4))
+        os.close(asked)
+        os.close(tells)
+        self._line = told, asks
+        return {}
+
+    def _examine(self, tests: Any, seconds: float) -> Any:
+        """Have the loaded program tried by a process that holds the tests."""
+        found, nothing = _memory(), self._nothing
+        kept = [nothing, nothing, nothing, *self._line, found]
+        examiner = self._start(kept, lambda: examine(3, 4, 5, tests))
+        for end in self._line:
+            os.close(end)
+        ended = self._await(examiner, seconds)
+        self.end_all()
+        with os.fdopen(found, "rb") as file:
+            file.seek(0)
+            whole = file.read().rpartition(b"\n")[0]
+        return {**ended, "found": [json.loads(line) for line in whole.splitlines()]}
+
+    def _start(self, descriptors: Sequence[int], work: Callable[[], int]) -> int:
+        """Start a process that has these descriptors, counted from 0, and no others. What it does returns its exit
+        code, and from whatever else it may do it does not come back."""
+        child = os.fork()
+        if child:
+            self._started.append(child)
+            return child
+        code = 1
+        try:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            moved = [fcntl.fcntl(each, fcntl.F_DUPFD, HIGH) for each in descriptors]
+            for place, each in enumerate(moved):
+                os.dup2(each, place)
+            os.closerange(len(moved), os.sysconf("SC_OPEN_MAX"))
+            self._apart.confine()
+            code = work()
+        finally:
+            os._exit(code)
+
+    def _await(self, process: int, seconds: float) -> Any:
+        """How a process ended: by itself, by a signal, or not in time."""
+        began = time.monotonic()
+        while True:
+            passed = time.monotonic() - began
+            while (ended := _buried()) is not None:
+                if ended[0] == process:
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    return {"ended": "signal" if code < 0 else "exit", "code": code, "took": passed}
+            if passed >= seconds:
+                return {"ended": "late", "code": 0, "took": passed}
+            ready, _, _ = select.select([self._woken, IN], [], [], seconds - passed)
+            if IN in ready:
+                raise ClosedError  # nothing is asked while something runs
+            if ready:
+                os.read(self._woken, 4096)
+
+    def end_all(self) -> None:
+        """Kill every process that the program has started, wherever it went."""
+        _end(self._reached)
+        self._started.clear()
+
+    def _reached(self) -> list[int]:
+        """Whoever is to be killed: all that this process may signal but itself, where those are of its box alone; else
+        its descendants, and the groups that it started, which are all it knows where there is no /proc."""
+        if os.getpid() == 1 or os.geteuid() >= STRANGERS:
+            return [-1]
+        return [*_descendants(), *(-process for process in self._started)]
+
+
+def _end(reached: Callable[[], list[int]]) -> None:
+    """Kill whoever can be reached until nobody is left, and bury them. Who loses a parent comes here for that."""
+    until = time.monotonic() + ENDING
+    while time.monotonic() < until:
+        for process in reached():
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+def _descendants() -> list[int]:
+    """Whoever descends from this process: who lost their parent is its child, because it takes orphans."""
+    children: dict[int, list[int]] = {}
+    with suppress(OSError):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError, ValueError), open(f"/proc/{name}/stat") as file:
+                children.setdefault(int(file.read().rpartition(")")[2].split()[1]), []).append(int(name))
+    found = children.get(os.getpid(), [])
+    for process in found:
+        found += children.get(process, [])
+    return found
+
+
+def _buried() -> tuple[int, int] | None:
+    """A child that has ended, with its status; None where none has."""
+    try:
+        process, status = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return (process, status) if process else None
+
+
+def _memory(text: bytes = b"") -> int:
+    """A file that has no name, with this in it."""
+    if sys.platform == "linux":
+        descriptor = os.memfd_create("etude")
+    else:
+        descriptor = os.open(NAMELESS, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        os.unlink(NAMELESS)
+    while text:
+        text = text[os.write(descriptor, text) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor

@@ -1,0 +1,304 @@
+"""The calls into Linux by which a process gives rights up: namespaces, mounts, capabilities, Landlock, seccomp.
+
+Each function is one request. Where this kernel, or who runs it, does not grant it, that is an `OSError`; so is any call
+on another system.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+import sys
+from collections.abc import Sequence
+
+__all__ = [
+    "NAMESPACES",
+    "USER",
+    "bind",
+    "die_with_parent",
+    "drop_capabilities",
+    "filter_calls",
+    "forbid_new_privileges",
+    "hide_memory",
+    "landlock",
+    "lock_mounts",
+    "make_root",
+    "mount_memory",
+    "own_mounts",
+    "take_orphans",
+    "unmount",
+    "unshare",
+]
+
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_MACHINE = os.uname().machine
+
+USER = 0x10000000
+NAMESPACES = {
+    "network": 0x40000000,
+    "processes": 0x20000000,
+    "mounts": 0x00020000,
+    "ipc": 0x08000000,
+    "host": 0x04000000,
+}
+"""What a process may have to itself, by the name used here."""
+
+_RDONLY, _NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 1, 2, 4, 0x1000, 0x4000, 0x40000
+_DETACH, _RECURSIVE, _HERE = 2, 0x8000, -100
+_DEATH_SIGNAL, _DUMPABLE, _NO_NEW_PRIVILEGES, _SUBREAPER, _SECCOMP = 1, 4, 38, 36, 22
+
+_OUTWARD: dict[str, tuple[int, ...]] = {
+    # the number of each call on x86_64, and on aarch64, which has left some out
+    "socket": (41, 198),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "mount_setattr": (442, 442),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "open_by_handle_at": (304, 265),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "setpriority": (141, 140),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
+    "pidfd_send_signal": (424, 424),
+}
+"""Calls that reach a network, other processes' memory, or more rights."""
+_ON_PROCESSES: dict[str, tuple[int, ...]] = {
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "prlimit64": (302, 261),
+}
+"""Calls whose first argument names the process that they act on."""
+_ON_FILES: dict[str, tuple[int, ...]] = {
+    "chmod": (90,),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92,),
+    "lchown": (94,),
+    "fchown": (93, 55),
+    "fchownat": (260, 54),
+    "utime": (132,),
+    "utimes": (235,),
+    "futimesat": (261,),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+}
+"""Calls that change what is noted of a file, which Landlock lets pass anywhere."""
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Of each machine its column above, and its name for seccomp."""
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces of these kinds for new ones; processes, from the next child on."""
+    _call("unshare", flags)
+
+
+def take_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _control(_SUBREAPER, 1)
+
+
+def hide_memory() -> None:
+    """Let nobody of the same user read this process, or the descriptors that it holds; its children neither."""
+    _control(_DUMPABLE, 0)
+
+
+def forbid_new_privileges() -> None:
+    """Let no program that is started from here have more rights than this one."""
+    _control(_NO_NEW_PRIVILEGES, 1)
+
+
+def die_with_parent() -> None:
+    """Be killed when the parent ends, however it ends."""
+    _control(_DEATH_SIGNAL, 9)
+
+
+def drop_capabilities() -> None:
+    """Give up every right of an administrator, also within a namespace."""
+    header, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)
+    _call("capset", header, none)
+
+
+# -- mounts -----------------------------------------------------------------------------------------------------------
+
+
+def own_mounts() -> None:
+    """Have nothing that is mounted from here on be seen outside."""
+    _call("mount", None, b"/", None, _REC | _PRIVATE, None)
+
+
+def mount_memory(path: str, options: str) -> None:
+    """Mount an empty file system in memory."""
+    _call("mount", b"tmpfs", path.encode(), b"tmpfs", _NOSUID | _NODEV, options.encode())
+
+
+def bind(source: str, target: str) -> None:
+    """Show a file or a directory, with what is mounted below it, at a second place."""
+    _call("mount", source.encode(), target.encode(), None, _BIND | _REC, None)
+
+
+def lock_mounts(path: str) -> None:
+    """Make a mount and all below it read-only."""
+    attributes = struct.pack("=QQQQ", _RDONLY | _NOSUID, 0, 0, 0)
+    _system_call("mount_setattr", _HERE, path.encode(), _RECURSIVE, attributes, len(attributes))
+
+
+def unmount(path: str) -> None:
+    """Take a mount away, with all below it."""
+    _call("umount2", path.encode(), _DETACH)
+
+
+def make_root(path: str) -> None:
+    """Make a mount the root, and let go of what was it."""
+    os.chdir(path)
+    _system_call("pivot_root", b".", b".")
+    _call("umount2", b".", _DETACH)
+    os.chdir("/")
+
+
+# -- Landlock ---------------------------------------------------------------------------------------------------------
+
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every machine
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIRECTORY = 1, 2, 4, 8
+_TRUNCATE, _TALK_TO_DEVICE = 1 << 14, 1 << 15
+
+
+def landlock(readable: Sequence[str], devices: Sequence[str], writable: Sequence[str]) -> int:
+    """Reach no other file than these, and, as far as this kernel knows how, no network and no process outside.
+
+    Returns what it knows: 1 files, 4 and above TCP, 6 and above signals.
+    """
+    version = _raw(_LANDLOCK_CREATE, None, 0, 1)
+    bits = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)
+    files = (1 << bits) - 1
+    rules = struct.pack("=QQQ", files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    ruleset = _raw(_LANDLOCK_CREATE, rules, (8 if version < 4 else 16 if version < 6 else 24), 0)
+    look = _EXECUTE | _READ_FILE | _READ_DIRECTORY
+    use = (_READ_FILE | _WRITE_FILE | _TRUNCATE | _TALK_TO_DEVICE) & files
+    try:
+        for paths, rights in ((readable, look), (devices, use), (writable, files)):
+            for path in paths:
+                _allow(ruleset, path, rights)
+        _raw(_LANDLOCK_RESTRICT, ruleset, 0)
+    finally:
+        os.close(ruleset)
+    return version
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return  # what is not there need not be reached
+    if not os.path.isdir(path):
+        rights &= _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _TALK_TO_DEVICE
+    try:
+        _raw(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, place), 0)
+    finally:
+        os.close(place)
+
+
+# -- seccomp ----------------------------------------------------------------------------------------------------------
+
+_LOAD, _EQUALS, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_ALLOWED, _REFUSED = 0x7FFF0000, 0x00050000 | errno.EPERM
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_OTHER_TABLE = 0x40000000
+"""From here on x86_64 counts the calls of a second table, which would lead around the filter."""
+
+
+def filter_calls(*, alone: bool, rooted: bool) -> None:
+    """Refuse the calls that reach a network, other processes' memory, or more rights; for good, and for all children.
+
+    alone: whether no process outside is in sight. Where others are, signals reach none but this process. rooted:
+    whether no file outside is. Where others are, no file's owner, rights and times are changed.
+    """
+    column, architecture = _architecture()
+    code = [_step(_LOAD, _ARCHITECTURE), _step(_EQUALS, architecture, 1, 0), _step(_RETURN, _REFUSED)]
+    code += [_step(_LOAD, _NUMBER), _step(_AT_LEAST, _OTHER_TABLE, 0, 1), _step(_RETURN, _REFUSED)]
+    for numbers in [*_OUTWARD.values(), *({} if rooted else _ON_FILES).values()]:
+        if column < len(numbers):
+            code += [_step(_EQUALS, numbers[column], 0, 1), _step(_RETURN, _REFUSED)]
+    for numbers in ({} if alone else _ON_PROCESSES).values():
+        code += [
+            _step(_EQUALS, numbers[column], 0, 5),
+            _step(_LOAD, _FIRST_ARGUMENT),
+            _step(_EQUALS, 0, 2, 0),
+            _step(_EQUALS, os.getpid(), 1, 0),
+            _step(_RETURN, _REFUSED),
+            _step(_RETURN, _ALLOWED),
+        ]
+    code.append(_step(_RETURN, _ALLOWED))
+    steps = ctypes.create_string_buffer(b"".join(code))
+    program = struct.pack("@HP", len(code), ctypes.addressof(steps))
+    _control(_SECCOMP, 2, program)
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+# -- calling ----------------------------------------------------------------------------------------------------------
+
+
+def _architecture() -> tuple[int, int]:
+    if _LIBC is None or _MACHINE not in _ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"not known on {sys.platform}, {_MACHINE}")
+    return _ARCHITECTURES[_MACHINE]
+
+
+def _call(name: str, *arguments: int | bytes | None) -> int:
+    """A function of the C library that tells failure by -1."""
+    if _LIBC is None:
+        raise OSError(errno.ENOSYS, f"{name} is not known on {sys.platform}")
+    function = getattr(_LIBC, name)
+    function.restype = ctypes.c_long
+    given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    result: int = function(*given)
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+def _control(option: int, *values: int | bytes) -> None:
+    _call("prctl", option, *[*values, 0, 0, 0, 0][:4])
+
+
+def _system_call(name: str, *arguments: int | bytes | None) -> int:
+    return _raw(_OUTWARD[name][_architecture()[0]], *arguments)
+
+
+def _raw(number: int, *arguments: int | bytes | None) -> int:
+    return _call("syscall", number, *arguments)

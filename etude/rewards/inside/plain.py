@@ -1,0 +1,78 @@
+"""Plain values as JSON and back: all that crosses between a program and those who examine it.
+
+None, truth, numbers, text, bytes, lists, tuples, sets, mappings and ranges become themselves again, whatever subclass
+they were of: so that a value compares as what it is, and not as a program would like it to. Anything else stays where
+it is, and is spoken of by a reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["NotPlainError", "decode", "encode"]
+
+DEEPEST = 64
+SMALL = 1 << 53
+Refer = Callable[[Any], Any]
+
+
+class NotPlainError(Exception):
+    """A value that cannot cross, or a message that is none."""
+
+
+def encode(value: Any, refer: Refer, depth: int = 0) -> Any:
+    """A value as what JSON can hold; `refer` gives the mapping that stands for one that is not plain."""
+    if depth > DEEPEST:
+        raise NotPlainError(f"a value is nested more than {DEEPEST} deep")
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value) if abs(value) < SMALL else {"int": hex(value)}
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytearray" if isinstance(value, bytearray) else "bytes": value.hex()}
+    if isinstance(value, range):
+        return {"range": [encode(each, refer) for each in (value.start, value.stop, value.step)]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(each, refer, depth + 1) for each in pair] for pair in value.items()]}
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            items = [encode(each, refer, depth + 1) for each in value]
+            return items if kind is list else {kind.__name__: items}
+    return refer(value)
+
+
+def decode(message: Any, find: Refer, depth: int = 0) -> Any:
+    """The value that `encode` wrote; `find` takes any mapping that is not one of its own."""
+    if message is None or isinstance(message, bool | str | int | float):
+        return message
+    if depth > 2 * DEEPEST:
+        raise NotPlainError("a message is nested too deeply")
+    if isinstance(message, list):
+        return [decode(each, find, depth + 1) for each in message]
+    if not isinstance(message, dict) or len(message) != 1:
+        raise NotPlainError("a message is no value")
+    ((kind, held),) = message.items()
+    if kind not in _MADE:
+        return find(message)
+    try:
+        return _MADE[kind](decode(held, find, depth + 1))
+    except (TypeError, ValueError) as error:
+        raise NotPlainError(f"no {kind}: {error}") from error
+
+
+_MADE: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "complex": lambda parts: complex(*parts),
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "range": lambda parts: range(*parts),
+    "dict": dict,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}

@@ -1,0 +1,132 @@
+"""Following instructions that can be verified: how many words, which keywords, no comma (`etude.rewards.constraints`).
+
+What a task asks for is in its columns `instruction_id_list` and `kwargs`, as IFEval has them, or in its right answer,
+as JSON text or as it is:
+
+    {"instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+     "kwargs": [{}, {"num_words": 20, "relation": "at least"}]}
+    [{"name": "no_comma"}, {"name": "number_words", "num_words": 20, "relation": "at least"}]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, NoReturn
+
+from pydantic import Field
+
+from etude.errors import DataError
+from etude.records import Task
+from etude.rewards.base import RewardFunction, named
+from etude.rewards.constraints import CONSTRAINTS, LISTS, UNVERIFIABLE, arguments_of, loosened, satisfied
+
+__all__ = ["Instructions", "instructions_of"]
+
+Instruction = tuple[str, Mapping[str, Any]]
+_LISTS = ("instruction_id_list", "instruction_id")
+
+
+class Instructions(RewardFunction):
+    """1 where an answer follows every instruction of its task that can be verified, or the share that it follows."""
+
+    score: Literal["all", "share"] = Field(
+        "all", description="`all`: 1 for following every instruction, else 0; `share`: the share that is followed"
+    )
+    loose: bool = Field(
+        False, description="whether a first line, a last line and asterisks are forgiven, as in IFEval's loose accuracy"
+    )
+    after: str = Field("", description="only what follows the last of these is looked at, such as </think>")
+
+    quick: ClassVar[bool] = True
+
+    def check(self, task: Task) -> None:
+        for name, arguments in instructions_of(task):
+            try:
+                satisfied(name, arguments, "A text.")
+            except (TypeError, ValueError, AttributeError) as error:
+                raise DataError(f"The instruction `{name}` of {named(task)} cannot be verified: {error}.") from error
+
+    def __call__(self, task: Task, answer: str) -> float:
+        text = answer.rpartition(self.after)[2] if self.after else answer
+        texts = loosened(text) if self.loose else [text]
+        wanted = instructions_of(task)
+        followed = sum(any(satisfied(name, arguments, each) for each in texts) for name, arguments in wanted)
+        return followed / len(wanted) if self.score == "share" else float(followed == len(wanted))
+
+
+def instructions_of(task: Task) -> tuple[Instruction, ...]:
+    """What a task asks for, each by its name with its arguments; `DataError` where that cannot be told."""
+    held: Any = task.fields.get("ground_truth")
+    if held is None:
+        held = {name: task.fields.get(name) for name in (*_LISTS, "kwargs") if task.fields.get(name)}
+    try:
+        return _read(held if isinstance(held, str) else json.dumps(held))
+    except _UnreadableError as error:
+        raise DataError(
+            f"The instructions of {named(task)} cannot be used: {error}. They stand in the columns "
+            f"`instruction_id_list` and `kwargs`, or in the right answer; `data.columns.answer=…` names the column."
+        ) from None
+
+
+class _UnreadableError(Exception):
+    """Why something is no list of instructions, as a sentence ends."""
+
+
+@lru_cache(maxsize=1024)
+def _read(text: str) -> tuple[Instruction, ...]:
+    """The same instructions are read for every answer to a task."""
+    try:
+        held = json.loads(text)
+    except ValueError:
+        _refuse("the right answer is text, and no JSON")
+    found = tuple(each for part in (held if isinstance(held, list) else [held]) for each in _from(part))
+    if not found:
+        _refuse("there are none")
+    return found
+
+
+def _from(held: Any) -> list[Instruction]:
+    if isinstance(held, str):
+        return [_instruction(held, {})]
+    if not isinstance(held, Mapping):
+        _refuse(f"what was found is of type {type(held).__name__}")
+    listed = next((held[name] for name in _LISTS if held.get(name)), None)
+    if listed is None:
+        if not isinstance(name := held.get("name"), str):
+            _refuse("one has no name")
+        return [_instruction(name, {key: value for key, value in held.items() if key != "name"})]
+    names = listed if isinstance(listed, list) else [listed]
+    given = held.get("kwargs") or [None] * len(names)
+    given = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(given, list) or len(given) != len(names):
+        _refuse(f"there are {len(names)} names, and `kwargs` is no list of as many")
+    return [_instruction(name, arguments or {}) for name, arguments in zip(names, given, strict=True)]
+
+
+def _instruction(name: str, given: Mapping[str, Any]) -> Instruction:
+    """One instruction, by the last word of IFEval's name for it. What is null was not given."""
+    short = str(name).rpartition(":")[2]
+    if short in UNVERIFIABLE:
+        _refuse(f"`{name}` is asked for, and {UNVERIFIABLE[short]}")
+    if short not in CONSTRAINTS:
+        near = get_close_matches(short, CONSTRAINTS, n=1)
+        _refuse(
+            f"there is no `{name}`"
+            + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(CONSTRAINTS)}")
+        )
+    arguments = {key: value for key, value in given.items() if value is not None}
+    known = arguments_of(CONSTRAINTS[short])
+    if unknown := sorted(arguments.keys() - known.keys()):
+        _refuse(f"`{name}` is given {', '.join(unknown)}, and takes {', '.join(known) or 'nothing'}")
+    if owed := [key for key, needed in known.items() if needed and key not in arguments]:
+        _refuse(f"`{name}` lacks {', '.join(owed)}")
+    if single := [key for key in LISTS if key in arguments and not isinstance(arguments[key], list)]:
+        _refuse(f"`{single[0]}` of `{name}` must be a list")
+    return short, arguments
+
+
+def _refuse(why: str) -> NoReturn:
+    raise _UnreadableError(why)

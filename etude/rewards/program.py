@@ -1,0 +1,125 @@
+"""Programs: the code of an answer, run in a box and put to the tests of its task.
+
+The code is the last block of an answer that is fenced as Python; where none says so, the last fenced block; where there
+is none, the whole text. It runs apart from this machine as far as that grants it (`etude.rewards.box`), and its
+tests lie out of its reach: what a script should print is known here alone, and statements about its functions are run
+by a process that it cannot touch. So nothing that it prints, redefines, kills or ends makes it pass.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from contextlib import AbstractAsyncContextManager, aclosing
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from etude.errors import ConfigError, RewardError
+from etude.observe import get_log
+from etude.records import Task
+from etude.rewards.base import RewardFunction
+from etude.rewards.box import PROTECTIONS, Box, BoxLostError, Limits, Protection, protections
+from etude.rewards.line import Line
+from etude.rewards.trials import trial_of
+
+__all__ = ["Program", "program_of"]
+
+# No repetition gives back what it took, so that the search stays linear in the text.
+_FENCE = re.compile(r"(?ms)^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\1[ \t]*+$|\Z)")
+_USUAL = Limits()
+_PYTHON = frozenset({"python", "py", "python3"})
+
+
+class Program(RewardFunction):
+    """1 where the program in an answer passes every test of its task, or the share that it passes.
+
+    The tests are the task's right answer: pairs of inputs and outputs, or `assert` statements
+    (`etude.rewards.trials`).
+    """
+
+    score: Literal["all", "share"] = Field(
+        "all", description="`all`: 1 for passing every test, else 0; `share`: the share of tests passed"
+    )
+    timeout: float = Field(10.0, gt=0, description="seconds that a program may take for a test")
+    total: float = Field(20.0, gt=0, description="seconds for all tests together; those not come to are not passed")
+    cpu: int = Field(_USUAL.cpu, ge=1, description="seconds of a processor that a process may use up in a test")
+    memory_mb: int = Field(_USUAL.memory_mb, ge=64, description="megabytes of memory for each process of a program")
+    disk_mb: int = Field(_USUAL.disk_mb, ge=1, description="megabytes that a program may write")
+    output_kb: int = Field(_USUAL.output_kb, ge=1, description="kilobytes that a program may print for a test")
+    max_processes: int = Field(
+        _USUAL.processes, ge=1, description="processes and threads that a program may have at a time"
+    )
+    packages: bool = Field(
+        _USUAL.packages, description="whether programs may import what is installed here, such as numpy"
+    )
+    at_once: int | None = Field(None, ge=1, description="programs that run at a time; null is one for each processor")
+    require: tuple[Protection, ...] = Field(
+        (), description="protections without which a run does not begin: network, files, processes"
+    )
+
+    in_place: ClassVar[bool] = True
+
+    @property
+    def bound(self) -> float:
+        return self.total
+
+    @cached_property
+    def _line(self) -> Line:
+        return Line(self.at_once or os.cpu_count() or 1)
+
+    def line(self) -> AbstractAsyncContextManager[Any]:
+        return self._line.turn()
+
+    def prepare(self) -> None:
+        """Find out what holds for programs on this machine, and say so."""
+        held = protections()
+        lacking = [name for name in PROTECTIONS if name not in held]
+        refused = [name for name in lacking if name in self.require]
+        if refused:
+            raise ConfigError(
+                f"`require` asks for {' and '.join(refused)}, and on this machine programs can "
+                f"{'; '.join(PROTECTIONS[name].lacking for name in refused)}: it grants neither namespaces nor what "
+                f"would stand in for them (Landlock, seccomp). Run where it does, such as on Linux with user "
+                f"namespaces, or leave that out of `require`."
+            )
+        log = get_log("rewards")
+        if lacking:
+            log.warning(
+                "The programs of answers run with limits and in directories of their own, but on this machine they can "
+                "%s. `require` would refuse such a run.",
+                "; ".join(PROTECTIONS[name].lacking for name in lacking),
+            )
+        else:
+            log.info("The programs of answers %s.", "; ".join(each.held for each in PROTECTIONS.values()))
+
+    def check(self, task: Task) -> None:
+        trial_of(task)
+
+    async def __call__(self, task: Task, answer: str) -> float:
+        trial = trial_of(task)
+        until, passed = time.monotonic() + self.total, 0
+        try:
+            async with (
+                Box(program_of(answer), self._limits()) as box,
+                aclosing(trial.outcomes(box, self.timeout, until)) as outcomes,
+            ):
+                async for passes in outcomes:
+                    passed += passes
+                    if not passes and self.score == "all":
+                        break
+        except BoxLostError as error:
+            raise RewardError(f"the box of its program was lost: {error}") from error
+        return passed / trial.count if self.score == "share" else float(passed == trial.count)
+
+    def _limits(self) -> Limits:
+        return Limits(self.cpu, self.memory_mb, self.disk_mb, self.output_kb, self.max_processes, self.packages)
+
+
+def program_of(answer: str) -> str:
+    """The code in an answer."""
+    fenced = [(found[2].lower(), found[3]) for found in _FENCE.finditer(answer)]
+    python = [code for language, code in fenced if language in _PYTHON]
+    return (python or [code for _, code in fenced] or [answer])[-1]

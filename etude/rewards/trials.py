@@ -1,0 +1,329 @@
+"""The tests of a task that asks for a program: what they look like in data, and how a program is put to them.
+
+    {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}                     a script, by its standard input and output
+    {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}         a function, by its arguments and result
+    ["assert add(1, 2) == 3"]                                      a program's names, by statements
+
+These are the forms of APPS, TACO, LiveCodeBench, MBPP and HumanEval, as mappings, lists or JSON text, in the ground
+truth or, where there is none, in columns of those names. Outputs are compared in this process, which alone knows what
+they should be. Statements are run in a process of their own (`etude.rewards.inside.examiner`).
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import math
+import re
+import symtable
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from etude.errors import DataError
+from etude.records import Task
+from etude.rewards.base import named
+from etude.rewards.box import Box
+from etude.rewards.inside.plain import NotPlainError, decode
+
+__all__ = ["Calls", "Scripts", "Statements", "Trial", "same_output", "same_value", "trial_of"]
+
+CLOSE = 1e-6
+"""By how much, of itself or of 1, a number may differ that is written with a point or an exponent."""
+_FRACTIONAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
+_SETUPS = ("test_setup_code", "test_imports", "setup_code")
+_LISTS = ("test_list", "assert_case", "asserts")
+_NESTED = ("tests", "input_output")
+_COLUMNS = ("inputs", "outputs", "fn_name", "test", "entry_point", *_SETUPS, *_LISTS, *_NESTED)
+"""Columns in which tests may lie."""
+
+
+class Trial(ABC):
+    """The tests of one task."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """How many they are."""
+
+    @abstractmethod
+    def outcomes(self, box: Box, each: float, until: float) -> AsyncGenerator[bool, None]:
+        """Whether the program in a box passes, test by test, as far as it comes.
+
+        each: seconds of one test. until: when, by `time.monotonic`, all must be over.
+        """
+
+
+@dataclass(frozen=True)
+class Scripts(Trial):
+    """A script that reads what is asked and prints the answer."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.inputs)
+
+    async def outcomes(self, box: Box, each: float, until: float) -> AsyncGenerator[bool, None]:
+        for given, wanted in zip(self.inputs, self.outputs, strict=True):
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            ended = await box.run(given, min(each, left))
+            yield ended.well and same_output(wanted, ended.output)
+
+
+@dataclass(frozen=True)
+class Calls(Trial):
+    """A function, or a method of a class `Solution`, that returns the answer."""
+
+    name: str
+    inputs: tuple[Sequence[Any], ...]
+    outputs: tuple[Any, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.inputs)
+
+    async def outcomes(self, box: Box, each: float, until: float) -> AsyncGenerator[bool, None]:
+        tests = {"call": self.name, "given": self.inputs, "seconds": each}
+        found = await box.examine(tests, max(until - time.monotonic(), 0.0))
+        for wanted, result in zip(self.outputs, found, strict=False):
+            yield "value" in result and same_value(wanted, _plain(result["value"]))
+
+
+@dataclass(frozen=True)
+class Statements(Trial):
+    """Statements about a program's names, some of which are tests: they pass where they raise nothing."""
+
+    statements: tuple[tuple[str, bool], ...]
+    """Each with whether it is a test."""
+    names: tuple[tuple[str, str], ...]
+    """The names that they take from the program: what they call it, and what the program does."""
+
+    @property
+    def count(self) -> int:
+        return sum(counts for _, counts in self.statements)
+
+    async def outcomes(self, box: Box, each: float, until: float) -> AsyncGenerator[bool, None]:
+        tests = {"statements": self.statements, "names": self.names, "seconds": each}
+        for result in await box.examine(tests, max(until - time.monotonic(), 0.0)):
+            yield result["passed"]
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def trial_of(task: Task) -> Trial:
+    """The tests of a task; `DataError` where it has none that can be read."""
+    held: Any = task.fields.get("ground_truth")
+    if held is None:
+        held = {name: task.fields[name] for name in _COLUMNS if task.fields.get(name) is not None}
+    try:
+        return _read(held if isinstance(held, str) else json.dumps(held))
+    except _NoTrialError as error:
+        raise DataError(
+            f"The tests of {named(task)} cannot be used: {error}. They are inputs with outputs, or statements in "
+            f"Python, in the right answer or in columns of their own; `data.columns.answer=…` names the column."
+        ) from None
+
+
+class _NoTrialError(Exception):
+    """Why something is no trial, as a sentence ends."""
+
+
+@lru_cache(maxsize=1024)
+def _read(text: str) -> Trial:
+    """The same tests are read for every answer to a task."""
+    return _from(_json(text))
+
+
+def _json(text: str) -> Any:
+    """What a text holds as JSON; the text itself where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _from(held: Any, entry: str = "") -> Trial:
+    """A trial from plain data in one of the known forms."""
+    if isinstance(held, str):
+        inner = _json(held)
+        return _from(inner, entry) if isinstance(inner, list | dict) else _from_code(held, entry)
+    if isinstance(held, list) and held:
+        if all(isinstance(each, str) for each in held):
+            return _from_code("\n".join(held), entry)
+        if all(isinstance(each, dict) and {"input", "output"} <= each.keys() for each in held):
+            name = held[0].get("fn_name") or entry
+            if not name and str(held[0].get("testtype", held[0].get("type", ""))).startswith("func"):
+                _refuse("they call a function and do not name it; give its name as `fn_name`")
+            return _from_pairs([each["input"] for each in held], [each["output"] for each in held], name)
+    if isinstance(held, dict) and held:
+        entry = str(held.get("entry_point") or entry)
+        if {"inputs", "outputs"} <= held.keys():
+            return _from_pairs(held["inputs"], held["outputs"], str(held.get("fn_name") or ""))
+        setup = [str(line) for name in _SETUPS for line in _listed(held.get(name) or [])]
+        for name in _LISTS:
+            if held.get(name):
+                return _from_code("\n".join([*setup, *map(str, _listed(held[name]))]), entry)
+        if held.get("test"):
+            return _from_code("\n".join([*setup, str(held["test"])]), entry)
+        for name in _NESTED:
+            if held.get(name):
+                return _from(held[name], entry)
+        _refuse(f"there are none among {', '.join(sorted(map(str, held)))}")
+    _refuse(f"what was found is of type {type(held).__name__}" if held else "nothing was found")
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _from_pairs(inputs: Any, outputs: Any, name: str) -> Trial:
+    if not (isinstance(inputs, list) and isinstance(outputs, list) and inputs):
+        _refuse("`inputs` and `outputs` must be lists that hold something")
+    if len(inputs) != len(outputs):
+        _refuse(f"there are {len(inputs)} inputs and {len(outputs)} outputs")
+    if name:
+        return Calls(name, tuple(map(_arguments, inputs)), tuple(map(_result, outputs)))
+    return Scripts(tuple(map(_text, inputs)), tuple(map(_text, outputs)))
+
+
+def _arguments(given: Any) -> Sequence[Any]:
+    """The arguments of one call: a list of them, or text with one in JSON on each line."""
+    if isinstance(given, str):
+        return [_json(line) for line in given.splitlines() if line.strip()]
+    if not isinstance(given, list):
+        _refuse(f"the arguments of a call are a list, and these are of type {type(given).__name__}")
+    return given
+
+
+def _result(wanted: Any) -> Any:
+    return _json(wanted) if isinstance(wanted, str) else wanted
+
+
+def _text(value: Any) -> str:
+    """What is read or printed: text, or lines of it."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _refuse(why: str) -> NoReturn:
+    raise _NoTrialError(why)
+
+
+# -- statements -------------------------------------------------------------------------------------------------------
+
+
+def _from_code(code: str, entry: str) -> Statements:
+    """Test code cut into statements. Each `assert` that stands at its left margin is a test, and each call there of a
+    function that it defines; where there is neither, the whole is one test."""
+    try:
+        defined = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
+        if entry and "check" in defined and not re.search(r"^check\(", code, re.MULTILINE):
+            code += f"\ncheck({entry})\n"
+        body = ast.parse(code).body
+        names = _free_names(code)
+    except (SyntaxError, ValueError) as error:
+        _refuse(f"they are no Python: {error}")
+    if not names:
+        _refuse("they use no name that a program could define")
+    statements = [(ast.unparse(node), _is_test(node, defined)) for node in body]
+    if not any(counts for _, counts in statements):
+        statements = [(code, True)]
+    return Statements(
+        tuple(statements), tuple((name, entry if name == "candidate" and entry else name) for name in names)
+    )
+
+
+def _is_test(node: ast.stmt, defined: set[str]) -> bool:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
+        return node.value.func.id in defined
+    return isinstance(node, ast.Assert)
+
+
+def _free_names(code: str) -> list[str]:
+    """The names that code uses and does not define. What Python itself has is among them only where nothing else is:
+    tests of a function called `sum` mean the program's, and tests that use `abs` mean Python's."""
+    tables = [symtable.symtable(code, "tests", "exec")]
+    own = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    used: set[str] = set()
+    for table in tables:
+        tables += table.get_children()
+        used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
+        if table is tables[0]:
+            used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
+    free = used - own
+    return sorted(free - set(dir(builtins)) or free)
+
+
+# -- comparing --------------------------------------------------------------------------------------------------------
+
+
+def same_output(wanted: str, said: str) -> bool:
+    """Whether a script printed what it should: line by line, spaces at the ends of lines and lines at the end aside.
+    A number that is written with a point or an exponent may differ by a millionth."""
+    lines, others = _lines(wanted), _lines(said)
+    return lines == others or (
+        len(lines) == len(others) and all(_same_line(*each) for each in zip(lines, others, strict=True))
+    )
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _same_line(wanted: str, said: str) -> bool:
+    words, others = wanted.split(), said.split()
+    return len(words) == len(others) and all(_same_word(*each) for each in zip(words, others, strict=True))
+
+
+def _same_word(wanted: str, said: str) -> bool:
+    if wanted == said:
+        return True
+    if not _FRACTIONAL.fullmatch(wanted):
+        return False
+    with suppress(ValueError):
+        return _near(float(wanted), float(said))
+    return False
+
+
+def same_value(wanted: Any, found: Any) -> bool:
+    """Whether a function returned what it should, which JSON cannot quite say: tuples and lists are alike, keys are
+    text, and a result may stand in a list of its own. Numbers with a fraction may differ by a millionth."""
+    return _same(wanted, found) or (isinstance(wanted, list) and len(wanted) == 1 and _same(wanted[0], found))
+
+
+def _same(wanted: Any, found: Any) -> bool:
+    if isinstance(wanted, list):
+        return (
+            isinstance(found, list | tuple)
+            and len(wanted) == len(found)
+            and all(_same(*each) for each in zip(wanted, found, strict=True))
+        )
+    if isinstance(wanted, Mapping):
+        if not isinstance(found, Mapping):
+            return False
+        told = {str(key): value for key, value in found.items()}
+        return wanted.keys() == told.keys() and all(_same(value, told[key]) for key, value in wanted.items())
+    if isinstance(wanted, float) and isinstance(found, int | float):
+        return _near(wanted, float(found))
+    return bool(wanted == found) and isinstance(wanted, bool) == isinstance(found, bool)
+
+
+def _near(wanted: float, found: float) -> bool:
+    return math.isclose(wanted, found, rel_tol=CLOSE, abs_tol=CLOSE) or (math.isnan(wanted) and math.isnan(found))
+
+
+def _plain(message: Any) -> Any:
+    """What a program returned; None where that is no plain value."""
+    try:
+        return decode(message, lambda _: None)
+    except NotPlainError:
+        return None

@@ -1,0 +1,113 @@
+"""Whole runs that learn from examples, for tests, through the command line in this process."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from etude.checkpoint import Checkpoints
+from etude.cli import main
+from etude.config.compose import compose
+from etude.models import Model
+from etude.recipes.build import policy
+from etude.recipes.commands import SUPERVISED
+from etude.recipes.folder import kind_of, read_kind
+from etude.recipes.supervised import Supervised
+from etude.train import load_weights
+from tests.recipes.runs import Captured, refused
+
+RECIPES = tuple(SUPERVISED)
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> Path:
+    """Rows as lines of JSON."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def sums(seed: int = 0) -> list[dict[str, str]]:
+    """Every sum of two digits and what it comes to, in an order of its own."""
+    rows = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(10) for b in range(10)]
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+def pairs(seed: int = 0) -> list[dict[str, str]]:
+    """The same, with another answer that is off by one."""
+    return [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": str(int(row["completion"]) + 1)}
+        for row in sums(seed)
+    ]
+
+
+def make_examples(directory: Path) -> None:
+    """`shown.jsonl` and `pairs.jsonl` to learn from, and the same of others with `held_out_` before it."""
+    for name, rows in (("shown", sums()), ("pairs", pairs())):
+        write(directory / f"{name}.jsonl", rows[:40])
+        write(directory / f"held_out_{name}.jsonl", rows[80:])
+
+
+def options(recipe: str, world: Path, **changes: Any) -> list[str]:
+    """The options of a short run; `train__warmup` stands for `train.warmup`, None leaves one out."""
+    of_pairs = recipe in ("dpo", "reward-model")
+    chosen: dict[str, Any] = {
+        "model.path": world / "model",
+        "data.train": f"[{world / ('pairs.jsonl' if of_pairs else 'shown.jsonl')}]",
+        "train.precision": "fp32",
+        "train.learning_rate": 0.003,
+        "batch_size": 8,
+        "steps": 2,
+        "threads": 1,
+        "observe.console": "off",
+    }
+    chosen |= {"teacher.path": world / "teacher", "teacher.top": 8} if recipe == "distill" else {}
+    chosen |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"{name}={value}" for name, value in chosen.items() if value is not None]
+
+
+def run_of(recipe: str, world: Path, **changes: Any) -> Supervised:
+    """The same, composed."""
+    return compose(SUPERVISED[recipe], options(recipe, world, **changes))
+
+
+def learned(recipe: str, world: Path, directory: Path, **changes: Any) -> Path:
+    """Run one, to its end."""
+    assert main([recipe, *options(recipe, world, directory=directory, **changes)]) == 0
+    return directory
+
+
+def refusal(capsys: Captured, recipe: str, world: Path, directory: Path, **changes: Any) -> str:
+    """The sentence that a run is refused with; it leaves nothing behind."""
+    told = refused(capsys, recipe, *options(recipe, world, directory=directory, **changes))
+    assert not directory.exists(), "a run that cannot begin leaves no directory"
+    return told
+
+
+def loaded(directory: Path) -> Model:
+    """The model that a run's newest checkpoint holds."""
+    model, _ = policy(read_kind(kind_of(directory), directory))
+    kept = Checkpoints(directory / "checkpoints")
+    newest = kept.newest()
+    assert newest is not None
+    load_weights(model, kept, newest)
+    return model
+
+
+def weights(directory: Path) -> dict[str, Any]:
+    """Its weights."""
+    return {name: weight.detach() for name, weight in loaded(directory).named_weights()}
+
+
+def stopping(verb: Callable[..., Any], error: BaseException, after: int) -> Callable[..., Any]:
+    """A verb that ends the run when it is called once more than so often."""
+    calls = iter(range(after + 1))
+
+    def act(*arguments: Any) -> Any:
+        if next(calls) == after:
+            raise error
+        return verb(*arguments)
+
+    return act

@@ -1,0 +1,206 @@
+"""Whole runs whose rollouts have many turns, and runs that compare with greedy answers: trained, resumed, looked at."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from etude.recipes.build import build
+from etude.store import open_store
+from tests.recipes import partners
+from tests.recipes.runs import Captured, measured, options, refused, run_of, same, train, weights
+
+ECHO = {
+    "env.path": f"{partners.__name__}:Echo",
+    "env.options.turns": 2,
+    "reward": "environment",
+    "reward.path": None,
+}
+REMAX = {"advantage": "remax"}
+
+
+@pytest.fixture(scope="module")
+def echoed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with an environment, which nobody disturbed. Look at it; do not go on with it."""
+    directory = tmp_path_factory.mktemp("echoed") / "run"
+    return train(world, directory, steps=4, **ECHO, **{"data.val": world / "held_out.jsonl", "evaluate.samples": 2})
+
+
+# -- environments -----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_tells_what_its_rollouts_were_like(echoed: Path) -> None:
+    first = measured(echoed)[0]
+    assert first["turns"] == 2 and first["rollouts"] == 12 and first["tool_calls"] == 0
+    assert first["environment_seconds"] > 0 and first["observation_length"] > 0
+    assert first["answer_length"] <= 12 and first["prompt_length"] <= 5
+    assert first["reward"] == pytest.approx(first["reward_mean"]) and first["reward"] > 0, "what turns are paid counts"
+    assert first["tokens"] == pytest.approx(
+        12 * (first["prompt_length"] + first["answer_length"] + first["observation_length"])
+    )
+
+
+def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(world: Path, echoed: Path, tmp_path: Path) -> None:
+    half = train(world, tmp_path / "half", steps=2, **ECHO)
+    train(world, half, steps=4, **ECHO)
+    assert same(weights(half), weights(echoed))
+
+
+def test_what_the_journal_has_beyond_a_checkpoint_is_not_played_again(
+    world: Path, echoed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(world, directory=tmp_path / "run", steps=4, **ECHO)
+    with build(run) as parts:
+        parts.begin()
+        before = [parts.source.next(step) for step in (1, 2)]
+    with build(run) as parts:
+        monkeypatch.setattr(partners.Echo, "step", None)
+        after = [parts.source.next(step) for step in (1, 2)]
+    assert all(groups.replayed for groups in after)
+    for one, other in zip(before, after, strict=True):
+        assert one.rollouts == other.rollouts and len(one.samples) == len(other.samples)
+        for a, b in zip(one.samples, other.samples, strict=True):
+            assert (a.ids == b.ids).all() and (a.reward == b.reward).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"env.options.turns": 3},
+        {"env.max_turns": 1},
+        {"env.max_tokens": 10},
+        {"advantage": "turn_baseline"},
+        {"advantage": "gigpo"},
+        {"advantage": "step_rewards"},
+        {"advantage": "mt_grpo"},
+        {"echo": 0.5},
+        {"reward": "function", "reward.path": "tests.recipes.rewards:digits"},
+    ],
+    ids=lambda change: " ".join(f"{name}={value}" for name, value in change.items()),
+)
+def test_every_option_changes_what_is_learned(change: dict[str, object], world: Path, tmp_path: Path) -> None:
+    plain = _plain(world, tmp_path)
+    assert not same(weights(train(world, tmp_path / "changed", steps=1, **ECHO | change)), weights(plain))
+
+
+def _plain(world: Path, tmp_path: Path) -> Path:
+    """One step of the run, trained once for all that are compared with it."""
+    place = tmp_path.parent / "plain-echo"
+    return place if place.exists() else train(world, place, steps=1, **ECHO)
+
+
+def test_an_environment_in_a_file_is_found_from_anywhere(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    Path("game.py").write_text("from tests.recipes.partners import Echo\n")
+    run = train(world, tmp_path / "run", steps=1, **ECHO | {"env.path": "game.py:Echo"})
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--resume", str(run), "steps=2"]) == 0
+    (tmp_path / "mine" / "game.py").write_text("from tests.recipes.partners import Echo  # mended\n")
+    assert main(["train", "--resume", str(run), "steps=3", "env.timeout=9"]) == 0
+    assert len(measured(run)) == 3
+
+
+def test_another_environment_is_another_run(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = train(world, tmp_path / "run", steps=1, **ECHO)
+    told = refused(capsys, "train", "--resume", str(run), "steps=2", "env.max_turns=5")
+    assert "env.max_turns was 8, is 5" in told
+
+
+def test_the_answers_of_a_step_are_shown_with_what_came_of_them(echoed: Path, capsys: Captured) -> None:
+    assert main(["answers", str(echoed), "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 12
+    for line in lines:
+        by = [each["by"] for each in line["conversation"]]
+        assert by == ["model", "environment", "model"] and line["conversation"][-1]["text"] == line["answer"]
+        said, shown = line["conversation"][0]["text"], line["conversation"][1]["text"]
+        assert shown == f"{said[:3]}:" or said.startswith(" ")
+    with closing(open_store(echoed / "journal.sqlite", read_only=True)) as store:
+        turns = store.turns(store.admitted()[4][0])
+        assert lines[0]["reward"] == sum(turn.reward or 0 for turn in turns)
+    assert main(["answers", str(echoed), "-n", "1"]) == 0
+    assert "│" in capsys.readouterr().out
+
+
+def test_answers_are_shown_without_what_came_of_them_where_the_model_was_moved(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = train(world, tmp_path / "run", steps=1, **ECHO)
+    file = run / "run.yaml"
+    file.write_text(file.read_text().replace(str(world / "model"), str(tmp_path / "moved")))
+    capsys.readouterr()
+    assert main(["answers", str(run), "--json"]) == 0
+    told = capsys.readouterr()
+    assert [each["by"] for each in json.loads(told.out.splitlines()[0])["conversation"]] == ["model", "model"]
+    assert "What was shown between answers cannot be read" in told.err
+
+
+def test_a_policy_is_scored_in_its_environment(world: Path, echoed: Path, tmp_path: Path, capsys: Captured) -> None:
+    first = json.loads((echoed / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] == 0 and first["eval/mean@2"] > 0 and first["eval/failed"] == 0
+    answers = [json.loads(line) for line in (echoed / "evaluations/step-00000004.jsonl").read_text().splitlines()]
+    assert len(answers) == 10 and all(len(answer["conversation"]) == 3 for answer in answers)
+    last = measured(echoed)[-1]["eval/mean@2"]
+    assert last == pytest.approx(sum(answer["reward"] for answer in answers) / 10)
+    capsys.readouterr()
+    assert main(["eval", str(echoed), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["eval/mean@2"] == pytest.approx(last)
+    words = options(world, **ECHO, **{"data.train": None, "data.val": world / "held_out.jsonl"})
+    read = [word for word in words if not word.startswith(("collect.", "train.", "steps", "sampling.", "observe"))]
+    assert main(["eval", *read, "sampling.max_tokens=6", "evaluate.samples=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["eval/mean@2"] == pytest.approx(first["eval/mean@2"])
+
+
+# -- greedy answers ---------------------------------------------------------------------------------------------------
+
+
+def test_remax_trains_and_is_no_other_advantage(world: Path, tmp_path: Path) -> None:
+    """What it learns in a step is what nobody else does, by the same rollouts."""
+    trained = {
+        name: train(world, tmp_path / name, steps=1, advantage=name) for name in ("remax", "rloo", "dr_grpo", "grpo")
+    }
+    for one, other in combinations(trained, 2):
+        assert not same(weights(trained[one]), weights(trained[other])), f"{one} learns what {other} does"
+    (numbers,) = measured(trained["remax"])
+    rewards = {name: measured(run)[0]["reward"] for name, run in trained.items()}
+    assert len(set(rewards.values())) == 1, "the answers that are trained on are the same"
+    assert numbers["advantage_mean"] == pytest.approx(_expected(trained["remax"]), abs=1e-6)
+    assert numbers["sampled_tokens"] > measured(trained["rloo"])[0]["sampled_tokens"]
+    assert "greedy_reward" not in measured(trained["rloo"])[0]
+
+
+def _expected(run: Path) -> float:
+    """The mean over action tokens of R − R(greedy), read from the journal."""
+    with closing(open_store(run / "journal.sqlite", read_only=True)) as store:
+        tokens = total = 0.0
+        for id in store.admitted()[1]:
+            state, greedy = store.rollout(id), store.rollout(store.rollout(id).task * 5 + 4)
+            length = sum(len(turn.completion.ids) for turn in store.turns(id))
+            assert state.last is not None and greedy.last is not None
+            assert state.last.total is not None and greedy.last.total is not None
+            tokens, total = tokens + length, total + length * (state.last.total - greedy.last.total)
+    return total / tokens
+
+
+def test_greedy_answers_survive_a_stop(world: Path, tmp_path: Path) -> None:
+    whole = train(world, tmp_path / "whole", steps=4, **REMAX, **ECHO)
+    half = train(world, tmp_path / "half", steps=2, **REMAX, **ECHO)
+    train(world, half, steps=4, **REMAX, **ECHO)
+    assert same(weights(half), weights(whole))
+    assert all(0 <= line["greedy_reward"] <= 2 for line in measured(whole))
+
+
+def test_one_rollout_and_its_greedy_answer_are_enough(world: Path, tmp_path: Path) -> None:
+    """What its paper does: one try at each task."""
+    run = train(world, tmp_path / "run", steps=2, **REMAX, **{"collect.group_size": 1, "collect.tasks": 8})
+    assert not same(weights(run), weights(train(world, tmp_path / "other", steps=1, **REMAX)))
+    assert all(abs(line["grad_norm"]) > 0 for line in measured(run))

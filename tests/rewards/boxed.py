@@ -1,0 +1,55 @@
+"""Programs in boxes, for tests that are not coroutines; and who is left of them on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.rewards.box import Box, Ended, Limits, Protection, protections
+
+WAYS = {"namespaces": (), "without namespaces": ("namespaces",)}
+"""The means with which a program is kept here, and what is left where the kernel grants no namespace."""
+NAMED = """
+import ctypes
+ctypes.CDLL(None).prctl(15, b"{name}")  # what the system calls this process, and all that it starts
+"""
+
+
+def run(code: str, text: str = "", seconds: float = 10.0, *, without: Sequence[str] = (), **limits: Any) -> Ended:
+    """Run a program once."""
+
+    async def once() -> Ended:
+        async with Box(code, Limits(**limits), without=without) as box:
+            return await box.run(text, seconds)
+
+    return asyncio.run(once())
+
+
+def needs(protection: Protection, without: Sequence[str] = ()) -> None:
+    """Skip a test of what this machine does not grant."""
+    if protection not in protections(tuple(without)):
+        pytest.skip(f"this machine grants programs no protection of the kind '{protection}'")
+
+
+def left(name: str, within: float = 5.0) -> list[int]:
+    """The processes that are called so, once they have had time to end."""
+    until = time.monotonic() + within
+    while (found := _called(name)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return found
+
+
+def _called(name: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            if path.read_text().strip() == name:
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found

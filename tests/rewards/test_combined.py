@@ -1,0 +1,244 @@
+"""Several rewards as one: how they are asked for, where each is judged, and which it was that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.config.compose import compose
+from etude.config.show import to_yaml
+from etude.errors import ConfigError, DataError, PlugInError, UnknownKeyError
+from etude.recipes.run import Run
+from etude.records import Outcome, Task
+from etude.rewards import (
+    PARTS,
+    REWARDS,
+    Combined,
+    Exact,
+    Format,
+    Function,
+    Gsm8k,
+    Judge,
+    Judging,
+    Math,
+    Program,
+    Regex,
+    RewardFunction,
+    Verdict,
+)
+from tests.rewards.tasks import task
+
+MISBEHAVES = Function(path="tests.rewards.functions:misbehaves")
+WAITED = Function(path="tests.rewards.functions:waited")
+
+
+class Slow(RewardFunction):
+    """One that waits, in place."""
+
+    seconds: float = 0.3
+
+    async def __call__(self, task: Task, answer: str) -> float:
+        await asyncio.sleep(self.seconds)
+        return 0.5
+
+
+class Blocking(RewardFunction):
+    """One that holds its thread."""
+
+    def __call__(self, task: Task, answer: str) -> float:
+        time.sleep(0.3)
+        return 1.0
+
+
+def judged(judge: Judge, *answers: str) -> Sequence[Verdict]:
+    async def ask() -> Sequence[Verdict]:
+        return await asyncio.gather(*(judge.judge(task(ordinal=i), answer) for i, answer in enumerate(answers)))
+
+    return asyncio.run(ask())
+
+
+# -- judging ----------------------------------------------------------------------------------------------------------
+
+
+def test_parts_of_every_kind_are_judged_each_in_its_place() -> None:
+    parts = {
+        "quick": Exact(),
+        "waits": Slow(),
+        "thread": Blocking(),
+        "processes": Regex(pattern=r"(\d)"),
+    }
+    with Judge(Combined(parts=parts, weights={"waits": 2.0, "processes": -0.5})) as judge:
+        assert judge.one_by_one
+        right, wrong = judged(judge, "4", "5")
+    assert right.parts == {"quick": 1.0, "waits": 1.0, "thread": 1.0, "processes": -0.5} and right.reward == 2.5
+    assert wrong.parts == {"quick": 0.0, "waits": 1.0, "thread": 1.0, "processes": 0.0} and wrong.reward == 2.0
+    assert right.extracted == "4" and right.outcome is Outcome.SUCCEEDED and not right.part
+
+
+def test_a_program_is_a_part_too() -> None:
+    reward = Combined(parts={"runs": Program(), "form": Regex(pattern="^```python")}, weights={"form": 0.1})
+    with Judge(reward) as judge:
+        verdict = asyncio.run(judge.judge(task({"inputs": ["1"], "outputs": ["1"]}), "```python\nprint(input())\n```"))
+    assert verdict.parts == {"runs": 1.0, "form": 0.1}
+
+
+def test_parts_are_judged_at_the_same_time() -> None:
+    with Judge(Combined(parts={"one": Slow(), "two": Slow(), "three": Blocking()})) as judge:
+        began = time.perf_counter()
+        (verdict,) = judged(judge, "x")
+    assert time.perf_counter() - began < 0.8 and 0.25 < verdict.seconds < 0.8
+
+
+def test_workers_are_for_those_that_can_use_them() -> None:
+    parts = {"process": Function(path="tests.rewards.functions:process"), "program": Program()}
+    truth = task({"inputs": [""], "outputs": ["1"]})
+    with Judge(Combined(parts=parts), Judging(workers=1)) as judge:
+        verdict = asyncio.run(judge.judge(truth, "print(1)"))
+    assert verdict.parts["process"] != os.getpid() and verdict.parts["program"] == 1.0
+    with pytest.raises(ConfigError, match=r"`judging\.workers=1` judges in processes"):
+        Judge(Combined(parts={"program": Program()}), Judging(workers=1))
+
+
+@pytest.mark.parametrize(
+    ("parts", "answer", "outcome", "told"),
+    [
+        ({"a": Exact(), "b": MISBEHAVES}, "raise", Outcome.FAILED, "ValueError: no such luck"),
+        ({"b": MISBEHAVES, "a": Slow()}, "sleep 5", Outcome.TIMED_OUT, "took longer than `judging.timeout`"),
+        ({"a": Exact(), "b": WAITED}, "x", Outcome.FAILED, "could not convert string to float"),
+    ],
+)
+def test_one_part_that_fails_is_named(parts: dict[str, Any], answer: str, outcome: Outcome, told: str) -> None:
+    with Judge(Combined(parts=parts), Judging(timeout=0.6)) as judge:
+        (verdict,) = judged(judge, answer)
+    assert verdict.outcome is outcome and verdict.part == "b" and math.isnan(verdict.reward)
+    assert told in verdict.error and verdict.error.endswith("It is the part `b` of the reward.")
+
+
+def test_a_process_that_dies_is_named_and_replaced() -> None:
+    with Judge(Combined(parts={"b": MISBEHAVES}), Judging(workers=1)) as judge:
+        (lost,) = judged(judge, "die")
+        (fine,) = judged(judge, "fine")
+    assert lost.part == "b" and lost.outcome is Outcome.INFRA_ERROR and fine.reward == 1.0
+
+
+def test_a_failure_may_have_a_score() -> None:
+    with Judge(Combined(parts={"b": MISBEHAVES}), Judging(on_error="score", error_score=-1.0)) as judge:
+        (verdict,) = judged(judge, "raise")
+    assert verdict.reward == -1.0 and verdict.part == "b"
+
+
+def test_by_itself_it_gives_its_parts() -> None:
+    reward = Combined(parts={"right": Exact(), "later": Slow(seconds=0.0)}, weights={"later": 4.0})
+    assert asyncio.run(reward(task(), "4")) == {"right": 1.0, "later": 2.0}
+    assert reward.extract(" 4 ") == "4" and reward.title == "combined (right, later)"
+
+
+def test_what_a_part_refuses_the_whole_refuses() -> None:
+    with pytest.raises(DataError, match="needs a right answer"):
+        Combined(parts={"form": Format(), "right": Exact()}).check(task(None))
+    with pytest.raises(PlugInError, match="there is no file nowhere"):
+        Judge(Combined(parts={"mine": Function(path="nowhere.py:f")}))
+    with pytest.raises(ConfigError, match=r"gives an answer 40 seconds"):
+        Judge(Combined(parts={"p": Program(total=40.0)}))
+
+
+def test_files_of_parts_are_known() -> None:
+    reward = Combined(parts={"mine": Function(path="a.py:f"), "module": Function(path="a.b:f"), "right": Exact()})
+    assert reward.files() == [Path("a.py")]
+    moved = reward.rooted(lambda path: Path("/here") / path)
+    assert moved.files() == [Path("/here/a.py")] and moved.parts["module"] == reward.parts["module"]
+
+
+# -- asking for it ----------------------------------------------------------------------------------------------------
+
+GSM = Gsm8k(method="flexible")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reward"),
+    [
+        (["reward.parts.right=math"], Combined(parts={"right": Math()})),
+        (
+            ["reward.parts.right=math", "reward.parts.form=format", "reward.weights.form=0.2"],
+            Combined(parts={"right": Math(), "form": Format()}, weights={"form": 0.2}),
+        ),
+        (
+            ["reward.parts={right: math, form: {name: format, tags: [a]}}"],
+            Combined(parts={"right": Math(), "form": Format(tags=("a",))}),
+        ),
+        (["reward.parts.right=gsm8k", "reward.parts.right.method=flexible"], Combined(parts={"right": GSM})),
+        (["reward.parts.right.method=flexible", "reward.parts.right=gsm8k"], Combined(parts={"right": GSM})),
+        (["reward.parts.right.name=gsm8k", "reward.parts.right.method=flexible"], Combined(parts={"right": GSM})),
+        (["reward.parts.own=tests.rewards.test_combined:Slow"], Combined(parts={"own": Slow()})),
+    ],
+)
+def test_it_is_asked_for_on_the_command_line(overrides: list[str], reward: Combined) -> None:
+    assert compose(Run, ["reward=combined", *overrides]).reward == reward
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([], {"right": GSM, "form": Format()}),
+        (["reward.parts.right.method=strict"], {"right": Gsm8k(), "form": Format()}),
+        (["reward.parts.right=math"], {"right": Math(), "form": Format()}),
+        (["reward.parts.right=regex", "reward.parts.right.pattern=a"], {"right": Regex(pattern="a"), "form": Format()}),
+        (["reward.parts.right={name: f1}"], {"right": PARTS["f1"](), "form": Format()}),
+        (["reward.parts.more=exact"], {"right": GSM, "form": Format(), "more": Exact()}),
+        (["reward.parts={only: exact}"], {"only": Exact()}),
+    ],
+)
+def test_a_file_lies_beneath(tmp_path: Path, overrides: list[str], parts: dict[str, Any]) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("reward: {name: combined, parts: {right: {name: gsm8k, method: flexible}, form: format}}")
+    assert compose(Run, overrides, file=file).reward == Combined(parts=parts)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    run = compose(
+        Run, ["reward=combined", "reward.parts.right=gsm8k", "reward.parts.form=format", "reward.weights.form=2"]
+    )
+    (tmp_path / "run.yaml").write_text(to_yaml(run))
+    assert compose(Run, file=tmp_path / "run.yaml") == run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "told"),
+    [
+        ([], ConfigError, r"reward\.parts needs a value and has none"),
+        (["reward.parts={}"], ConfigError, r"`parts` names no reward\. Give at least one"),
+        (["reward.parts.right=mth"], ConfigError, r"reward\.parts\.right: there is no 'mth'\. Did you mean math\?"),
+        (["reward.parts.all=combined"], ConfigError, r"reward\.parts\.all: there is no 'combined'"),
+        (
+            ["reward.parts.right=gsm8k", "reward.parts.right.methd=x"],
+            UnknownKeyError,
+            r"reward\.parts\.right\.methd is not an option .*Did you mean reward\.parts\.right\.method\?",
+        ),
+        (["reward.parts.score=math"], ConfigError, r"`parts` has one called 'score'"),
+        (
+            ["reward.parts.right=math", "reward.weights.rigt=2"],
+            ConfigError,
+            r"`weights` has one for 'rigt', and the parts are right",
+        ),
+        (["reward.parts.right=math", "reward.weights.right=0"], ConfigError, r"The weight of the part 'right' is 0"),
+        (
+            ["reward.parts.right=math", "reward.weights.right=.nan"],
+            ConfigError,
+            r"The weight of the part 'right' is nan|expects a number",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(overrides: list[str], kind: type[ConfigError], told: str) -> None:
+    with pytest.raises(kind, match=told):
+        compose(Run, ["reward=combined", *overrides])
+
+
+def test_every_other_reward_may_be_a_part() -> None:
+    assert REWARDS.keys() - PARTS.keys() == {"combined"} and all(REWARDS[name] is PARTS[name] for name in PARTS)

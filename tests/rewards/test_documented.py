@@ -1,0 +1,45 @@
+"""The page on rewards and the code say the same."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from etude.rewards import PARTS, REWARDS
+from etude.rewards.box import PROTECTIONS
+from etude.rewards.constraints import CONSTRAINTS
+from tests.house.documents import ROOT
+
+PAGE = (ROOT / "docs" / "rewards.md").read_text()
+TRAINING = (ROOT / "docs" / "training.md").read_text()
+
+
+def table(page: str, heading: str) -> list[str]:
+    """What the first column of a table names, under a heading that begins so."""
+    section = page.split(f"# {heading}")[1].split("\n#")[0]
+    cells = re.findall(r"^\| ([^|]+) \|", section, re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
+
+
+def test_every_reward_is_in_both_tables() -> None:
+    assert set(table(TRAINING, "The reward")) == set(REWARDS) == set(table(PAGE, "Rewards"))
+    assert REWARDS.keys() - PARTS.keys() == {"combined"}
+
+
+@pytest.mark.parametrize("name", ["choice", "instructions", "program", "judge", "combined"])
+def test_every_option_is_spoken_of(name: str) -> None:
+    fields = set(REWARDS[name].model_fields)
+    spoken = set(re.findall(r"\breward\.(\w+)", PAGE)) | set(re.findall(r"^  (\w+):", PAGE, re.MULTILINE))
+    assert not fields - spoken
+
+
+def test_no_option_is_spoken_of_that_is_not_there() -> None:
+    known = {field for kind in REWARDS.values() for field in kind.model_fields}
+    assert set(re.findall(r"`reward\.([a-z]\w*)", PAGE)) <= known
+
+
+def test_every_instruction_and_protection_is_listed() -> None:
+    listed = re.findall(r"`(\w+)`", PAGE.split("| about | instructions |")[1].split("\n\n")[0])
+    assert sorted(listed) == sorted(CONSTRAINTS)
+    assert set(PROTECTIONS) <= set(table(PAGE, "What a program cannot do"))

@@ -1,0 +1,337 @@
+"""Programs as rewards: what passes, and what is tried to pass without being right."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from etude.errors import ConfigError, DataError
+from etude.observe import configure
+from etude.records import Outcome, Task
+from etude.rewards import Judge, Judging, Program, Verdict
+from etude.rewards import box as boxes
+from etude.rewards import program as programs
+from etude.rewards.box import protections
+from etude.rewards.program import program_of
+from tests.rewards.tasks import task
+
+SUM = {"inputs": ["1 2\n", "3 4\n", "10 20\n"], "outputs": ["3\n", "7\n", "30\n"]}
+ADD = ["assert add(1, 2) == 3", "assert add(3, 4) == 7", "assert add('secret', 'ly') == 'secretly'"]
+RIGHT = "def add(a, b):\n    return a + b\n"
+
+
+def scored(code: str, truth: Any, **options: Any) -> float:
+    """What a program earns, as a run would have it judged."""
+    return judged(code, truth, **options).reward
+
+
+def judged(code: str, truth: Any, **options: Any) -> Verdict:
+    with Judge(Program(**options)) as judge:
+        return asyncio.run(judge.judge(task(truth), f"So:\n```python\n{code}\n```\n"))
+
+
+# -- which code -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ("print(1)", "print(1)"),
+        ("```python\nprint(1)\n```", "print(1)\n"),
+        ("First\n```python\nprint(1)\n```\nbetter\n```py\nprint(2)\n```\nDone.", "print(2)\n"),
+        ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", "print(1)\n"),
+        ("```\nprint(1)\n```", "print(1)\n"),
+        ("```Python3 title='a'\nprint(1)\n```", "print(1)\n"),
+        ("~~~python\nprint(1)\n~~~", "print(1)\n"),
+        ("````python\nprint('''\n```\n''')\n````", "print('''\n```\n''')\n"),
+        ("cut off\n```python\nprint(1)\nprint(", "print(1)\nprint("),
+        ("```cpp\nint x;\n```\n```python\nprint(1)\n```", "print(1)\n"),
+        ("```python\n```", ""),
+        ("", ""),
+    ],
+)
+def test_the_last_block_of_python_is_the_program(answer: str, code: str) -> None:
+    assert program_of(answer) == code
+
+
+@pytest.mark.parametrize("unit", ["`", "```", "```a", "``` ", "```a\n", " ", "~~~\n", "\n```", "a`"])
+def test_long_answers_are_read_at_once(unit: str) -> None:
+    began = time.monotonic()
+    for head, tail in (("", ""), ("```", "x"), ("\n", "\n")):
+        program_of(head + unit * (100_000 // len(unit)) + tail)
+    assert time.monotonic() - began < 3
+
+
+# -- what passes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "share", "all_of_them"),
+    [
+        ("print(sum(map(int, input().split())))", 1, 1),
+        ("a, b = map(int, input().split())\nprint(3 if a == 1 else 0)", 1 / 3, 0),
+        ("print(3)", 1 / 3, 0),
+        ("print(", 0, 0),
+        ("raise SystemExit", 0, 0),
+        ("print(sum(map(int, input().split())))\nraise SystemExit(1)", 0, 0),
+    ],
+)
+def test_scripts_are_known_by_what_they_print(code: str, share: float, all_of_them: float) -> None:
+    assert scored(code, SUM, score="share") == pytest.approx(share)
+    assert scored(code, json.dumps(SUM)) == all_of_them
+
+
+def test_functions_are_known_by_what_they_return() -> None:
+    truth = {"fn_name": "add", "inputs": [[1, 2], "3\n4"], "outputs": [3, "7"]}
+    assert scored(RIGHT, truth) == 1
+    assert scored("class Solution:\n    def add(self, a, b):\n        return [a + b][0]", truth) == 1
+    assert scored("def add(a, b): return 3", truth, score="share") == 0.5
+    assert scored("def add(a, b): raise ValueError", truth) == scored("", truth) == 0
+
+
+def test_statements_are_tests() -> None:
+    assert scored(RIGHT, ADD) == scored(RIGHT, "\n".join(ADD)) == scored(RIGHT, {"test_list": ADD}) == 1
+    assert scored("def add(a, b): return 7", ADD, score="share") == pytest.approx(1 / 3)
+    assert scored("def ad(a, b): return a + b", ADD, score="share") == 0
+
+
+HUMAN_EVAL = """
+METADATA = {"author": "x"}
+
+def check(candidate):
+    assert candidate(1, 2) == 3
+    for n in range(20):
+        assert candidate(n, -n) == 0
+"""
+
+
+def test_a_check_of_the_entry_point_is_one_test() -> None:
+    truth = {"test": HUMAN_EVAL, "entry_point": "add"}
+    assert scored(RIGHT, truth) == 1 and scored("def add(a, b): return 3", truth) == 0
+    row = Task(0, {"prompt": "…", "ground_truth": None, "test": HUMAN_EVAL, "entry_point": "add"})
+    with Judge(Program()) as judge:
+        assert asyncio.run(judge.judge(row, RIGHT)).reward == 1
+
+
+# -- what does not make it pass ---------------------------------------------------------------------------------------
+
+LIAR = """
+class Liar(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __bool__(self): return True
+    __hash__ = int.__hash__
+class Other:
+    def __eq__(self, other): return True
+    def __sub__(self, other): return 0
+    __rsub__ = __add__ = __radd__ = __abs__ = __sub__
+"""
+
+CHEATS = {
+    "ends before the tests": "import os\nos._exit(0)",
+    "exits": "import sys\nsys.exit(0)",
+    "ends in the function": "import os\ndef add(a, b): os._exit(0)",
+    "exits in the function": "def add(a, b): raise SystemExit(0)",
+    "equals everything": LIAR + "def add(a, b): return Liar(0)",
+    "another that equals everything": LIAR + "def add(a, b): return Other()",
+    "a class that equals everything": "class M(type):\n    def __eq__(s, o): return True\n"
+    "class add(metaclass=M):\n    def __new__(c, *a): return c",
+    "replaces what asserts raise": "import builtins\nbuiltins.AssertionError = type('A', (Exception,), {})\n"
+    "def add(a, b): raise AssertionError",
+    "replaces builtins": "import builtins\nbuiltins.isinstance = builtins.all = lambda *a: True\n"
+    "builtins.compile = lambda *a, **k: None\nbuiltins.exec = lambda *a, **k: None\ndef add(a, b): return 0",
+    "replaces names of the tests": "__builtins__['AssertionError'] = Exception\ndef add(a, b): return 0",
+    "traces": "import sys\nsys.settrace(lambda *a: None)\nsys.excepthook = lambda *a: None\ndef add(a, b): return 0",
+    "prints that it passed": "print('{\"passed\": true}')\nprint('OK 3 passed')\ndef add(a, b): print('passed')",
+    "writes wherever it can": "import os\nfor n in range(64):\n    try: os.write(n, b'{\"passed\": true}\\n' * 3)\n"
+    "    except OSError: pass\ndef add(a, b): return 0",
+    "answers nonsense": "import os\nos.write(4, b'\\xff' * 100)\ndef add(a, b): return 0",
+    "answers too deeply": "import os\nt = b'[' * 100000 + b']' * 100000\n"
+    "os.write(4, len(t).to_bytes(4, 'big') + t)\ndef add(a, b): return 0",
+    "kills its neighbours": "import os, signal\nfor p in [os.getppid(), *range(2, 20)]:\n"
+    "    try: p == os.getpid() or os.kill(p, signal.SIGKILL)\n    except OSError: pass\ndef add(a, b): return 0",
+    "raises what is expected nowhere": "def add(a, b): raise AssertionError",
+    "returns itself": "def add(a, b): return add",
+    "returns what has no end": "def add(a, b):\n    l = []\n    l.append(l)\n    return l",
+}
+
+
+@pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS)
+def test_a_program_does_not_pass_by(code: str) -> None:
+    assert scored(code, ADD, score="share") == 0
+
+
+SEARCH = """
+import gc, os, re, sys
+def texts():
+    frame = sys._getframe()
+    while frame:
+        yield repr((frame.f_locals, frame.f_code.co_consts))
+        frame = frame.f_back
+    for held in gc.get_objects():
+        try: yield repr(held)[:100000]
+        except Exception: pass
+    for top in (".", "/tmp", "/proc/self", "/proc/%d" % os.getppid()):
+        for place, _, names in os.walk(top):
+            for name in names:
+                try: yield open(os.path.join(place, name), errors="replace").read(100000)
+                except OSError: pass
+    for n in range(5, 64):
+        try: os.set_blocking(n, False); yield repr(os.read(n, 100000))
+        except OSError: pass
+def found(pattern):
+    return next((match[0] for text in texts() if (match := re.search(pattern, text))), "nothing")
+"""
+"""A program that looks wherever it can for a word of which it knows the beginning."""
+
+
+def test_the_tests_are_nowhere_to_be_found() -> None:
+    truth = ["assert word(1) == 'sesame-4711'", "assert word(2) == 'sesame-4711'"]
+    assert scored(SEARCH + "def word(n): return found('sesame-[0-9]+')", truth, score="share") == 0
+    assert scored(SEARCH + "held = 'sesame-' + str(4711)\ndef word(n): return found('sesame-[0-9]+')", truth) == 1
+
+
+def test_expected_outputs_are_nowhere_to_be_found() -> None:
+    truth = {"inputs": ["say", "say"], "outputs": ["sesame-4711", "sesame-4711"]}
+    assert scored(SEARCH + "print(found('sesame-[0-9]+'))", truth, score="share") == 0
+    assert scored(SEARCH + "held = 'sesame-' + str(4711)\nprint(found('sesame-[0-9]+'))", truth) == 1
+
+
+def test_a_test_that_catches_everything_does_not_pass_a_program_that_ended() -> None:
+    truth = "try:\n    quick()\nexcept:\n    pass\nassert True"
+    assert scored("def quick(): raise ValueError", truth) == 1
+    assert scored("import os\ndef quick(): os._exit(0)", truth) == 0
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_time_is_the_programs_own() -> None:
+    began = time.monotonic()
+    loops = "def add(a, b):\n    while a == 3: pass\n    return a + b"
+    assert scored(loops, ADD, score="share", timeout=1.0, total=3.0) == pytest.approx(1 / 3)
+    sleeps = "import time\na, b = map(int, input().split())\ntime.sleep(60 * (a == 3))\nprint(a + b)"
+    assert scored(sleeps, SUM, score="share", timeout=1.0, total=5.0) == pytest.approx(2 / 3)
+    assert scored(sleeps, SUM, score="share", timeout=2.0, total=1.0) == pytest.approx(1 / 3)
+    assert time.monotonic() - began < 30
+
+
+def test_programs_wait_for_their_turn_and_not_for_their_time() -> None:
+    """Four of a second each, one at a time, within a limit that none alone exceeds."""
+
+    async def four(judge: Judge) -> Sequence[Verdict]:
+        code = "import time; time.sleep(1); print(input())"
+        truth = {"inputs": ["x"], "outputs": ["x"]}
+        return await asyncio.gather(*(judge.judge(task(truth, ordinal=n), code) for n in range(4)))
+
+    with Judge(Program(at_once=1, timeout=2.5, total=2.9), Judging(timeout=3.0)) as judge:
+        verdicts = asyncio.run(four(judge))
+    assert [verdict.reward for verdict in verdicts] == [1.0] * 4
+    assert all(1 < verdict.seconds < 3 for verdict in verdicts)
+
+
+def test_limits_are_as_asked() -> None:
+    code = """
+import resource, threading, time
+def count():
+    n = 0
+    try:
+        while n < 64:
+            threading.Thread(target=time.sleep, args=(3,), daemon=True).start()
+            n += 1
+    except RuntimeError: pass
+    return n
+names = ("RLIMIT_CPU", "RLIMIT_AS", "RLIMIT_FSIZE")
+print(*[resource.getrlimit(getattr(resource, name))[0] for name in names])
+"""
+    asked = {"cpu": 3, "memory_mb": 512, "disk_mb": 2}
+    assert scored(code, {"inputs": [""], "outputs": [f"3 {512 << 20} {2 << 20}"]}, **asked) == 1
+    if "processes" in protections():
+        few = {"inputs": [""], "outputs": ["True"]}
+        assert (
+            scored(
+                f"{code}\nprint(count() < 10)",
+                {**few, "outputs": [f"3 {512 << 20} {2 << 20}\nTrue"]},
+                **asked,
+                max_processes=4,
+            )
+            == 1
+        )
+    assert scored("print('x' * 2048)", {"inputs": [""], "outputs": ["x" * 2048]}, output_kb=1) == 0
+    assert scored("import numpy; print(1)", {"inputs": [""], "outputs": ["1"]}, packages=True) == 1
+
+
+def test_a_box_that_is_lost_is_a_failure_and_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Judge(Program()) as judge:
+        monkeypatch.setattr(boxes, "_BOOT", "raise SystemExit('no room')")
+        verdict = asyncio.run(judge.judge(task(SUM), "print(3)"))
+    assert verdict.outcome is Outcome.FAILED and "the box of its program was lost: it ended: no room" in verdict.error
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("truth", "told"),
+    [
+        (None, "nothing was found"),
+        ([], "nothing was found"),
+        (7, "is of type int"),
+        ({"answer": 1}, "there are none among answer"),
+        ({"inputs": ["1"], "outputs": []}, "there are 1 inputs and 0 outputs"),
+        ({"inputs": [], "outputs": []}, "must be lists that hold something"),
+        ({"fn_name": "f", "inputs": [3], "outputs": [3]}, "the arguments of a call are a list"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "give its name as `fn_name`"),
+        ("assert f(", "they are no Python"),
+        ("assert 1 == 1", "they use no name that a program could define"),
+    ],
+)
+def test_a_task_without_tests_is_refused(truth: Any, told: str) -> None:
+    with pytest.raises(
+        DataError, match=r"The tests of task 7 of sums cannot be used: .*`data\.columns\.answer=…`"
+    ) as e:
+        Program().check(task(truth))
+    assert told in str(e.value)
+
+
+def test_what_cannot_be_had_together_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gives an answer 40 seconds .* Raise `judging\.timeout` above it"):
+        Judge(Program(total=40.0))
+    with pytest.raises(ConfigError, match=r"`judging\.workers=2` judges in processes.*`reward\.at_once`"):
+        Judge(Program(), Judging(workers=2))
+    for wrong in (
+        {"timeout": 0},
+        {"cpu": 0},
+        {"memory_mb": 1},
+        {"at_once": 0},
+        {"require": ["peace"]},
+        {"score": "some"},
+    ):
+        with pytest.raises(ConfigError):
+            Program(**wrong)  # type: ignore[arg-type]
+
+
+def test_what_holds_here_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info")
+    with Judge(Program(require=tuple(protections()))):
+        told = capsys.readouterr().err
+    assert told.count("The programs of answers") == 1
+    if len(protections()) == 3:
+        assert "reach no network" in told and "WARNING" not in told
+
+
+def test_a_protection_that_is_asked_for_and_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure("info")
+    monkeypatch.setattr(programs, "protections", lambda: protections(("namespaces", "landlock", "filter", "stranger")))
+    with pytest.raises(ConfigError, match=r"`require` asks for network, and .* can reach the network: it grants"):
+        Judge(Program(require=("network",)))
+    with Judge(Program()):
+        told = capsys.readouterr().err
+    assert "WARNING" in told and "on this machine they can reach the network; read and write files" in told

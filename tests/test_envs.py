@@ -1,0 +1,129 @@
+"""Environments in a few lines: games of text, and functions that share what a rollout has come to."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from etude.envs import Env, Observation, TextEnv, ToolEnv
+from etude.records import Message, Task, ToolCall
+
+
+class Dice(TextEnv):
+    """Guess what was thrown."""
+
+    def begin(self) -> str:
+        self.thrown = self.chance.randint(1, 6)
+        return "Guess."
+
+    def play(self, answer: str) -> str | Observation:
+        return Observation(done=True, reward=1.0) if answer == str(self.thrown) else "No."
+
+
+def said(text: str, *calls: tuple[str, str]) -> Message:
+    """An answer, with calls in it."""
+    asked = tuple(ToolCall(f"c{place}", name, arguments) for place, (name, arguments) in enumerate(calls))
+    return Message("assistant", text, tool_calls=asked)
+
+
+def test_a_game_of_text() -> None:
+    game: Env = Dice()
+    assert game.reset(Task(3, {})) == Observation("Guess.")
+    assert game.step(said("7")) == Observation("No.")
+    assert isinstance(game, Dice) and game.step(said(str(game.thrown))) == Observation(done=True, reward=1.0)
+
+
+def test_its_chance_follows_from_the_task() -> None:
+    def thrown(*tasks: Task) -> list[int]:
+        games = [Dice() for _ in tasks]
+        for game, task in zip(games, tasks, strict=True):
+            game.reset(task)
+        return [game.thrown for game in games]
+
+    assert len(set(thrown(*[Task(3, {"a": 1, "b": [2]})] * 8))) == 1
+    assert len(set(thrown(*[Task(ordinal, {}) for ordinal in range(50)]))) == 6
+    assert len(set(thrown(*[Task(0, {"seed": seed}) for seed in range(50)]))) == 6
+    assert len(set(thrown(*[Task(0, {}, f"source {n}") for n in range(50)]))) == 6
+
+
+class Silent(TextEnv):
+    """Shows nothing of its own."""
+
+    def play(self, answer: str) -> Observation:
+        return Observation(done=True, reward={"length": len(answer)})
+
+
+def test_a_game_may_begin_with_the_task_s_own_prompt() -> None:
+    assert Silent().reset(Task(0, {})) == Observation("")
+    assert Silent().step(said("four")).reward == {"length": 4}
+
+
+class Shop(ToolEnv):
+    """Methods that share a purse."""
+
+    def __init__(self, money: int = 10) -> None:
+        super().__init__([self.buy])
+        self.money, self.bought = money, list[str]()
+
+    def buy(self, thing: str, price: int) -> str:
+        """Buy something."""
+        if price > self.money:
+            raise ValueError("not enough money")
+        self.money -= price
+        self.bought.append(thing)
+        return f"{self.money} left"
+
+    def final(self, answer: Message) -> Observation:
+        return Observation(done=True, reward=float(len(self.bought)))
+
+
+def contents(told: Observation) -> list[str]:
+    return [str(each.content) for each in told.shown if isinstance(each, Message)]
+
+
+def test_methods_are_tools_and_share_what_came_to_be() -> None:
+    shop = Shop()
+    first = shop.reset(Task(0, {}))
+    assert [tool["function"]["name"] for tool in first.tools] == ["buy"] and not first.shown
+    bread, house = ("buy", '{"thing": "bread", "price": 4}'), ("buy", '{"thing": "house", "price": 8}')
+    told = asyncio.run(shop.step(said("", bread, house, bread)))
+    assert contents(told) == ["6 left", "Error: `buy` raised ValueError: not enough money", "2 left"], "in their order"
+    assert asyncio.run(shop.step(said("Done."))) == Observation(done=True, reward=2.0)
+    assert not Shop().bought, "another rollout, another shop"
+
+
+class Plain(ToolEnv):
+    """A form of calls of its own: `add 2 3`."""
+
+    def __init__(self) -> None:
+        super().__init__([self.add])
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    def reset(self, task: Task) -> Observation:
+        super().reset(task)
+        return Observation("You may say: add 2 3")
+
+    def calls(self, answer: Message) -> Sequence[ToolCall]:
+        found = re.findall(r"add (\d+) (\d+)", str(answer.content))
+        return [ToolCall(str(place), "add", f'{{"a": {a}, "b": {b}}}') for place, (a, b) in enumerate(found)]
+
+    def told(self, results: Sequence[Message]) -> str:
+        return " ".join(str(each.content) for each in results)
+
+
+def test_a_form_of_its_own_needs_no_chat_template() -> None:
+    game = Plain()
+    assert game.reset(Task(0, {})) == Observation("You may say: add 2 3")
+    assert asyncio.run(game.step(said("add 2 3 and add 4 4"))) == Observation("5 8")
+    assert asyncio.run(game.step(said("13"))).done
+
+
+def test_a_game_must_say_what_comes_of_an_answer() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        TextEnv()  # type: ignore[abstract]
