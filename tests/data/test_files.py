@@ -143,7 +143,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         read(tmp_path / "absent.jsonl")
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ConfigError, match=r"`\.txt` cannot be read\. What can: \.parquet, \.jsonl, \.json, \.csv"):
+    with pytest.raises(ConfigError, match=r"`\.txt` cannot be read\. What can: \.parquet, \.jsonl, \.jsonl\.gz"):
         read(tmp_path / "a.txt")
     with pytest.raises(ConfigError, match=r"without a `state\.json`"):
         read(tmp_path)

@@ -251,7 +251,7 @@ def test_what_a_check_does_not_survive_is_a_finding(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("etude.tools.doctor.BEFORE", (broken,))
     monkeypatch.setattr("etude.tools.doctor.AFTER", ())
-    found = examine(tmp_path)
+    found = examine(tmp_path, patience=0)
     assert found[0] == ok("first", "seen") and found[1].what == (
         "This could not be looked at: KeyError: 'MemAvailable'."
     )

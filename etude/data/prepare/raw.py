@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field, field_validator
 from rich.console import Console
 
-from etude.data.files import READERS, read
+from etude.data.files import READERS, Rows, read
 from etude.data.prepare.base import SPLITS, LeftOut, Preparation, Row, Split, drawn
 from etude.errors import ConfigError, DataError
 from etude.observe import progress
@@ -62,7 +62,11 @@ class FromFiles(Preparation):
 
     def rows(self, left_out: LeftOut, console: Console | None) -> dict[Split, list[Row]]:
         """What is scored on is read first, so that what stands on both sides is kept from training."""
-        opened = [(split, read(path)) for split, path in self._files()]
+        files, opened = self._files(), list[tuple[Split, Rows]]()
+        with progress(f"opening {self.title}", len(files), console) as bar:
+            for split, path in files:
+                opened.append((split, read(path)))
+                bar.advance()
         found: dict[Split, list[Row]] = {split: [] for split in SPLITS}
         once = _Once()
         with progress(f"reading {self.title}", sum(len(rows) for _, rows in opened), console) as bar:

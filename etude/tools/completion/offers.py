@@ -255,7 +255,9 @@ def _keys(options: Sequence[Mapping[str, Any]], current: str) -> Iterator[Offer]
             part, dot, _ = path[start:].partition(".")
             found.setdefault(path[:start] + part + (dot or "="), "" if dot else each["meaning"])
     if not found and len(current) >= CLEAR:
-        found = {f"{each['path']}=": each["meaning"] for each in options if current in each["path"].split(".")[-1]}
+        inside = [each for each in options if current in each["path"].split(".")[-1]]
+        inside.sort(key=lambda each: each["path"].count("."))
+        found = {f"{each['path']}=": each["meaning"] for each in inside}
     yield from (Offer(text, meaning) for text, meaning in found.items())
 
 
