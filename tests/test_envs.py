@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from etude.envs import Env, Observation, TextEnv, ToolEnv
+from etude.recipes.environment import EnvConfig
 from etude.records import Message, Task, ToolCall
 
 
@@ -127,3 +130,10 @@ def test_a_form_of_its_own_needs_no_chat_template() -> None:
 def test_a_game_must_say_what_comes_of_an_answer() -> None:
     with pytest.raises(TypeError, match="abstract"):
         TextEnv()  # type: ignore[abstract]
+
+
+def test_the_page_on_environments_tells_all_that_can_be_said_and_set() -> None:
+    page = (Path(__file__).parents[1] / "docs/environments.md").read_text()
+    told = set(re.findall(r"`([\w.]+)`", page))
+    assert {field.name for field in fields(Observation)} <= told
+    assert {f"env.{name}" for name in EnvConfig.model_fields} <= told

@@ -202,6 +202,12 @@ def episodes_of(run: Run, longest: int, chat: Chat) -> Episodes | None:
             "(Hermes' and Qwen's `<tool_call>`, Llama 3.1's JSON), so none would ever be called. Set `chat.template`, "
             "or read calls of another form in an environment: a `ToolEnv` with `calls` of its own."
         )
+    if run.env.max_tokens is not None and run.env.max_tokens > longest:
+        raise ConfigError(
+            f"`env.max_tokens={run.env.max_tokens}` is more than the {longest} tokens that the model's context and the "
+            f"engine's memory have room for. Lower it, leave it out, or raise `rollout.kv_gib`."
+        )
+    return Episodes(run.env, chat, longest) if run.env.asked else None
     return Episodes(run.env, chat, longest) if run.env.asked else None
 
 

@@ -11,6 +11,7 @@ from etude.errors import ConfigError, PlugInError
 from etude.observe import configure
 from etude.recipes.checks import before
 from etude.recipes.environment import EnvConfig
+from tests.learn.games import TEMPLATE
 from tests.recipes.runs import Captured, refused_run, run_of
 
 PARTNERS = "tests.recipes.partners"
@@ -90,6 +91,18 @@ def test_tools_need_a_model_that_can_call_them(world: Path, tmp_path: Path, caps
     told = refused_run(capsys, world, tmp_path / "run", **{"env.tools": f"[{PARTNERS}:add]"})
     assert "teaches no form of calls that is known here" in told and "`chat.template`" in told
     assert not (tmp_path / "run").exists()
+
+
+def test_rollouts_longer_than_there_is_room_for_are_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", **GAME, **{"env.max_tokens": 129})
+    assert "`env.max_tokens=129` is more than the 128 tokens" in told
+
+
+def test_tools_are_not_offered_in_text(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    given = {"env.tools": f"[{PARTNERS}:add]", "chat.template": template}
+    assert "has text for a prompt" in refused_run(capsys, world, tmp_path / "run", **given)
 
 
 def test_tasks_without_an_answer_are_for_the_environment_to_pay(world: Path, tmp_path: Path, capsys: Captured) -> None:
