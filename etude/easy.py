@@ -236,7 +236,8 @@ class PPOTrainer:
         batch = self._learners.estimate(self._learners.annotate(batch), self._step + 1)
         metrics = self._learners.update(batch)
         self._step += 1
-        metrics.merge(self._learners.crew.call(PolicyWorker.publish, self._step))
+        publish = asyncio.to_thread(self._learners.crew.call, PolicyWorker.publish, self._step)
+        metrics.merge(self._loop.run(publish))
         return metrics.reduce()
 
     def close(self) -> None:

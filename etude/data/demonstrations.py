@@ -39,6 +39,7 @@ class Demonstrations(Shown):
     )
 
     def example(self, row: Mapping[str, Any], chat: Chat, where: str) -> Example:
+        """What is learned from a row; `where` is its place, for what is wrong with it."""
         columns = self.columns
         conversation, prompt = lookup(row, columns.messages), lookup(row, columns.prompt)
         tools = tools_of(lookup(row, columns.tools), where)

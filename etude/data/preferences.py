@@ -41,6 +41,7 @@ class Preferences(Shown):
     columns: PreferenceColumns = Field(PreferenceColumns(), description="which columns of the files mean what")
 
     def example(self, row: Mapping[str, Any], chat: Chat, where: str) -> Example:
+        """What is learned from a row; `where` is its place, for what is wrong with it."""
         columns = self.columns
         both = [self._side(row, name, where) for name in (columns.chosen, columns.rejected)]
         if not all(both):

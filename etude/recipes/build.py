@@ -67,6 +67,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     from etude.recipes.workers import PolicyWorker
 
     chat = chat_of(run)
+    _can_call(run, chat)
     train, overlong = tasks(run, chat, "data.train", run.data.train)
     judge = stack.enter_context(Judge(run.reward, run.judging))
     crew, engine = _crew(run, chat, directory, stack)
@@ -194,20 +195,24 @@ def prompts(run: Run, chat: Chat) -> PromptIds:
     return ids
 
 
-def episodes_of(run: Run, longest: int, chat: Chat) -> Episodes | None:
-    """Who plays rollouts of several turns, where there is anybody to speak with; of so many tokens at most."""
+def _can_call(run: Run, chat: Chat) -> None:
+    """Refuse tools that the model could never call."""
     if run.env.tools and chat.calls is None:
         raise ConfigError(
             "`env.tools` offers functions to a model whose chat template teaches no form of calls that is known here "
             "(Hermes' and Qwen's `<tool_call>`, Llama 3.1's JSON), so none would ever be called. Set `chat.template`, "
             "or read calls of another form in an environment: a `ToolEnv` with `calls` of its own."
         )
+
+
+def episodes_of(run: Run, longest: int, chat: Chat) -> Episodes | None:
+    """Who plays rollouts of several turns, where there is anybody to speak with; of so many tokens at most."""
+    _can_call(run, chat)
     if run.env.max_tokens is not None and run.env.max_tokens > longest:
         raise ConfigError(
             f"`env.max_tokens={run.env.max_tokens}` is more than the {longest} tokens that the model's context and the "
             f"engine's memory have room for. Lower it, leave it out, or raise `rollout.kv_gib`."
         )
-    return Episodes(run.env, chat, longest) if run.env.asked else None
     return Episodes(run.env, chat, longest) if run.env.asked else None
 
 

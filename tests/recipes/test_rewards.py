@@ -96,7 +96,7 @@ def test_the_file_of_a_part_is_known_to_the_run(world: Path, tmp_path: Path, cap
     run = train(world, tmp_path / "run", steps=1, **given)
     (tmp_path / "mine.py").write_text("def score(task, answer):\n    return -len(answer)\n")
     assert main(["train", *options(world, directory=run, steps=2, **given)]) == 0
-    assert "The reward's file changed since the run was started" in capsys.readouterr().err
+    assert "The file of the reward changed since the run was started" in capsys.readouterr().err
 
 
 def test_how_fast_a_judge_is_asked_may_change_under_a_run(world: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -241,4 +241,5 @@ def test_what_makes_no_sense_is_refused(overrides: list[str], kind: type[ConfigE
 
 
 def test_every_other_reward_may_be_a_part() -> None:
-    assert REWARDS.keys() - PARTS.keys() == {"combined"} and all(REWARDS[name] is PARTS[name] for name in PARTS)
+    assert REWARDS.keys() - PARTS.keys() == {"combined", "environment", "nothing"}
+    assert all(REWARDS[name] is PARTS[name] for name in PARTS)

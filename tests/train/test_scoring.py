@@ -108,7 +108,9 @@ def test_the_full_kl_holds_a_policy_to_its_reference() -> None:
     found = []
     for options in ({}, {"micro_tokens": 1}):
         by = Learner(
-            model("fp64"), Train(precision="fp64", learning_rate=0.0, clip=None, **options), reference=reference
+            model("fp64"),
+            Train(precision="fp64", learning_rate=0.0, clip=None, **options),
+            reference=Frozen(reference, 10_000),
         )
         held = batch.replace(
             reward=torch.zeros(batch.rollouts, dtype=torch.float64), ref_logp=Frozen(reference, 10_000).logp(batch)
