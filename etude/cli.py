@@ -75,6 +75,14 @@ EXAMPLES = {
 }
 """The commands that learn from examples: what each does, and what its options look like."""
 
+LESSONS = {
+    "sft": "etude.recipes.sft:SFTRun",
+    "dpo": "etude.recipes.dpo:DPORun",
+    "reward-model": "etude.recipes.reward_model:RewardModelRun",
+    "distill": "etude.recipes.distill:DistillRun",
+}
+"""The classes whose fields are their options, without importing them."""
+
 LEARN = f"""\
 {OVERRIDES}
 examples:
@@ -142,8 +150,8 @@ def parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="look at the options of a run").add_subparsers(
         metavar="COMMAND", required=True, parser_class=Parser
     )
-    told, roots = "print every option of a run, with its value and its meaning", {"": RUN, "--demo": DEMO_RUN}
-    show = of_a_run(config, "show", told, SHOW, debug, "[PRESET] ", roots)
+    told, roots = "print every option of a run, with its value and its meaning", {"--demo": DEMO_RUN, **LESSONS}
+    show = of_a_run(config, "show", told, SHOW, debug, "[PRESET] ", {"": RUN, **roots})
     show.add_argument("--yaml", action="store_true", help="print YAML that --config reads")
     show.add_argument("--demo", action="store_true", help="the options of `etude demo algorithms` instead")
     show.set_defaults(command=_config_show)
@@ -160,7 +168,8 @@ def _add_runs(commands: Any, debug: Parser) -> None:
     train.set_defaults(command=_train)
 
     for name, (told, options) in EXAMPLES.items():
-        learn = of_a_run(commands, name, told, LEARN.replace("NAME", name).replace("OPTIONS", options), debug)
+        epilog = LEARN.replace("NAME", name).replace("OPTIONS", options)
+        learn = of_a_run(commands, name, told, epilog, debug, roots={"": LESSONS[name]})
         learn.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
         learn.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
         learn.set_defaults(command=_learn, recipe=name)

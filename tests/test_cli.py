@@ -21,6 +21,7 @@ from etude.config import load_plugin
 from etude.data.prepare import PREPARATIONS
 from etude.demo.algorithms import DemoRun
 from etude.demo.demonstrate import NEXT
+from etude.recipes.commands import SUPERVISED
 from etude.recipes.run import Run
 from tests.commands import composed, root_of
 
@@ -105,6 +106,9 @@ def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured
 def test_every_command_knows_the_class_of_its_options() -> None:
     roots = parser().parse_args(["data", "prepare"]).roots
     assert {name: load_plugin(root, None) for name, root in roots.items()} == PREPARATIONS
+    for name, kind in SUPERVISED.items():
+        for words in ([name], ["config", "show", name]):
+            assert root_of(parser().parse_args(words), words) is kind
     for words, root in (["train"], Run), (["config", "show", "--demo"], DemoRun), (["demo", "algorithms"], DemoRun):
         assert root_of(parser().parse_args(words), words) is root
 

@@ -222,6 +222,7 @@ def _named(words: str, roots: Mapping[str, str], current: str, known: Mapping[st
     if "PRESET" in words:
         names = sorted(path.stem for path in (PACKAGE / "recipes" / "presets").glob("*.yaml"))
         meanings = {name: preset["meaning"] for name, preset in known["presets"].items()}
+        names += [word for word in roots if word and not word.startswith("-")]
         yield from (Offer(f"{name} ", meanings.get(name, "")) for name in names if name.startswith(current))
     elif "SET" in words:
         yield from (Offer(f"{name} ") for name in roots if name.startswith(current))
