@@ -192,10 +192,10 @@ class _Keeper:
 
     def _reached(self) -> list[int]:
         """Whoever is to be killed: all that this process may signal but itself, where those are of its box alone; else
-        its descendants, and the groups that it started, which are all it knows where there is no /proc."""
+        its descendants; where no /proc tells those, the groups that it started."""
         if os.getpid() == 1 or os.geteuid() >= STRANGERS:
             return [-1]
-        return [*_descendants(), *(-process for process in self._started)]
+        return _descendants() if os.path.isdir("/proc/self") else [-process for process in self._started]
 
 
 def _end(reached: Callable[[], list[int]]) -> None:
