@@ -66,16 +66,12 @@ Ctrl-C finishes the step, saves, and says how to go on; pressed twice, it stops 
 
 EXAMPLES = {
     "sft": ("teach a model by demonstrations: supervised fine-tuning", "data.train=[chats.jsonl] epochs=2"),
-    "dpo": (
-        "teach a model what people prefer: direct preference optimisation",
-        "data.train=[pairs.jsonl] loss.beta=0.1",
-    ),
+    "dpo": ("teach a model what people prefer, by pairs of answers", "data.train=[pairs.jsonl] loss.beta=0.1"),
     "reward-model": ("train a model that scores answers, from what people prefer", "data.train=[pairs.jsonl]"),
     "distill": ("teach a model what a larger one thinks", "teacher.path=Qwen3-4B data.train=[texts.jsonl]"),
 }
 """The commands that learn from examples: what each does, and what its options look like."""
-
-LESSONS = {
+LEARNERS = {
     "sft": "etude.recipes.sft:SFTRun",
     "dpo": "etude.recipes.dpo:DPORun",
     "reward-model": "etude.recipes.reward_model:RewardModelRun",
@@ -150,8 +146,8 @@ def parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="look at the options of a run").add_subparsers(
         metavar="COMMAND", required=True, parser_class=Parser
     )
-    told, roots = "print every option of a run, with its value and its meaning", {"--demo": DEMO_RUN, **LESSONS}
-    show = of_a_run(config, "show", told, SHOW, debug, "[PRESET] ", {"": RUN, **roots})
+    told, roots = "print every option of a run, with its value and its meaning", {"": RUN, "--demo": DEMO_RUN}
+    show = of_a_run(config, "show", told, SHOW, debug, "[PRESET|RECIPE] ", roots | LEARNERS)
     show.add_argument("--yaml", action="store_true", help="print YAML that --config reads")
     show.add_argument("--demo", action="store_true", help="the options of `etude demo algorithms` instead")
     show.set_defaults(command=_config_show)
@@ -168,8 +164,8 @@ def _add_runs(commands: Any, debug: Parser) -> None:
     train.set_defaults(command=_train)
 
     for name, (told, options) in EXAMPLES.items():
-        epilog = LEARN.replace("NAME", name).replace("OPTIONS", options)
-        learn = of_a_run(commands, name, told, epilog, debug, roots={"": LESSONS[name]})
+        epilog, roots = LEARN.replace("NAME", name).replace("OPTIONS", options), {"": LEARNERS[name]}
+        learn = of_a_run(commands, name, told, epilog, debug, roots=roots)
         learn.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
         learn.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
         learn.set_defaults(command=_learn, recipe=name)

@@ -45,6 +45,7 @@ from etude.recipes.parts import Learners
 from etude.recipes.presets import PRESETS
 from etude.recipes.run import Run
 from etude.recipes.sampling import derived_seed
+from etude.recipes.scoring import live
 from etude.recipes.workers import Beside, Minimise, PolicyWorker
 from etude.records import Outcome, Rollout, Task, Turn
 from etude.rewards import Judge, RewardFunction, Verdict
@@ -320,7 +321,9 @@ def _row(prompt: Any) -> Mapping[str, Any]:
 
 def _judged(reward: Any) -> Any:
     """A reward as the judge calls it: a function of two is given prompt and answer, a function of one the answer."""
-    if isinstance(reward, RewardFunction) or {"task", "data_source"} & set(inspect.signature(reward).parameters):
+    if isinstance(reward, RewardFunction):
+        return live(reward)
+    if {"task", "data_source"} & set(inspect.signature(reward).parameters):
         return reward
     alone = len(inspect.signature(reward).parameters) == 1
 

@@ -9,25 +9,24 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from etude.algorithms import Denominators, LossValue, Outputs, View
 from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
-from etude.chat import Tokenizer
-from etude.data.collate import collate
+from etude.chat import Chat, Tokenizer
+from etude.data.lessons import of_completion
 from etude.demo.digits import ALPHABET, problems, prompt_of, taught
 from etude.models import Model, create, save, tiny
-from etude.records import Rollout, Sample
+from etude.recipes.lessons import batch_of
+from etude.recipes.workers import Minimise
 from etude.train import Learner, Train
 from etude.train.optim import PRECISIONS
 
-__all__ = ["Imitate", "make_tokenizer", "new_model", "warm_up"]
+__all__ = ["make_tokenizer", "new_model", "warm_up"]
 
 PAD, END = "<pad>", "<end>"
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, CONTEXT = 2, 96, 4, 2, 24, 256, 32
@@ -35,25 +34,6 @@ STEPS, BATCH = 300, 128
 TRAINING = Train(
     precision="fp32", learning_rate=3e-3, schedule="cosine", warmup=30, weight_decay=0.01, betas=(0.9, 0.95)
 )
-
-
-class Imitate:
-    """What the warm-up minimises: the surprise at what the teacher wrote."""
-
-    split_unit: Literal["rollout", "group"] = "rollout"
-    _loss = SFT()
-
-    def needs(self) -> frozenset[str]:
-        """The batch columns it reads."""
-        return self._loss.needs()
-
-    def outputs(self) -> frozenset[str]:
-        """What the forward pass must compute."""
-        return self._loss.outputs()
-
-    def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
-        """This micro-batch's share."""
-        return self._loss(View(batch, outputs), whole)
 
 
 def make_tokenizer(directory: Path) -> Tokenizer:
@@ -90,9 +70,9 @@ def warm_up(directory: Path, seed: int, advance: Callable[[], None]) -> Model:
     tokenizer = make_tokenizer(directory)
     model = new_model(tokenizer, seed)
     learner = Learner(model, TRAINING, steps=STEPS)
-    shown = demonstrations(tokenizer, seed)
+    shown, imitate = demonstrations(tokenizer, seed), Minimise(SFT())
     for _ in range(STEPS):
-        learner.update(next(shown), Imitate())
+        learner.update(next(shown), imitate)
         advance()
     save(model, directory)
     return model
@@ -100,15 +80,7 @@ def warm_up(directory: Path, seed: int, advance: Callable[[], None]) -> Model:
 
 def demonstrations(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
     """Batches of what the teacher writes down, each problem a new one."""
-    chance, source = random.Random(seed), problems(seed, held_out=False)
+    chance, source, chat = random.Random(seed), problems(seed, held_out=False), Chat(tokenizer)
     while True:
-        rows = []
-        for place in range(BATCH):
-            problem = next(source)
-            prompt = tokenizer.encode(prompt_of(problem))
-            answer = tokenizer.encode(taught(problem, chance))
-            ids = np.concatenate([prompt, answer, np.array([tokenizer.eos_ids[0]], np.int32)])
-            action = np.arange(len(ids)) >= len(prompt)
-            zeros = np.zeros(len(ids), np.int32)
-            rows.append(Sample(ids, action, zeros.astype(np.float32), zeros, zeros, place))
-        yield collate(rows, [Rollout(place, place, place, 0.0) for place in range(BATCH)])
+        shown = ((prompt_of(problem), taught(problem, chance)) for problem in islice(source, BATCH))
+        yield batch_of([(of_completion(chat, *each),) for each in shown])

@@ -35,6 +35,7 @@ from etude.recipes.evaluate import scores, write_answers
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
 from etude.recipes.sampling import derived_seed
+from etude.recipes.scoring import live
 from etude.records import Message
 from etude.rewards import Judge
 from etude.rollout import TorchEngine
@@ -80,7 +81,7 @@ def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool, answers
     console = make_console(run.observe.console)
     with (
         _engine(run, best=best) as (step, chat, engine),
-        Judge(run.reward, run.judging) as judge,
+        Judge(live(run.reward), run.judging) as judge,
         asyncio.Runner() as runner,
     ):
         with progress("reading the tasks", None, console):

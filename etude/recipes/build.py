@@ -64,12 +64,13 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     from etude.recipes.frame import introduce
     from etude.recipes.parts import Learners, Parts, Scoring
     from etude.recipes.saving import Saver, taken_up
+    from etude.recipes.scoring import live
     from etude.recipes.workers import PolicyWorker
 
     chat = chat_of(run)
     _can_call(run, chat)
     train, overlong = tasks(run, chat, "data.train", run.data.train)
-    judge = stack.enter_context(Judge(run.reward, run.judging))
+    judge = stack.enter_context(Judge(live(run.reward), run.judging))
     crew, engine = _crew(run, chat, directory, stack)
     runner = stack.enter_context(asyncio.Runner())
     episodes = episodes_of(run, crew.call(PolicyWorker.longest), chat)

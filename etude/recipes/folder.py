@@ -259,7 +259,8 @@ def check_model(path: Path, name: str = "model.path") -> None:
     if (path / OPTIONS).is_file():
         raise ConfigError(
             f"`{name}={path}` is the directory of a run, not of a model. Write its model with `{etude_command()} "
-            f"export {path} my-model` and give that; to go on with the run, `{etude_command()} train --resume {path}`."
+            f"export {path} my-model` and give that; to go on with the run, `{etude_command()} {recipe_of(path)} "
+            f"--resume {path}`."
         )
     if not (path / "config.json").is_file():
         found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"

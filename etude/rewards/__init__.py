@@ -19,6 +19,7 @@ from etude.rewards.maths import Math
 from etude.rewards.model_judge import ModelJudge
 from etude.rewards.nothing import Nothing
 from etude.rewards.program import Program
+from etude.rewards.scored import ScoredByModel
 from etude.rewards.text import F1, Exact, Format, Regex
 from etude.rewards.verdict import Verdict
 
@@ -44,6 +45,7 @@ __all__ = [
     "Regex",
     "RewardFunction",
     "Score",
+    "ScoredByModel",
     "Verdict",
     "score_of",
 ]

@@ -29,6 +29,7 @@ from etude.rewards.instructions import Instructions
 from etude.rewards.maths import Math
 from etude.rewards.model_judge import ModelJudge
 from etude.rewards.program import Program
+from etude.rewards.scored import ScoredByModel
 from etude.rewards.text import F1, Exact, Format, Regex
 
 __all__ = ["PARTS", "Combined"]
@@ -45,6 +46,7 @@ PARTS: dict[str, type[RewardFunction]] = {
     "instructions": Instructions,
     "program": Program,
     "judge": ModelJudge,
+    "model": ScoredByModel,
     "function": Function,
 }
 

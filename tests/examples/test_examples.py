@@ -31,16 +31,16 @@ def said(words: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def unexplained(metrics: Path) -> set[str]:
-    """The metrics of a run that the page on training does not name."""
-    page = (ROOT / "docs/training.md").read_text().partition("### The numbers")[2].partition("\n## ")[0]
+def unexplained(metrics: Path, page: str = "docs/training.md", heading: str = "### The numbers") -> set[str]:
+    """The metrics of a run that a table of a page, by default the one on training, does not name."""
+    page = (ROOT / page).read_text().partition(heading)[2].partition("\n## ")[0]
     names = [name for row in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
     measured = {name for line in metrics.read_text().splitlines() for name in json.loads(line)}
     return {name for name in measured if not any(fnmatchcase(name, known) for known in names)}
 
 
 def test_every_example_is_run() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(GOALS)
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*GOALS, "teach_and_judge"}
 
 
 @pytest.mark.parametrize("name", GOALS)
@@ -49,6 +49,15 @@ def test_an_example_learns(name: str, tmp_path: Path) -> None:
     rewards = [float(found) for found in re.findall(r"^step .* reward +([\d.]+)", told, flags=re.MULTILINE)]
     assert rewards[0] < GOALS[name] / 4 and rewards[-1] > GOALS[name], told
     assert not unexplained(tmp_path / "run/metrics.jsonl") - OWN_METRICS
+
+
+def test_a_judge_improves_what_demonstrations_taught(tmp_path: Path) -> None:
+    told = said([str(EXAMPLES / "teach_and_judge.py"), "all"], tmp_path)
+    before, after = (float(found) for found in re.findall(r"eval/mean@1 +│ +([\d.]+)", told))
+    assert before < 0.7 and after > 0.85, told
+    assert not unexplained(tmp_path / "all/run/metrics.jsonl")
+    for name in ("taught", "judging"):
+        assert not unexplained(tmp_path / f"all/{name}/metrics.jsonl", "docs/supervised.md", "## What is measured")
 
 
 def test_an_environment_of_gymnasium_takes_twenty_lines() -> None:

@@ -20,7 +20,7 @@ from tests.pages.document import PAGES
 from tests.pages.text import cell, docstring, linked
 
 OPTION = re.compile(r"([a-z_]+(?:\.[a-z_*]+)*)(=.*)?")
-ADVICE = ("concepts.md", "troubleshooting.md", "data.md")
+ADVICE = ("concepts.md", "troubleshooting.md", "data.md", "supervised.md")
 """Pages that speak of options in every other line."""
 METRICS = {"eval/mean@n"}
 """Metrics whose names hold a number."""

@@ -48,7 +48,7 @@ def understood(words: list[str]) -> bool:
     except SystemExit as end:
         return not end.code
     names = [word for word in vars(asked).get("overrides", ()) if "=" not in word]
-    if words[0] in ("train", "config") and not set(names) <= set(PRESETS):
+    if words[0] in ("train", "config") and not set(names) <= {*PRESETS, *vars(asked).get("roots", ())}:
         return False
     if vars(asked).get("config") is not None or vars(asked).get("multirun"):
         return True
@@ -86,6 +86,8 @@ def test_a_command_that_does_not_exist_is_told() -> None:
     assert not understood(["no-such-command"])
     assert not understood(["train", "no-such-preset"])
     assert not understood(["train", "grpo", "stepps=3"])
+    assert understood(["sft", "batch_size=3"]) and understood(["config", "show", "dpo", "loss.beta=0.2"])
+    assert not understood(["sft", "reward=gsm8k"]) and not understood(["dpo", "data.learn=last"])
     assert understood(["data", "prepare", "math", "levels=[1]"])
     assert not understood(["data", "prepare", "gsm8k", "levels=[1]"])
 

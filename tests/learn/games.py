@@ -12,12 +12,13 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
 
+from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
 from etude.chat import Tokenizer as Chats
 from etude.data.collate import collate
-from etude.demo.beginner import Imitate
 from etude.envs import Observation, TextEnv
 from etude.models import create, save, tiny
+from etude.recipes.workers import Minimise
 from etude.records import Rollout, Sample, Task
 from etude.train import Learner, Train
 
@@ -82,7 +83,7 @@ def make_speaker(directory: Path, steps: int = 200) -> Path:
     training = Train(precision="fp32", learning_rate=1e-2, schedule="cosine", warmup=10)
     learner, shown = Learner(model, training, steps=steps), _shown(tokenizer)
     for _ in range(steps):
-        learner.update(next(shown), Imitate())
+        learner.update(next(shown), Minimise(SFT()))
     save(model, directory)
     return directory
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from inspect import cleandoc
 
 from pydantic import BaseModel
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from etude.cli import parser
 from etude.config import load_plugin
 from etude.config.choice import Options, options_of
-from etude.config.tree import join, model_of
+from etude.config.tree import default_of, join, model_of
 from tests.pages.options import HEAD, options, row
 from tests.pages.text import cell, note
 
@@ -39,12 +39,34 @@ refused: `loss.clip_high` belongs to some losses, and not to others.
 
 def page() -> str:
     """The page."""
-    parts = [INTRO]
+    parts, told = [INTRO], dict[str, type[BaseModel]]()
     for root, commands in roots().items():
         kind = load_plugin(root, BaseModel)
         named = ", ".join(f"`etude {command}`" for command in commands)
-        parts += [f"## {named}", *_section(kind, "", 3)]
+        alike = {command: _alike(kind, other) for command, other in told.items()}
+        shared = {name: command for command, names in reversed(alike.items()) for name in names}
+        parts += [f"## {named}", _as_before(shared), *_section(kind, "", 3, without=shared)]
+        told[commands[0]] = kind
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def _alike(kind: type[BaseModel], other: type[BaseModel]) -> list[str]:
+    """The options that two commands have as one: those that were written once, for both."""
+    fields = [(name, field, other.model_fields.get(name)) for name, field in kind.model_fields.items()]
+    return [
+        name
+        for name, field, theirs in fields
+        if theirs is not None
+        and (field.annotation, field.description) == (theirs.annotation, theirs.description)
+        and default_of(field) == default_of(theirs)
+    ]
+
+
+def _as_before(shared: Mapping[str, str]) -> str:
+    """A sentence for each command above that has some of the options too."""
+    names = {command: [name for name, of in shared.items() if of == command] for command in shared.values()}
+    told = [f"As for `etude {command}`: {', '.join(f'`{name}`' for name in each)}." for command, each in names.items()]
+    return " ".join(told)
 
 
 def roots() -> dict[str, list[str]]:
@@ -66,11 +88,15 @@ def _commands(parsing: argparse.ArgumentParser, name: str) -> Iterator[tuple[str
                 yield from _commands(inner, f"{name} {word}".strip())
 
 
-def _section(kind: type[BaseModel], path: str, level: int, without: Collection[str] = ()) -> Iterator[str]:
-    """Single options first, then each choice and each section under its own heading."""
+def _section(
+    kind: type[BaseModel], path: str, level: int, without: Collection[str] = (), held: BaseModel | None = None
+) -> Iterator[str]:
+    """Single options first, then each choice and each section under its own heading. held: the object that stands there
+    if nothing is asked."""
     fields = {name: field for name, field in kind.model_fields.items() if name not in without}
     chosen = {name: options_of(field.annotation, field.metadata) for name, field in fields.items()}
-    yield options(kind, path, without={*without, *(name for name, choice in chosen.items() if choice is not None)})
+    choices = {name for name, choice in chosen.items() if choice is not None}
+    yield options(kind, path, without={*without, *choices}, held=held)
     for name, field in fields.items():
         here, choice, section = join(path, name), chosen[name], model_of(field.annotation)
         if choice is not None:
@@ -80,7 +106,8 @@ def _section(kind: type[BaseModel], path: str, level: int, without: Collection[s
         elif section is not None:
             yield f"{'#' * level} `{here}`"
             yield _sentence(field.description or "")
-            yield from _section(section, here, level + 1)
+            default = default_of(field) if held is None else getattr(held, name)
+            yield from _section(section, here, level + 1, held=default if isinstance(default, section) else None)
 
 
 def _choices(choice: Options, path: str, level: int) -> Iterator[str]:

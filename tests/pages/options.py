@@ -19,21 +19,22 @@ HUGE = 2**62
 HEAD = "| option | takes | by default | meaning |\n|---|---|---|---|"
 
 
-def options(kind: type[BaseModel], path: str, without: Collection[str] = ()) -> str:
-    """The fields of a class as a table of options below a path; empty where it has none of its own."""
+def options(kind: type[BaseModel], path: str, without: Collection[str] = (), held: BaseModel | None = None) -> str:
+    """The fields of a class as a table of options below a path; empty where it has none of its own. held: the object
+    that stands there if nothing is asked, whose values may be others than its class has by itself."""
     rows = [
-        row(join(path, name), field)
+        row(join(path, name), field, REQUIRED if held is None else getattr(held, name))
         for name, field in kind.model_fields.items()
         if name not in without and not _is_section(field)
     ]
     return "\n".join([HEAD, *rows]) if rows else ""
 
 
-def row(path: str, field: FieldInfo) -> str:
-    """One option as a row."""
+def row(path: str, field: FieldInfo, held: Any = REQUIRED) -> str:
+    """One option as a row. held: what it is by default, where that is another value than its class says."""
     choice = options_of(field.annotation, field.metadata)
     takes = "one of " + ", ".join(f"`{name}`" for name in choice.names) if choice else cell(_takes(field))
-    return f"| `{path}` | {takes} | {_default(field)} | {cell(field.description or '')} |"
+    return f"| `{path}` | {takes} | {_default(field, held)} | {cell(field.description or '')} |"
 
 
 def _takes(field: FieldInfo) -> str:
@@ -44,8 +45,8 @@ def _takes(field: FieldInfo) -> str:
     return words(field.annotation) + (f", {' and '.join(told)}" if told else "")
 
 
-def _default(field: FieldInfo) -> str:
-    value = default_of(field)
+def _default(field: FieldInfo, held: Any) -> str:
+    value = default_of(field) if held is REQUIRED else held
     if value is REQUIRED:
         return "must be given"
     choice = options_of(field.annotation, field.metadata)

@@ -1,0 +1,80 @@
+"""A reward model in this process: token sequences in, a score for each out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from etude.batch import Batch, Kind, Pack
+from etude.data.pack import tree
+from etude.models import Model
+from etude.protocols import Ids
+from etude.records import Rollout, Sample
+from etude.train.forward import ForwardPass, cut
+
+__all__ = ["ModelScorer"]
+
+
+class ModelScorer:
+    """The `Scorer` over a model with a score head, whose weights stay as they were loaded.
+
+    consumes       sequences, from any number of callers at once, all in one event loop
+    produces       the score of each, read at its last token
+    waits for      a thread that computes one batch at a time; all that came meanwhile is the next
+    unblocked by   the end of that batch, or its failure, which everybody who waits for it is told
+
+    What several sequences begin with alike is computed once.
+    """
+
+    def __init__(self, model: Model, micro_tokens: int, *, pack: Callable[[Batch], Pack] = tree) -> None:
+        for weight in model.parameters():
+            weight.requires_grad_(False)
+        self._model, self._micro_tokens = model, micro_tokens
+        self._forward = ForwardPass(model, pack, 1.0)
+        self._waiting: list[tuple[Sequence[Ids], asyncio.Future[NDArray[np.float64]]]] = []
+        self._working: asyncio.Task[None] | None = None
+
+    async def score(self, sequences: Sequence[Ids]) -> NDArray[np.float64]:
+        """One number a sequence, in their order."""
+        told: asyncio.Future[NDArray[np.float64]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((sequences, told))
+        if self._working is None or self._working.done():
+            self._working = asyncio.ensure_future(self._work())
+        return await told
+
+    def scores(self, sequences: Sequence[Ids]) -> NDArray[np.float64]:
+        """The same, computed here and now."""
+        rows, rollouts = list[Sample](), list[Rollout]()
+        for place, ids in enumerate(sequences):
+            nothing = np.zeros(len(ids), np.int32)
+            rows.append(Sample(ids, nothing.astype(np.bool_), nothing.astype(np.float32), nothing, nothing, place))
+            rollouts.append(Rollout(place, place, 0, 0.0))
+        found = torch.empty(len(sequences), dtype=torch.float64)
+        for micro, at in cut(Batch.from_records(rows, rollouts), self._micro_tokens, "rollout", self._model.device):
+            with torch.no_grad():
+                found[at[Kind.UNIT]] = self._forward(micro, frozenset({"score"})).columns["score"].to(found)
+        return found.numpy()
+
+    async def _work(self) -> None:
+        """Score what waits, and what comes meanwhile, until nothing does."""
+        while self._waiting:
+            taken = [(sequences, told) for sequences, told in self._waiting if not told.done()]
+            self._waiting.clear()
+            if not taken:
+                continue
+            every = [sequence for sequences, _ in taken for sequence in sequences]
+            try:
+                found = await asyncio.to_thread(self.scores, every)
+            except Exception as error:
+                for _, told in taken:
+                    if not told.done():
+                        told.set_exception(error)
+                continue
+            ends = np.cumsum([len(sequences) for sequences, _ in taken])
+            for (_, told), part in zip(taken, np.split(found, ends[:-1]), strict=True):
+                if not told.done():
+                    told.set_result(part)
