@@ -18,6 +18,7 @@ from etude.models.layers import Fused, fits
 from etude.models.layout import Multiplied, product
 from etude.models.lowrank import adapted_layers, is_adapted, merged, published, without_adapters
 from etude.models.naming import names_part, refuse_unmatched
+from etude.models.retain import retain_memory
 
 __all__ = ["Model"]
 
@@ -41,6 +42,7 @@ class Model:
     def __init__(self, module: PreTrainedModel, exact: Mapping[str, Tensor] | None = None) -> None:
         """`exact` are the weights before they were rounded to the dtype of the module, of those that rounding changed;
         see `take_exact`."""
+        retain_memory()
         self.module: Any = module
         self._exact: Mapping[str, Tensor] = exact or {}
         self.module.eval()  # type: ignore[no-untyped-call]

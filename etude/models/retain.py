@@ -1,0 +1,34 @@
+"""Keeping the memory that a computation gives back, where the processor computes.
+
+glibc hands large tensors back to the system as soon as they are freed, and asks for them anew a moment later: each page
+comes back empty, and is filled with zeros by the kernel, before anything is written to it. A training step frees and
+takes gigabytes. Measured on two cores, a step of a model with 75 million parameters takes a third less time when what
+was freed stays with the process, for the next tensor of that size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from functools import cache
+
+import torch
+
+__all__ = ["retain_memory"]
+
+TRIM_THRESHOLD, MMAP_MAX = -1, -4
+"""Which settings glibc's `mallopt` changes: how much may lie free before it is given back, and how many tensors may
+have a mapping of their own, which is given back with them."""
+ASKED = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
+"""What the beginning of an environment variable shows that somebody chose how memory is given back, or who does it."""
+
+
+@cache
+def retain_memory() -> bool:
+    """Have this process keep what it frees; true if it does. Left alone where a GPU computes, whose tensors lie
+    elsewhere, where the C library is not glibc, and where the environment says otherwise."""
+    if torch.cuda.is_available() or platform.libc_ver()[0] != "glibc" or any(n.startswith(ASKED) for n in os.environ):
+        return False
+    library = ctypes.CDLL(None)
+    return bool(library.mallopt(TRIM_THRESHOLD, -1) and library.mallopt(MMAP_MAX, 0))
