@@ -125,6 +125,13 @@ class Algorithm(Config):
         filled |= {"old_logp"} if self.correction.policies == "two" else set()
         return frozenset(needs - filled)
 
+    def needs_first(self) -> frozenset[str]:
+        """Those of them that must be there before `estimate`: all but π_old, where only the loss reads it. Where one
+        update is made of a batch, its own forward pass tells π_old."""
+        first = self.advantage.needs() | self.correction.needs() | (self.kl.needs() if self.kl is not None else set())
+        first |= self.loss.needs() if "chosen" in self.loss.needs() else set()
+        return self.needs() if "old_logp" in first else self.needs() - {"old_logp"}
+
     def outputs(self) -> frozenset[str]:
         """What a forward pass has to compute: names of fields of `Outputs`."""
         outputs = self.loss.outputs() | self.entropy.outputs()
@@ -139,7 +146,8 @@ class Algorithm(Config):
         and rejected, and selections are made over what the batch holds.
         """
         ranks, metrics, view = ranks or Alone(), Metrics(), View(batch)
-        for name in sorted(self.needs()):
+        given = {name for name, _ in batch.columns()}
+        for name in sorted(self.needs_first() | (self.needs() & given)):
             column = batch.need(name, by="This algorithm")
             # A token reward may stand on context too, and is checked where it is read.
             if name != "token_reward" and COLUMNS.get(name) is Kind.TOKEN and column.is_floating_point():

@@ -281,12 +281,14 @@ class Correction(Config):
         needs |= {"behavior_logp"} if self.policies == "two" or self.sequence_mask is not None else set()
         return frozenset(needs)
 
-    def __call__(self, view: View) -> Corrected:
-        """Once a step, over the rollout batch. Nothing is measured where π_old is unknown, or is μ by decree."""
-        metrics = Metrics()
+    def measured(self, view: View) -> Metrics:
+        """The mismatch; nothing where π_old is not known yet, or is μ by decree."""
         known = view.batch.behavior_logp is not None and view.batch.old_logp is not None
-        if known and self.policies == "three":
-            metrics.merge(mismatch(view))
+        return mismatch(view) if known and self.policies == "three" else Metrics()
+
+    def __call__(self, view: View) -> Corrected:
+        """Once a step, over the rollout batch."""
+        metrics = self.measured(view)
         if self.weight == "none" and not self.reject:
             return Corrected(metrics=metrics)
         log_rho = view.column("old_logp", by="The correction") - view.column("behavior_logp", by="The correction")

@@ -249,12 +249,16 @@ def foresees(run: Run) -> bool:
 def from_the_models(run: Run) -> frozenset[str]:
     """The columns that the policy and the models beside it are asked for before a step's estimates.
 
-    π_old is asked for even where no loss reads it, because the sampler is compared with it at every step; it is left
-    out where μ stands in for it. What a critic is trained on is what it said before.
+    π_old is asked for even where no loss reads it, because the sampler is compared with it at every step. It is left
+    out where μ stands in for it, and where the step's one update tells it, so that no pass is made for it alone. What
+    a critic is trained on is what it said before.
     """
     asked = run.needs() & BY_MODELS
     asked |= run.critic.loss.needs() & BY_THE_CRITIC if foresees(run) else frozenset()
-    return asked if run.correction.policies == "two" else asked | {"old_logp"}
+    if run.correction.policies == "two":
+        return asked
+    alone = run.updates * run.epochs == 1 and not asked & BY_THE_MODEL - {"old_logp"}
+    return asked - {"old_logp"} if alone and "old_logp" not in run.needs_first() else asked | {"old_logp"}
 
 
 def _alone(advantage: Advantage) -> list[float] | None:

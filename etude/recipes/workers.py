@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from etude.algorithms import Algorithm, Denominators, Loss, LossValue, Outputs, State, View
@@ -25,6 +26,7 @@ from etude.rollout import TorchEngine
 from etude.rollout.team import dismiss_team
 from etude.sync import LocalCarrier
 from etude.train import Frozen, Learner
+from etude.train.forward import TOKEN_OF_BATCH
 from etude.train.ranks import count, of_group
 
 __all__ = ["Beside", "Improve", "Minimise", "PolicyWorker"]
@@ -34,11 +36,25 @@ CRITIC = "critic"
 
 
 class Improve:
-    """What a policy's update minimises: the run's algorithm, under the state that its batch was estimated in."""
+    """What a policy's update minimises: the run's algorithm, under the state that its batch was estimated in.
+
+    Where a step makes one update and nothing before it reads π_old, π_old is what that update's own forward pass says
+    (`begins`): the weights are those that the step began with.
+    """
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
         self.state = State()
+        self._old: Tensor | None = None
+
+    def begins(self, batch: Batch) -> None:
+        """The next update is the one of its step, and of this batch."""
+        self._old = torch.full((batch.tokens,), torch.nan)
+
+    def told(self) -> Tensor | None:
+        """[T]: π_old of the batch, now that its update was made; forgotten here. None where it was known before."""
+        old, self._old = self._old, None
+        return old
 
     @property
     def split_unit(self) -> Literal["rollout", "group"]:
@@ -55,6 +71,10 @@ class Improve:
 
     def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
         """This micro-batch's share."""
+        if self._old is not None:
+            old = View(batch, outputs).forward("logp").detach()
+            self._old = self._old.to(old.dtype).index_copy(0, batch.extra[TOKEN_OF_BATCH].tensor.cpu(), old.cpu())
+            batch = batch.replace(old_logp=old)
         return self._algorithm.objective(batch, outputs, whole, self.state)
 
 
@@ -154,8 +174,18 @@ class PolicyWorker:
                         told = critic.update(part, self._beside.foresee)
                         metrics.merge({f"critic/{name}": metric for name, metric in told.items()})
                     if self._step > self._beside.warmup:
-                        metrics.merge(self._learner.update(part, self._objective))
+                        metrics.merge(self._improved(part, alone=self._epochs * len(parts) == 1))
         metrics.add("optimizer_steps", Last.of(self._learner.version - before))
+        return metrics
+
+    def _improved(self, part: Batch, *, alone: bool) -> Metrics:
+        """An update of the policy; alone, if it is the only one of its step."""
+        if part.old_logp is not None or not alone:
+            return self._learner.update(part, self._objective)
+        self._objective.begins(part)
+        metrics = self._learner.update(part, self._objective)
+        known = View(part.replace(old_logp=self._objective.told()), ranks=self._ranks)
+        metrics.merge(self._algorithm.correction.measured(known))
         return metrics
 
     @spread()

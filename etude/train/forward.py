@@ -21,7 +21,7 @@ from etude.data.pack import micro_batches
 from etude.errors import BatchError
 from etude.models import Model, PackedAttention, logp_and_entropy, over_chunks, token_logp
 
-__all__ = ["JUDGED", "Compared", "ForwardPass", "Passed", "cut"]
+__all__ = ["JUDGED", "TOKEN_OF_BATCH", "Compared", "ForwardPass", "Passed", "cut"]
 
 Judge = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 
@@ -34,6 +34,8 @@ JUDGED: dict[str, Judge] = {
 }
 """What can be said of tokens from one model: by its logits (a critic's are one number), their ids, the teacher's top
 ids, the temperature."""
+TOKEN_OF_BATCH = "token_of_batch"
+"""The column of a micro-batch that says where in its batch each token stands."""
 OF_ROLLOUTS = frozenset({"score"})
 """What is said of whole rollouts, read at their last token."""
 
@@ -169,7 +171,7 @@ def cut(
     """Micro-batches of about so many tokens on a device, each with where its tokens and its rollouts stand in the
     batch, whatever order they were put in."""
     places = {
-        "token_of_batch": Column(Kind.TOKEN, torch.arange(batch.tokens, device=batch.device)),
+        TOKEN_OF_BATCH: Column(Kind.TOKEN, torch.arange(batch.tokens, device=batch.device)),
         "rollout_of_batch": Column(Kind.UNIT, torch.arange(batch.rollouts, device=batch.device)),
     }
     marked = batch.replace(extra={**batch.extra, **places})

@@ -11,8 +11,10 @@ import torch
 
 from etude.batch import Batch
 from etude.dispatch import LocalCrew
+from etude.errors import MissingColumnError
 from etude.observe import Metrics
 from etude.recipes.build import policy
+from etude.recipes.checks import from_the_models
 from etude.recipes.run import Run
 from etude.recipes.workers import Improve, PolicyWorker
 from etude.records import Rollout, Sample
@@ -61,6 +63,59 @@ def test_a_step_makes_as_many_updates_as_were_asked_for(updates: int, epochs: in
         assert found["policy_kl"] > 0, "from the second update on, the policy is off its data"
     else:
         assert found["policy_kl"] == pytest.approx(0, abs=1e-6)
+
+
+LATE = [{"loss": name} for name in ("ppo", "gspo", "cispo", "sapo", "reinforce")] + [
+    {"advantage": "gae", "critic.train.precision": "fp64"},
+    {"mask_truncated": True, "entropy.coefficient": 0.01, "train.micro_tokens": 9},
+]
+
+
+@pytest.mark.parametrize("changes", LATE, ids=lambda each: "-".join(map(str, each.values())))
+def test_one_update_tells_what_the_step_began_with(changes: dict[str, Any], world: Path) -> None:
+    run = run_of(world, **{"train.precision": "fp64", "train.learning_rate": 1e-2, **changes})
+    assert "old_logp" not in from_the_models(run)
+    found = []
+    for columns in (frozenset[str](), frozenset({"old_logp"})):
+        crew = worker_of(run)
+        batch = batch_of()
+        batch = batch.replace(
+            behavior_logp=batch.need("behavior_logp").double(),  # in which estimates are made, where nothing else tells
+            value=torch.zeros(batch.tokens),
+            final_value=torch.zeros(batch.rollouts),
+            truncated=batch.group == 1,
+        )
+        batch = crew.call(PolicyWorker.annotate, batch, columns)
+        told = crew.call(PolicyWorker.update, [crew.call(PolicyWorker.estimate, batch, 1)]).reduce()
+        found.append((told, dict(crew.call(PolicyWorker.weights))))
+    (late, weights), (early, others) = found
+    assert all(torch.allclose(weights[name], others[name], rtol=0, atol=1e-12) for name in weights)
+    assert late["mismatch/k3"] > 0.01, "the sampler's log-probs are made up here"
+    timed = {"update_seconds", "trained_tokens_per_second", "mfu", "peak_memory_gb", "device_utilisation"}
+    assert {n: v for n, v in late.items() if n not in timed} == pytest.approx(
+        {n: v for n, v in early.items() if n not in timed}, abs=1e-9
+    )
+
+
+def test_what_reads_it_before_has_it_before(world: Path) -> None:
+    for changes in (
+        {"updates": 2},
+        {"epochs": 2},
+        {"loss": "kl_cov"},
+        {"kl": "reverse"},
+        {"correction.weight": "truncate"},
+        {"advantage": "distillation"},
+        {"entropy.top_share": 0.2},
+    ):
+        assert "old_logp" in from_the_models(run_of(world, **changes)), changes
+
+
+def test_a_second_update_without_it_is_refused(world: Path) -> None:
+    run = run_of(world)
+    crew = worker_of(run)
+    estimated = crew.call(PolicyWorker.estimate, batch_of(), 1)
+    with pytest.raises(MissingColumnError, match="old_logp"):
+        crew.call(PolicyWorker.update, estimated.split(2))
 
 
 def test_what_was_seen_before_the_update_is_told_once(world: Path) -> None:
