@@ -1,6 +1,6 @@
 """Time whole steps of GRPO beside TRL's GRPOTrainer: the same models, tasks, rewards, sizes and optimizer.
 
-    python -m bench.grpo_vs_trl [--rounds 5] [--cases a b c learn] [--json FILE]
+    python -m bench.grpo_vs_trl [--rounds 5] [--cases a b c learn] [--as-it-comes] [--json FILE]
 
 Each trainer runs in a process of its own, TRL in an environment of its own, which is built the first time. Both train
 the same random Qwen3-shaped model in mixed bf16 (bf16 products, float32 weights for AdamW), eight answers to a task at
@@ -10,6 +10,9 @@ temperature 1, compared within their group, one update a step, no reference, and
     b        75 million, the same
     c        75 million, prompts of 512 tokens, eight answers to each, 32 new tokens
     learn    whether both learn: a small model, as many steps, and what the answers of the last ones earned
+
+Etude has its process keep the memory that it frees (`models/retain.py`). TRL is given the same, by the environment,
+because it is as much faster by it; `--as-it-comes` leaves that out.
 
 A step is everything from asking for it to its metrics: sampling, rewards, the update. The trainers make theirs in
 turns, the first two of each not timed; a ratio is the median over the rounds of TRL's time over Etude's. Where Etude's
@@ -23,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import signal
 import sys
 import tempfile
@@ -34,16 +36,15 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import tokenizers
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from tokenizers import models, pre_tokenizers
 
 from bench.common import machine, matrix_rate, versions
 from bench.rollout import MODELS
+from bench.words import write_model, write_tasks
 from bench.workers import Worker
-from etude.models import create, save, tiny
+from etude.models import create, tiny
 from etude.observe import make_console, progress
 from etude.rollout.environments import environment, named
 
@@ -52,6 +53,8 @@ LIMITS = {"a": 1.7, "b": 1.4, "c": 7.0}
 WARMING = 2
 """Steps of each that are not timed."""
 TRAINERS = ("etude", "trl")
+RETAINING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""What has glibc keep what a process frees."""
 
 
 @dataclass(frozen=True)
@@ -116,38 +119,11 @@ class Timed:
         return {name.removeprefix("time/"): median(phases.get(name, 0.0) for phases in self.phases) for name in names}
 
 
-def write_model(directory: Path, case: Case) -> int:
-    """A random model whose tokens are words of two alphabets; returns how many parameters it has."""
-    sizes = dict(MODELS[case.model])
-    count = sizes["vocabulary"]
-    words = ["<pad>", "<end>", *(f"{'ab'[index % 2]}{index}" for index in range(count - 2))]
-    inner = tokenizers.Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.add_special_tokens(["<pad>", "<end>"])
-    model = create(tiny(context=1024, **sizes), seed=0)
-    model.module.config.eos_token_id = model.module.generation_config.eos_token_id = 1
-    model.module.config.pad_token_id = model.module.generation_config.pad_token_id = 0
-    save(model, directory)
-    inner.save(str(directory / "tokenizer.json"))
-    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "<pad>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(told))
-    return sum(weight.numel() for weight in model.parameters())
-
-
-def write_tasks(file: Path, case: Case, count: int = 512) -> None:
-    """Prompts of random words."""
-    chance, size = random.Random(case.name), MODELS[case.model]["vocabulary"] - 2
-    with file.open("w") as tasks:
-        for _ in range(count):
-            words = (chance.randrange(size) for _ in range(case.prompt))
-            tasks.write(json.dumps({"prompt": " ".join(f"{'ab'[word % 2]}{word}" for word in words)}) + "\n")
-
-
 @contextmanager
 def started(
-    case: Case, pythons: Mapping[str, Path], folder: Path, console: Console
+    case: Case, pythons: Mapping[str, Path], given: Mapping[str, str], folder: Path, console: Console
 ) -> Iterator[tuple[dict[str, Worker], dict[str, Any]]]:
-    """A worker for each trainer, ready, and which versions each runs."""
+    """A worker for each trainer, ready, and which versions each runs. given: TRL's environment."""
     told: dict[str, Any] = {}
     with ExitStack() as ends:
         workers: dict[str, Worker] = {}
@@ -157,22 +133,25 @@ def started(
             file.write_text(json.dumps(asdict(case) | own | {"directory": str(folder / f"{case.name}-{name}")}))
             with progress(f"starting {name} on {case.name}", None, console):
                 command = [str(python), "-m", "bench.grpo_worker", name, str(file)]
-                workers[name] = Worker(name, command, file.with_suffix(".log"))
+                more = given if name == "trl" else {}
+                workers[name] = Worker(name, command, file.with_suffix(".log"), more)
                 ends.callback(workers[name].close)
                 told[name] = workers[name].hear()
         yield workers, told
 
 
-def timed(case: Case, pythons: Mapping[str, Path], rounds: int, folder: Path, console: Console) -> tuple[Timed, Any]:
-    """A case on both trainers, in turns."""
+def timed(
+    case: Case, pythons: Mapping[str, Path], given: Mapping[str, str], rounds: int, folder: Path, console: Console
+) -> tuple[Timed, Any]:
+    """A case on both trainers, in turns. given: TRL's environment."""
     if not (folder / case.model).exists():
-        write_model(folder / case.model, case)
+        write_model(folder / case.model, MODELS[case.model])
     parameters = sum(p.numel() for p in create(tiny(context=1024, **MODELS[case.model]), seed=0).parameters())
-    write_tasks(folder / f"{case.name}.jsonl", case)
+    write_tasks(folder / f"{case.name}.jsonl", MODELS[case.model]["vocabulary"], case.prompt)
     found = Timed(case, parameters)
     steps = LEARN_STEPS if case.name == "learn" else rounds + WARMING
     with (
-        started(case, pythons, folder, console) as (workers, told),
+        started(case, pythons, given, folder, console) as (workers, told),
         progress(f"steps of {case.name}", steps * len(workers), console) as bar,
     ):
         for step in range(steps):
@@ -234,15 +213,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="how many steps are timed; medians are shown")
     names = [case.name for case in CASES]
     parser.add_argument("--cases", nargs="+", default=names, choices=names, help="these alone")
+    parser.add_argument("--as-it-comes", action="store_true", help="leave TRL's memory to the C library's defaults")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     asked = parser.parse_args(argv)
+    given = {} if asked.as_it_comes else RETAINING
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the trainers are ended as well
     console = make_console()
     pythons = {"etude": Path(sys.executable), "trl": environment(named("trl"), console=console).python}
     with tempfile.TemporaryDirectory() as folder:
-        found = [
-            timed(case, pythons, asked.rounds, Path(folder), console) for case in CASES if case.name in asked.cases
-        ]
+        cases = [case for case in CASES if case.name in asked.cases]
+        found = [timed(case, pythons, given, asked.rounds, Path(folder), console) for case in cases]
     measured, told = [each for each, _ in found], found[0][1]
     console.print(
         f"64 answers a step in mixed bf16, {machine()['threads']} threads, median of {asked.rounds} rounds; a matrix "

@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[1]
 class Worker:
     """A process that answers lines of JSON. Its group of processes ends with it, whatever it started itself."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.name, self.log = name, log
         with log.open("wb") as said:
             self.process = subprocess.Popen(
@@ -31,7 +33,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=said,
                 cwd=ROOT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **(environment or {})},
                 start_new_session=True,
             )
         assert self.process.stdin is not None and self.process.stdout is not None

@@ -20,10 +20,10 @@ from bench.grpo_vs_trl import (
     learned,
     shown,
     started,
-    write_model,
-    write_tasks,
 )
 from bench.grpo_worker import earned
+from bench.rollout import MODELS
+from bench.words import write_model, write_tasks
 from etude.rollout.environments import NAMED
 
 TINY = Case("tiny", "tiny", prompt=5, new=4, groups=2, group_size=4)
@@ -64,11 +64,11 @@ def test_both_are_asked_the_same_and_earn_alike() -> None:
 
 
 def test_etude_makes_its_steps_when_it_is_told_to(tmp_path: Path) -> None:
-    assert write_model(tmp_path / "tiny", TINY) > 0
-    write_tasks(tmp_path / "tiny.jsonl", TINY, 6)
+    assert write_model(tmp_path / "tiny", MODELS["tiny"]) > 0
+    write_tasks(tmp_path / "tiny.jsonl", 64, TINY.prompt, 6)
     assert len(json.loads((tmp_path / "tiny.jsonl").read_text().splitlines()[0])["prompt"].split()) == 5
     console = Console(file=io.StringIO(), width=160)
-    with started(TINY, {"etude": Path(sys.executable)}, tmp_path, console) as (workers, told):
+    with started(TINY, {"etude": Path(sys.executable)}, {}, tmp_path, console) as (workers, told):
         assert "torch" in told["etude"]
         for _ in range(2):
             workers["etude"].tell("step")

@@ -1,0 +1,180 @@
+"""How a whole step of GRPO grows: in time and memory, with its tokens and with the words of the vocabulary.
+
+    python -m bench.growth [--rounds 3] [--only tokens vocabulary] [--json FILE]
+
+One small model in mixed bf16, eight answers of 64 tokens to each prompt of 64, sampled, judged and learned from as by
+`etude train`; a process for each point, the points of a line in turns:
+
+    tokens        16,384 to 262,144 tokens a step: prompts and answers, as they are in the batch
+    vocabulary    1,024 to 150,000 words, 16,384 tokens a step
+
+Time should grow as the tokens do, and with the vocabulary along a straight line, because the head is the only part that
+knows it. Memory is the highest that a process had, less what it had when it was ready to begin: weights and optimizer
+were there by then, so that it should not grow with a step's tokens, and hardly with the vocabulary, whose logits are
+computed in pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from bench.common import machine, versions
+from bench.words import write_model, write_tasks
+from bench.workers import Worker
+from etude.observe import make_console, progress
+
+BODY = {"layers": 3, "hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 640}
+PROMPT = NEW = 64
+GROUP_SIZE = 8
+TOKENS = GROUP_SIZE * (PROMPT + NEW)
+"""Of one group in a batch."""
+WARMING = 1
+"""Steps of each point that are not timed."""
+
+
+@dataclass
+class Point:
+    """A size of step, and what was measured of it."""
+
+    line: str
+    tokens: int
+    vocabulary: int
+    seconds: list[float] = field(default_factory=list)
+    ready: int = 0
+    """Bytes that the process had before its first step."""
+    highest: int = 0
+    """Bytes that it had at most."""
+
+    @property
+    def name(self) -> str:
+        """What the point is called."""
+        return f"{self.line} {self.tokens if self.line == 'tokens' else self.vocabulary}"
+
+    @property
+    def time(self) -> float:
+        """The median step."""
+        return median(self.seconds)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a step needs beside what was there."""
+        return self.highest - self.ready
+
+
+LINES = {
+    "tokens": [Point("tokens", tokens, 4096) for tokens in (16_384, 65_536, 262_144)],
+    "vocabulary": [Point("vocabulary", 16_384, words) for words in (1024, 50_000, 100_000, 150_000)],
+}
+
+
+def asked(point: Point, folder: Path) -> dict[str, Any]:
+    """What the worker is told."""
+    model, tasks = folder / f"model-{point.vocabulary}", folder / f"tasks-{point.vocabulary}.jsonl"
+    if not model.exists():
+        write_model(model, {"vocabulary": point.vocabulary, **BODY})
+        write_tasks(tasks, point.vocabulary, PROMPT)
+    return {
+        "model": str(model),
+        "tasks": str(tasks),
+        "prompt": PROMPT,
+        "new": NEW,
+        "groups": point.tokens // TOKENS,
+        "group_size": GROUP_SIZE,
+        "learning_rate": 1e-6,
+        "directory": str(folder / point.name.replace(" ", "-")),
+        "etude": {"rollout.max_running": 128, "rollout.kv_gib": 0.25},
+    }
+
+
+def memory(worker: Worker, entry: str) -> int:
+    """Bytes that a worker's process has (`VmRSS`), or had at most (`VmHWM`)."""
+    told = Path(f"/proc/{worker.process.pid}/status").read_text(encoding="utf-8")
+    return next(1024 * int(line.split()[1]) for line in told.splitlines() if line.startswith(entry))
+
+
+def timed(points: Sequence[Point], rounds: int, folder: Path, console: Console) -> None:
+    """Steps of each point in turns."""
+    with ExitStack() as ends:
+        workers: list[Worker] = []
+        for point in points:
+            file = folder / f"{point.name.replace(' ', '-')}.json"
+            with progress(f"starting {point.name}", None, console):
+                file.write_text(json.dumps(asked(point, folder)))
+                command = [sys.executable, "-m", "bench.grpo_worker", "etude", str(file)]
+                workers.append(Worker(point.name, command, file.with_suffix(".log")))
+                ends.callback(workers[-1].close)
+                workers[-1].hear()
+            point.ready = memory(workers[-1], "VmRSS")
+        with progress(points[0].line, (rounds + WARMING) * len(points), console) as bar:
+            for turn in range(rounds + WARMING):
+                for point, worker in zip(points, workers, strict=True):
+                    worker.tell("step")
+                    said = worker.hear()
+                    point.seconds += [said["seconds"]] if turn >= WARMING else []
+                    bar.advance()
+        for point, worker in zip(points, workers, strict=True):
+            point.highest = memory(worker, "VmHWM")
+
+
+def ratios(points: Sequence[Point]) -> dict[str, float]:
+    """How the last stretch of a line compares with its first: 1 where growth is linear, or memory flat."""
+    first, second, before, last = points[0], points[1], points[-2], points[-1]
+    line = first.line
+    if line == "tokens":
+        grown = (last.time / last.tokens) / (first.time / first.tokens)
+    else:
+        rise = [(b.time - a.time) / (b.vocabulary - a.vocabulary) for a, b in ((first, second), (before, last))]
+        grown = rise[1] / rise[0]
+    return {f"{line}: time": grown, f"{line}: memory": last.memory / first.memory}
+
+
+def shown(points: Sequence[Point]) -> Table:
+    """A line for a person to read."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("tokens a step", "words", "s", "µs a token", "ready, MiB", "more at most, MiB"):
+        table.add_column(title, justify="right")
+    for point in points:
+        cells = [f"{point.tokens:,}", f"{point.vocabulary:,}", f"{point.time:.2f}"]
+        cells += [f"{1e6 * point.time / point.tokens:.0f}", f"{point.ready / 2**20:,.0f}"]
+        table.add_row(*cells, f"{point.memory / 2**20:,.0f}")
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="how many steps are timed; medians are shown")
+    parser.add_argument("--only", nargs="+", default=list(LINES), choices=list(LINES), help="these alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
+    given = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the workers are ended as well
+    console, found = make_console(), dict[str, float]()
+    for line in given.only:
+        with tempfile.TemporaryDirectory() as folder:
+            timed(LINES[line], given.rounds, Path(folder), console)
+        console.print(shown(LINES[line]))
+        found |= ratios(LINES[line])
+    console.print("The last stretch beside the first: " + ", ".join(f"{n} {v:.2f}" for n, v in found.items()))
+    if given.json:
+        cases = [asdict(point) for line in given.only for point in LINES[line]]
+        whole = {"machine": machine(), "versions": versions(), "cases": cases, "ratios": found}
+        given.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
