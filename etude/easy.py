@@ -27,6 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 from etude.batch import Batch
@@ -183,6 +184,7 @@ class PPOTrainer:
         checks.algorithm(self.run)
         checks.room(self.run, model)
         self._order = self.run.data.sampler.start(len(self._dataset), self.run.seed, self._dataset.sources)
+        self._device = model.device
         self._engine = self._ends.enter_context(closing(TorchEngine(model, self._tokenizer, self.run.rollout)))
         crew = self._ends.enter_context(closing(LocalCrew(_worker(self.run, model, self._engine))))
         self._learners = Learners(crew, checks.from_the_models(self.run), self.run.updates, self.run.loss.split_unit)
@@ -213,7 +215,7 @@ class PPOTrainer:
                 "LanguageModelEnv(tokenizer, model, reward=f), where f(prompt, answer), or f(answer), returns a number."
             )
         if self._judge is None:
-            self._judge = self._ends.enter_context(Judge(_judged(self._reward), self.run.judging))
+            self._judge = self._ends.enter_context(Judge(_judged(self._reward, self._device), self.run.judging))
         verdicts = self._loop.run(self._verdicts(self._judge, trajectories))
         for verdict in verdicts:
             if verdict.outcome is not Outcome.SUCCEEDED:
@@ -319,10 +321,10 @@ def _row(prompt: Any) -> Mapping[str, Any]:
     return prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
 
 
-def _judged(reward: Any) -> Any:
+def _judged(reward: Any, device: torch.device) -> Any:
     """A reward as the judge calls it: a function of two is given prompt and answer, a function of one the answer."""
     if isinstance(reward, RewardFunction):
-        return live(reward)
+        return live(reward, device)
     if {"task", "data_source"} & set(inspect.signature(reward).parameters):
         return reward
     alone = len(inspect.signature(reward).parameters) == 1

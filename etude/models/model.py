@@ -42,7 +42,8 @@ class Model:
     def __init__(self, module: PreTrainedModel, exact: Mapping[str, Tensor] | None = None) -> None:
         """`exact` are the weights before they were rounded to the dtype of the module, of those that rounding changed;
         see `take_exact`."""
-        retain_memory()
+        if module.device.type == "cpu":
+            retain_memory()
         self.module: Any = module
         self._exact: Mapping[str, Tensor] = exact or {}
         self.module.eval()  # type: ignore[no-untyped-call]

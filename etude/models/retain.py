@@ -13,8 +13,6 @@ import os
 import platform
 from functools import cache
 
-import torch
-
 __all__ = ["retain_memory"]
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
@@ -26,9 +24,9 @@ ASKED = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 @cache
 def retain_memory() -> bool:
-    """Have this process keep what it frees; true if it does. Left alone where a GPU computes, whose tensors lie
-    elsewhere, where the C library is not glibc, and where the environment says otherwise."""
-    if torch.cuda.is_available() or platform.libc_ver()[0] != "glibc" or any(n.startswith(ASKED) for n in os.environ):
+    """Have this process keep what it frees; true if it does. Left alone where the C library is not glibc, and where the
+    environment says otherwise."""
+    if platform.libc_ver()[0] != "glibc" or any(n.startswith(ASKED) for n in os.environ):
         return False
     library = ctypes.CDLL(None)
     return bool(library.mallopt(TRIM_THRESHOLD, -1) and library.mallopt(MMAP_MAX, 0))

@@ -31,6 +31,7 @@ from etude.observe import configure, make_console, progress
 from etude.protocols import Ids
 from etude.recipes import checks, folder, inputs
 from etude.recipes.build import episodes_of, evaluator_of, policy
+from etude.recipes.device import device_of
 from etude.recipes.evaluate import scores, write_answers
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
@@ -81,7 +82,7 @@ def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool, answers
     console = make_console(run.observe.console)
     with (
         _engine(run, best=best) as (step, chat, engine),
-        Judge(live(run.reward), run.judging) as judge,
+        Judge(live(run.reward, device_of(run)), run.judging) as judge,
         asyncio.Runner() as runner,
     ):
         with progress("reading the tasks", None, console):
@@ -173,7 +174,7 @@ def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False) 
     if adapter and (not run.lora.on or run.head != "language"):
         trained = "trained the model itself" if not run.lora.on else "trained a head besides, which is no adapter's"
         raise ConfigError(f"--adapter writes an adapter, and the run in {directory} {trained}. Leave it out.")
-    model, chat = policy(run)
+    model, chat = policy(run.model_copy(update={"device": "cpu"}))
     kept, found = _checkpoint(run, best=best)
     if adapter:
         export_adapter(read_weights(model, kept, found), adapter_config(model, run.model.path), to)

@@ -22,6 +22,7 @@ from etude.dispatch import LocalCrew
 from etude.errors import ConfigError, DataError
 from etude.observe import RunInfo, get_log, last_step, open_run_log
 from etude.protocols import Crew, Generate, Ids
+from etude.recipes.device import device_of
 from etude.recipes.episodes import Episodes
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.interrupt import Interrupt
@@ -70,7 +71,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     chat = chat_of(run)
     _can_call(run, chat)
     train, overlong = tasks(run, chat, "data.train", run.data.train)
-    judge = stack.enter_context(Judge(live(run.reward), run.judging))
+    judge = stack.enter_context(Judge(live(run.reward, device_of(run)), run.judging))
     crew, engine = _crew(run, chat, directory, stack)
     runner = stack.enter_context(asyncio.Runner())
     episodes = episodes_of(run, crew.call(PolicyWorker.longest), chat)
@@ -173,7 +174,9 @@ def model_of(run: Recipe, chat: Chat, *, trained: bool) -> Model:
 
     assert run.model.path is not None, "a run has a model"
     tokenizer, exact = chat.tokenizer, trained and not run.lora.on
-    model = load(run.model.path, dtype=PRECISIONS[run.train.precision], exact=exact, head=run.head)
+    model = load(
+        run.model.path, dtype=PRECISIONS[run.train.precision], device=device_of(run), exact=exact, head=run.head
+    )
     if tokenizer.size > model.vocabulary:
         raise ConfigError(
             f"The tokenizer in {tokenizer.directory} has {tokenizer.size} tokens, and the model in {run.model.path} "

@@ -19,6 +19,7 @@ from etude.config.env import etude_command
 from etude.config.secrets import mask_text
 from etude.observe import configure, format_seconds, get_log
 from etude.recipes import folder, inputs
+from etude.recipes.device import announce
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.recipe import Recipe
 from etude.recipes.saving import Saver
@@ -57,6 +58,7 @@ def framed(
     configure(run.observe.level, mask=mask_text)
     with ExitStack() as stack:
         asked = interrupt or stack.enter_context(Interrupt(get_log("recipes").warning))
+        announce(run)
         checked(run)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         if run.threads is not None:

@@ -7,7 +7,7 @@ is here means the same in all, and so a directory, a resumption and an export ar
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -74,6 +74,9 @@ class Recipe(Config):
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="what is kept on disk")
     observe: Observe = Field(Observe(), description="what is shown, and where numbers go")
 
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="what computes; auto is a GPU for each rank, where torch reaches any, else the processor"
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="what all chance in the run is derived from")
     ranks: int = Field(1, ge=1, description="processes that share the work, each with the whole model")
     crew: CrewConfig = Field(CrewConfig(), description="how long they may be silent, and wait for each other")

@@ -16,6 +16,7 @@ from etude.dispatch.processes import ProcessCrew
 from etude.observe import Metrics
 from etude.protocols import Ids
 from etude.recipes.checks import threads_of
+from etude.recipes.device import device_of
 from etude.recipes.recipe import Recipe
 from etude.recipes.workers import PolicyWorker
 from etude.records import Completion, SamplingParams
@@ -36,6 +37,7 @@ def start(rank: Callable[[R], object], run: R, logs: Path) -> ProcessCrew:
         logs=logs,
         config=run.crew,
         threads=threads_of(run),
+        device="cuda" if device_of(run).type == "cuda" else "cpu",
         level=run.observe.level,
     )
 

@@ -34,7 +34,7 @@ FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
     *("judging.workers", "train.micro_tokens", "train.activation_checkpointing", "train.compile", "train.offload"),
     *("critic.train.micro_tokens", "critic.train.activation_checkpointing"),
-    *("critic.train.compile", "critic.train.offload", "ranks", "crew.silence", "crew.timeout"),
+    *("critic.train.compile", "critic.train.offload", "ranks", "device", "crew.silence", "crew.timeout"),
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
     *("env.timeout", "env.at_once"),
     *("reward.at_once", "reward.prices", "reward.requests_per_minute", "reward.tokens_per_minute"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from etude.chat import Chat, Tokenizer, message_of
 from etude.errors import DataError
@@ -20,12 +21,12 @@ from etude.train.optim import PRECISIONS
 __all__ = ["live", "sequence"]
 
 
-def live(reward: RewardFunction) -> RewardFunction:
-    """The reward, with every model that it names loaded and ready to be asked."""
+def live(reward: RewardFunction, device: torch.device) -> RewardFunction:
+    """The reward, with every model that it names loaded onto a device and ready to be asked."""
     if isinstance(reward, ScoredByModel):
-        return _asking(reward)
+        return _asking(reward, device)
     if isinstance(reward, Combined):
-        return reward.model_copy(update={"parts": {name: live(part) for name, part in reward.parts.items()}})
+        return reward.model_copy(update={"parts": {name: live(part, device) for name, part in reward.parts.items()}})
     return reward
 
 
@@ -44,9 +45,9 @@ def sequence(chat: Chat, prompt: str | Sequence[Mapping[str, Any]], answer: str)
     return np.concatenate([asked, said]).astype(np.int32)
 
 
-def _asking(reward: ScoredByModel) -> ScoredByModel:
+def _asking(reward: ScoredByModel, device: torch.device) -> ScoredByModel:
     check_model(reward.path, "reward.path")
-    model = load(reward.path, dtype=PRECISIONS[reward.precision], head="score")
+    model = load(reward.path, dtype=PRECISIONS[reward.precision], device=device, head="score")
     chat, scorer = Chat(Tokenizer.load(reward.path)), ModelScorer(model, reward.micro_tokens)
 
     async def asked(task: Task, answer: str) -> float:

@@ -24,7 +24,8 @@ __all__ = ["FREE", "Supervised", "Validation"]
 
 FREE = (
     *("steps", "epochs", "directory", "observe", "evaluate", "data.val", "checkpoint", "train.micro_tokens"),
-    *("train.activation_checkpointing", "train.compile", "train.offload", "ranks", "crew.silence", "crew.timeout"),
+    *("train.activation_checkpointing", "train.compile", "train.offload", "ranks", "device", "crew.silence"),
+    "crew.timeout",
 )
 """Options that a resumed run may change: how long it is, what is measured, kept and shown, how much memory is used, and
 by how many processes. None changes what is learned from; those of memory and processes may change the last bits."""

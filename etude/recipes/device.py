@@ -1,0 +1,42 @@
+"""What a run computes on: the processor, or a GPU for each of its ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from etude.errors import ConfigError
+from etude.observe import get_log
+
+if TYPE_CHECKING:
+    from etude.recipes.recipe import Recipe
+
+__all__ = ["announce", "device_of"]
+
+
+def device_of(run: Recipe) -> torch.device:
+    """The device of this process, where it is one of the run's ranks or the only one."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if run.device == "cpu" or (run.device == "auto" and not there):
+        return torch.device("cpu")
+    if not there:
+        raise ConfigError(
+            "`device=cuda` asks for a GPU, and this torch reaches none: `etude doctor` says why. Or leave `device` out "
+            "and compute on the processor."
+        )
+    if run.ranks > there:
+        raise ConfigError(
+            f"`ranks={run.ranks}` want a GPU each, and torch sees {there}. Lower `ranks`, make more of them visible, "
+            f"or compute on the processor with `device=cpu`."
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def announce(run: Recipe) -> None:
+    """Refuse a device that is not there, and say what is known of one that is."""
+    if device_of(run).type == "cuda":
+        get_log("recipes").warning(
+            "Computing on %s, where Etude's own tests have not been run yet. `device=cpu` is the processor.",
+            torch.cuda.get_device_name(),
+        )

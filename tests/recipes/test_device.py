@@ -1,0 +1,44 @@
+"""What a run computes on: what is there, or nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from etude.errors import ConfigError
+from etude.recipes.build import policy
+from etude.recipes.device import device_of
+from tests.recipes.runs import Captured, refused_run, run_of
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+
+
+@NO_GPU
+def test_without_a_gpu_the_processor_computes(world: Path) -> None:
+    assert device_of(run_of(world)) == device_of(run_of(world, device="cpu")) == torch.device("cpu")
+    assert policy(run_of(world))[0].device == torch.device("cpu")
+
+
+@NO_GPU
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gpu_that_is_not_there_is_refused(ranks: int, world: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", device="cuda", ranks=ranks)
+    assert "torch reaches none: `etude doctor` says why" in told
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch tells where there are two."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+def test_each_rank_has_a_gpu(two_gpus: None, world: Path) -> None:  # noqa: ARG001
+    assert device_of(run_of(world, ranks=2)) == device_of(run_of(world, device="cuda")) == torch.device("cuda", 1)
+    assert device_of(run_of(world, device="cpu", ranks=4)) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="`ranks=3` want a GPU each, and torch sees 2. Lower `ranks`"):
+        device_of(run_of(world, ranks=3))
