@@ -174,17 +174,22 @@ def shown(measured: Sequence[Timed]) -> Table:
     table.add_column("case")
     for title in ("Etude, s", "of the ceiling", "TRL, s", "of the ceiling", "Etude is faster by", "limit", ""):
         table.add_column(title, justify="right")
-    table.add_column("where Etude's time goes")
     for each in measured:
         ours, theirs = (median(each.seconds[name]) for name in TRAINERS)
         limit = LIMITS.get(each.case.name)
         missed = limit is not None and each.ratio() < limit
-        spent = each.spent()
-        told = ", ".join(f"{name} {seconds / ours:.0%}" for name, seconds in spent.items() if seconds > 0.01 * ours)
         cells = [f"{ours:.2f}", f"{each.ceiling('etude'):.0%}", f"{theirs:.2f}", f"{each.ceiling('trl'):.0%}"]
-        cells += [f"{each.ratio():.2f}", "" if limit is None else f"{limit:g}", "misses" if missed else "", told]
+        cells += [f"{each.ratio():.2f}", "" if limit is None else f"{limit:g}", "misses" if missed else ""]
         table.add_row(each.case.name, *cells, style="yellow" if missed else "")
     return table
+
+
+def where(measured: Timed) -> str:
+    """Where Etude's time goes."""
+    whole = median(measured.seconds["etude"])
+    spent = sorted(measured.spent().items(), key=lambda phase: -phase[1])
+    told = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in spent if seconds > 0.01 * whole)
+    return f"Where Etude's time goes in {measured.case.name}: {told}."
 
 
 def learned(measured: Timed) -> str:
@@ -231,6 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     console.print(shown(measured))
     for each in measured:
+        console.print(where(each), soft_wrap=True)
         if each.case.name == "learn":
             console.print(learned(each), soft_wrap=True)
     if asked.json:

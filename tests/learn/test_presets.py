@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,62 +9,19 @@ from typing import Any
 import pytest
 
 from etude.cli import main
-from etude.config.compose import compose
-from etude.demo import digits
 from etude.recipes.build import build
 from etude.recipes.loop import practise
 from etude.recipes.presets import PRESETS
-from etude.recipes.run import Run
-
-STEPS, TRAINED, HELD_OUT = 10, 2000, 300
+from tests.learn.practice import HELD_OUT, OWN, STEPS, practice
 
 FAMILIES = ("grpo", "dapo", "ppo", "gspo", "reinforce_pp", "maxrl", "distillation")
 """One preset of each kind: compared within groups, refilled, with a critic, by whole answers, over the whole batch,
 weighed by difficulty, with a teacher. The others are trained as long where time does not matter."""
 
-ONE_EACH = {"collect.tasks": 256, "collect.group_size": 1}
-OWN: dict[str, dict[str, Any]] = {
-    "dapo": {"overlong.buffer": 2},
-    "gdpo": {"reward": "function", "reward.path": "tests.learn.rewards:in_parts"},
-    "pass_at_k": {
-        "collect.tasks": 128,
-        "collect.group_size": 2,
-    },  # with more tries, two are often right, and teach nothing
-    "ppo": ONE_EACH | {"critic.train.precision": "fp32", "critic.train.learning_rate": 1e-3},
-    "reinforce_pp": ONE_EACH,
-    "remax": ONE_EACH,
-    "scalerl": {"train.warmup": 0},
-}
-"""What a preset needs besides, on answers of a few tokens and in ten steps."""
-
 
 def accuracy(directory: Path, model: Path, preset: str, learning_rate: float, **more: Any) -> list[float]:
     """What each held-out problem earned after a short run."""
-    directory.mkdir(parents=True)
-    for name, count, held_out in (("train", TRAINED, False), ("held_out", HELD_OUT, True)):
-        rows = digits.rows(0, count, held_out=held_out)
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options: dict[str, Any] = {
-        "model.path": model,
-        "data.train": f"[{directory / 'train.jsonl'}]",
-        "data.val": f"[{directory / 'held_out.jsonl'}]",
-        "data.max_prompt": 16,
-        "reward": "exact",
-        "sampling.max_tokens": 8,
-        "evaluate.first": "false",
-        "evaluate.sampling.max_tokens": 8,
-        "collect.tasks": 16,
-        "collect.group_size": 16,
-        "train.precision": "fp32",
-        "train.learning_rate": learning_rate,
-        "steps": STEPS,
-        "threads": 1,
-        "observe.console": "off",
-        "observe.level": "error",
-        "directory": directory / "run",
-    }
-    options |= OWN.get(preset, {}) | more
-    run = compose(Run, [f"{key}={value}" for key, value in options.items()], preset=PRESETS[preset])
+    run = practice(directory, model, preset, learning_rate, **more)
     with build(run) as parts:
         practise(parts)
         assert parts.evaluate.evaluator is not None

@@ -1,0 +1,67 @@
+"""The curves of docs/recipes.md: each preset on the demonstration's task, beside a control that may not learn.
+
+    python -m tests.learn.curves [NAME …]
+
+A picture a preset, docs/curves/NAME.png: the accuracy on held-out problems, sampled at temperature 1, over thirty
+steps. It takes about half a minute a preset, and another two to warm the model up that all of them start from.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from etude.cli import main as etude
+from etude.demo.beginner import warm_up
+from etude.observe import make_console, progress
+from etude.recipes.build import build
+from etude.recipes.loop import practise
+from etude.recipes.presets import PRESETS
+from etude.tools.history import read
+from etude.tools.plot import draw
+from tests.learn.practice import practice
+from tests.pages.recipes import CURVES
+
+LENGTH, METRIC = 30, "eval/mean@1"
+
+
+def practised(directory: Path, model: Path, preset: str, rate: float = 3e-4, **more: Any) -> Path:
+    """The directory of a run that was scored every few steps."""
+    given = {"steps": LENGTH, "evaluate.every": 3, "evaluate.first": "true", **more}
+    run = practice(directory, model, preset, rate, **given)
+    with build(run) as parts:
+        practise(parts)
+        return parts.directory
+
+
+def main(names: Sequence[str]) -> int:
+    """Draw them."""
+    console = make_console()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder)
+        with progress("warming up", None, console):
+            warm_up(base / "warm", 0, lambda: None)
+        control = read(practised(base / "control", base / "warm", "grpo", 0.0))
+        teacher = base / "teacher"
+        with progress("curves", len(names), console) as bar:
+            for name in names:
+                given: dict[str, Any] = {}
+                if name == "distillation":
+                    run = practised(base / "lessons", base / "warm", "grpo")
+                    assert etude(["export", str(run), str(teacher)]) == 0
+                    given = {"teacher.path": teacher, "reward": "exact"}
+                learned = read(practised(base / name, base / "warm", name, **given))
+                CURVES.mkdir(exist_ok=True)
+                draw([learned, control], [name, "nothing is learned"], [METRIC], CURVES / f"{name}.png")
+                bar.advance()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:] or sorted(PRESETS)))
