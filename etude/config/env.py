@@ -9,7 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
-__all__ = ["cache_directory", "etude_command", "for_one_machine", "required_components"]
+__all__ = ["cache_directory", "etude_command", "for_one_machine", "memory_is_chosen", "required_components"]
 
 
 def required_components() -> frozenset[str]:
@@ -33,6 +33,11 @@ def cache_directory() -> Path:
     """Where what can be made again is kept between runs: `etude` in `XDG_CACHE_HOME`, by default `~/.cache`."""
     asked = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (asked if asked.is_absolute() else Path.home() / ".cache") / "etude"
+
+
+def memory_is_chosen() -> bool:
+    """Whether the environment says how freed memory is kept, or who allocates it."""
+    return any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
 
 
 def for_one_machine() -> dict[str, str]:

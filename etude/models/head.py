@@ -17,34 +17,46 @@ from etude.models.model import Model
 __all__ = ["CHUNK", "logp_and_entropy", "over_chunks", "token_logp"]
 
 CHUNK = 1024
-"""Rows of logits that exist at a time."""
+"""Rows of logits that exist at a time, at most."""
+LOGITS = 2**26
+"""How many logits exist at a time: a large vocabulary has fewer rows of them, but never less than an eighth of a chunk,
+because the gradient of the head is gone over once for each."""
 
 Judge = Callable[[Tensor, int, int], tuple[Tensor, ...]]
 
 
-def over_chunks(model: Model, hidden: Tensor, fn: Judge, chunk: int = CHUNK) -> tuple[Tensor, ...]:
+def over_chunks(model: Model, hidden: Tensor, fn: Judge, chunk: int | None = None) -> tuple[Tensor, ...]:
     """What `fn(logits[start:stop], start, stop)` makes of each chunk of rows, end to end: tensors [N, …].
 
     `fn` is differentiated through the logits, and called again in the backward pass; it must give the same both times.
     Other tensors that it reads are constants.
     """
-    out: tuple[Tensor, ...] = _Chunks.apply(model, fn, chunk, hidden, *_weights(model))  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, ...] = _Chunks.apply(model, fn, chunk or _rows(model), hidden, *_weights(model))  # type: ignore[no-untyped-call]
     return out
 
 
-def token_logp(model: Model, hidden: Tensor, ids: Tensor, temperature: float = 1.0, *, chunk: int = CHUNK) -> Tensor:
+def token_logp(
+    model: Model, hidden: Tensor, ids: Tensor, temperature: float = 1.0, *, chunk: int | None = None
+) -> Tensor:
     """[N, H], [N] → [N]: log π of each row's token."""
     logp: Tensor
-    logp, _ = _LogpEntropy.apply(model, ids, temperature, chunk, False, hidden, *_weights(model))  # type: ignore[no-untyped-call]
+    logp, _ = _LogpEntropy.apply(model, ids, temperature, chunk or _rows(model), False, hidden, *_weights(model))  # type: ignore[no-untyped-call]
     return logp
 
 
 def logp_and_entropy(
-    model: Model, hidden: Tensor, ids: Tensor, temperature: float = 1.0, *, chunk: int = CHUNK
+    model: Model, hidden: Tensor, ids: Tensor, temperature: float = 1.0, *, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """[N, H], [N] → [N], [N]: log π of each row's token, and the entropy of the row's distribution."""
-    both: tuple[Tensor, Tensor] = _LogpEntropy.apply(model, ids, temperature, chunk, True, hidden, *_weights(model))  # type: ignore[no-untyped-call]
+    both: tuple[Tensor, Tensor] = _LogpEntropy.apply(
+        model, ids, temperature, chunk or _rows(model), True, hidden, *_weights(model)
+    )  # type: ignore[no-untyped-call]
     return both
+
+
+def _rows(model: Model) -> int:
+    """How many rows of logits may exist at a time."""
+    return min(CHUNK, max(CHUNK // 8, LOGITS // len(model.head_weight)))
 
 
 def _weights(model: Model) -> tuple[Tensor, ...]:

@@ -9,24 +9,23 @@ was freed stays with the process, for the next tensor of that size.
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 from functools import cache
+
+from etude.config.env import memory_is_chosen
 
 __all__ = ["retain_memory"]
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
 """Which settings glibc's `mallopt` changes: how much may lie free before it is given back, and how many tensors may
 have a mapping of their own, which is given back with them."""
-ASKED = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
-"""What the beginning of an environment variable shows that somebody chose how memory is given back, or who does it."""
 
 
 @cache
 def retain_memory() -> bool:
     """Have this process keep what it frees; true if it does. Left alone where the C library is not glibc, and where the
     environment says otherwise."""
-    if platform.libc_ver()[0] != "glibc" or any(n.startswith(ASKED) for n in os.environ):
+    if platform.libc_ver()[0] != "glibc" or memory_is_chosen():
         return False
     library = ctypes.CDLL(None)
     return bool(library.mallopt(TRIM_THRESHOLD, -1) and library.mallopt(MMAP_MAX, 0))

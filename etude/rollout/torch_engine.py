@@ -52,6 +52,8 @@ Ids = NDArray[np.int32]
 
 CLOSING = 60.0
 """Seconds that `close` waits for the step under way."""
+LOGITS = 2**23
+"""How many logits exist at a time: a large vocabulary is drawn from a few rows after the other."""
 
 
 class EngineConfig(Config):
@@ -281,9 +283,10 @@ class TorchEngine:
         hidden = self._resident.model.hidden(run.ids, run.positions, run)
         scheduler.advance(works)
         requests = [work.request for work in run.drawing]
-        if requests:
-            logits = self.model.logits(hidden[run.last])[: len(requests)]
-            self._finish(requests, logits)
+        rows = max(1, LOGITS // (self.model.vocabulary * cache.rows)) * cache.rows
+        for start in range(0, len(requests), rows):
+            some = requests[start : start + rows]
+            self._finish(some, self.model.logits(hidden[run.last[start : start + rows]])[: len(some)])
         self._used = max(self._used, scheduler.blocks.held / scheduler.blocks.count)
 
     def _finish(self, requests: list[Request], logits: Tensor) -> None:
