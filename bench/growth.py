@@ -9,9 +9,9 @@ One small model in mixed bf16, eight answers of 64 tokens to each prompt of 64, 
     vocabulary    1,024 to 150,000 words, 16,384 tokens a step
 
 Time should grow as the tokens do, and with the vocabulary along a straight line, because the head is the only part that
-knows it. Memory is the highest that a process had, less what it had when it was ready to begin: weights and optimizer
-were there by then, so that it should not grow with a step's tokens, and hardly with the vocabulary, whose logits are
-computed in pieces.
+knows it. Memory is the highest that a process had. It should not grow with a step's tokens, of which 4,096 are computed
+at a time; with the vocabulary it should grow by what the rows of embedding and head cost, and little else, because the
+logits are computed in pieces.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ PROMPT = NEW = 64
 GROUP_SIZE = 8
 TOKENS = GROUP_SIZE * (PROMPT + NEW)
 """Of one group in a batch."""
+STATE = 20
+"""Bytes a parameter: 2 computed with and 2 laid out for the engine, 4 stepped on, 8 of AdamW's means, 4 of gradient."""
 WARMING = 1
 """Steps of each point that are not timed."""
 
@@ -54,10 +56,9 @@ class Point:
     tokens: int
     vocabulary: int
     seconds: list[float] = field(default_factory=list)
-    ready: int = 0
-    """Bytes that the process had before its first step."""
+    parameters: int = 0
     highest: int = 0
-    """Bytes that it had at most."""
+    """Bytes that the process had at most."""
 
     @property
     def name(self) -> str:
@@ -70,9 +71,14 @@ class Point:
         return median(self.seconds)
 
     @property
-    def memory(self) -> int:
-        """Bytes that a step needs beside what was there."""
-        return self.highest - self.ready
+    def state(self) -> int:
+        """Bytes of the weights and of all that learning keeps for each of them."""
+        return STATE * self.parameters
+
+    @property
+    def rest(self) -> int:
+        """Bytes of all else: what a step computes with, and the program itself."""
+        return self.highest - self.state
 
 
 LINES = {
@@ -83,10 +89,10 @@ LINES = {
 
 def asked(point: Point, folder: Path) -> dict[str, Any]:
     """What the worker is told."""
-    model, tasks = folder / f"model-{point.vocabulary}", folder / f"tasks-{point.vocabulary}.jsonl"
-    if not model.exists():
-        write_model(model, {"vocabulary": point.vocabulary, **BODY})
-        write_tasks(tasks, point.vocabulary, PROMPT)
+    name = point.name.replace(" ", "-")
+    model, tasks = folder / f"{name}-model", folder / f"{name}.jsonl"
+    point.parameters = write_model(model, {"vocabulary": point.vocabulary, **BODY})
+    write_tasks(tasks, point.vocabulary, PROMPT)
     return {
         "model": str(model),
         "tasks": str(tasks),
@@ -95,15 +101,15 @@ def asked(point: Point, folder: Path) -> dict[str, Any]:
         "groups": point.tokens // TOKENS,
         "group_size": GROUP_SIZE,
         "learning_rate": 1e-6,
-        "directory": str(folder / point.name.replace(" ", "-")),
-        "etude": {"rollout.max_running": 128, "rollout.kv_gib": 0.25},
+        "directory": str(folder / name),
+        "etude": {"rollout.max_running": 128, "rollout.kv_gib": 0.25, "train.micro_tokens": 4096},
     }
 
 
-def memory(worker: Worker, entry: str) -> int:
-    """Bytes that a worker's process has (`VmRSS`), or had at most (`VmHWM`)."""
+def highest(worker: Worker) -> int:
+    """Bytes that a worker's process had at most."""
     told = Path(f"/proc/{worker.process.pid}/status").read_text(encoding="utf-8")
-    return next(1024 * int(line.split()[1]) for line in told.splitlines() if line.startswith(entry))
+    return next(1024 * int(line.split()[1]) for line in told.splitlines() if line.startswith("VmHWM"))
 
 
 def timed(points: Sequence[Point], rounds: int, folder: Path, console: Console) -> None:
@@ -118,7 +124,6 @@ def timed(points: Sequence[Point], rounds: int, folder: Path, console: Console) 
                 workers.append(Worker(point.name, command, file.with_suffix(".log")))
                 ends.callback(workers[-1].close)
                 workers[-1].hear()
-            point.ready = memory(workers[-1], "VmRSS")
         with progress(points[0].line, (rounds + WARMING) * len(points), console) as bar:
             for turn in range(rounds + WARMING):
                 for point, worker in zip(points, workers, strict=True):
@@ -127,7 +132,7 @@ def timed(points: Sequence[Point], rounds: int, folder: Path, console: Console) 
                     point.seconds += [said["seconds"]] if turn >= WARMING else []
                     bar.advance()
         for point, worker in zip(points, workers, strict=True):
-            point.highest = memory(worker, "VmHWM")
+            point.highest = highest(worker)
 
 
 def ratios(points: Sequence[Point]) -> dict[str, float]:
@@ -139,18 +144,18 @@ def ratios(points: Sequence[Point]) -> dict[str, float]:
     else:
         rise = [(b.time - a.time) / (b.vocabulary - a.vocabulary) for a, b in ((first, second), (before, last))]
         grown = rise[1] / rise[0]
-    return {f"{line}: time": grown, f"{line}: memory": last.memory / first.memory}
+    return {f"{line}: time": grown, f"{line}: memory": last.rest / first.rest}
 
 
 def shown(points: Sequence[Point]) -> Table:
     """A line for a person to read."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("tokens a step", "words", "s", "µs a token", "ready, MiB", "more at most, MiB"):
+    for title in ("tokens a step", "words", "s", "µs a token", "weights and optimizer, MiB", "the rest, MiB"):
         table.add_column(title, justify="right")
     for point in points:
         cells = [f"{point.tokens:,}", f"{point.vocabulary:,}", f"{point.time:.2f}"]
-        cells += [f"{1e6 * point.time / point.tokens:.0f}", f"{point.ready / 2**20:,.0f}"]
-        table.add_row(*cells, f"{point.memory / 2**20:,.0f}")
+        cells += [f"{1e6 * point.time / point.tokens:.0f}", f"{point.state / 2**20:,.0f}"]
+        table.add_row(*cells, f"{point.rest / 2**20:,.0f}")
     return table
 
 

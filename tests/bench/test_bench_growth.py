@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.growth import LINES, TOKENS, Point, asked, ratios, shown, timed
+from bench.growth import LINES, STATE, TOKENS, Point, asked, ratios, shown, timed
 
 
 def measured(line: str, sizes: list[int], seconds: list[float], memory: list[int]) -> list[Point]:
     points = [Point(line, size, 64) if line == "tokens" else Point(line, TOKENS, size) for size in sizes]
     for point, time, more in zip(points, seconds, memory, strict=True):
-        point.seconds, point.ready, point.highest = [time, time, 9 * time], 2**20, 2**20 + more
+        point.seconds, point.parameters, point.highest = [time, time, 9 * time], 10, 10 * STATE + more
     return points
 
 
@@ -35,6 +35,6 @@ def test_a_point_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     point, console = Point("tokens", TOKENS, 64), Console(file=io.StringIO(), width=120)
     assert asked(point, tmp_path)["groups"] == 1
     timed([point], 1, tmp_path, console)
-    assert len(point.seconds) == 1 and 0 < point.ready <= point.highest
+    assert len(point.seconds) == 1 and 0 < point.state < point.highest
     console.print(shown([point]))
     assert isinstance(console.file, io.StringIO) and "1,024" in console.file.getvalue()

@@ -39,6 +39,18 @@ def gradients(model: Model, hidden: Tensor, values: tuple[Tensor, ...]) -> tuple
 SOFTCAPPED = {"family": "gemma2", "final_logit_softcapping": 2.0}
 
 
+def test_a_large_vocabulary_has_fewer_rows_of_logits_at_a_time() -> None:
+    sizes = {"layers": 1, "hidden": 4, "heads": 1, "kv_heads": 1, "intermediate": 4}
+    seen: list[int] = []
+    for vocabulary in (1000, 2**17, 2**20):
+        model = create(tiny(vocabulary, **sizes), seed=0)
+        (found,) = over_chunks(
+            model, torch.zeros(1500, 4), lambda logits, *_: (seen.append(len(logits)), logits[:, 0])[1:]
+        )
+        assert len(found) == 1500
+    assert [max(part) for part in (seen[:2], seen[2:5], seen[5:])] == [1024, 512, 128]
+
+
 @pytest.mark.parametrize("more", [{}, SOFTCAPPED, {"tied": False}], ids=["plain", "softcap", "untied"])
 @pytest.mark.parametrize("chunk", [1, 7, ROWS, 100])
 def test_log_probs_and_entropies_are_those_of_the_logits(more: dict[str, Any], chunk: int) -> None:

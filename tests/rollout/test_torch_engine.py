@@ -55,6 +55,18 @@ def test_a_seed_repeats_itself_and_its_absence_does_not() -> None:
     assert three.ids.tolist() != four.ids.tolist()
 
 
+def test_a_large_vocabulary_is_drawn_from_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [prompt_of(5 + n) for n in range(40)], [SamplingParams(max_tokens=3, seed=n) for n in range(40)]
+    with engine_of() as engine:
+        at_once = engine.generate_all(*asked)
+        seen, logits = [], engine.model.logits
+        monkeypatch.setattr(engine.model, "logits", lambda hidden: seen.append(len(hidden)) or logits(hidden))
+        monkeypatch.setattr(torch_engine, "LOGITS", 16 * V)
+        in_pieces = engine.generate_all(*asked)
+    assert len(seen) > 3 and max(seen) <= 16
+    assert all(same(one, other) for one, other in zip(at_once, in_pieces, strict=True))
+
+
 def test_end_tokens_end_it_but_not_before_min_tokens() -> None:
     with engine_of() as engine:
         greedy = engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=30, temperature=0.0)])[0]
