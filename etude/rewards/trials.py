@@ -11,12 +11,9 @@ they should be. Statements are run in a process of their own (`etude.rewards.ins
 
 from __future__ import annotations
 
-import ast
-import builtins
 import json
 import math
 import re
-import symtable
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -30,6 +27,7 @@ from etude.records import Task
 from etude.rewards.base import named
 from etude.rewards.box import Box
 from etude.rewards.inside.plain import NotPlainError, decode
+from etude.rewards.statements import cut
 
 __all__ = ["Calls", "Scripts", "Statements", "Trial", "same_output", "same_value", "trial_of"]
 
@@ -39,8 +37,9 @@ _FRACTIONAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?"
 _SETUPS = ("test_setup_code", "test_imports", "setup_code")
 _LISTS = ("test_list", "assert_case", "asserts")
 _NESTED = ("tests", "input_output")
-_COLUMNS = ("inputs", "outputs", "fn_name", "test", "entry_point", *_SETUPS, *_LISTS, *_NESTED)
-"""Columns in which tests may lie."""
+_TESTS = ("inputs", "test", *_LISTS, *_NESTED)
+_COLUMNS = (*_TESTS, "outputs", "fn_name", "entry_point", *_SETUPS)
+"""Columns in which tests may lie, and what belongs to them."""
 
 
 class Trial(ABC):
@@ -100,7 +99,8 @@ class Calls(Trial):
 
 @dataclass(frozen=True)
 class Statements(Trial):
-    """Statements about a program's names, some of which are tests: they pass where they raise nothing."""
+    """Statements about a program's names, some of which are tests: they pass where they raise nothing. The others must
+    not raise either: the tests behind one that does are not passed."""
 
     statements: tuple[tuple[str, bool], ...]
     """Each with whether it is a test."""
@@ -113,8 +113,14 @@ class Statements(Trial):
 
     async def outcomes(self, box: Box, each: float, until: float) -> AsyncGenerator[bool, None]:
         tests = {"statements": self.statements, "names": self.names, "seconds": each}
-        for result in await box.examine(tests, max(until - time.monotonic(), 0.0)):
-            yield result["passed"]
+        found = await box.examine(tests, max(until - time.monotonic(), 0.0))
+        passed = [result["passed"] for result in found]
+        last = max(place for place, (_, counts) in enumerate(self.statements) if counts)
+        for (_, counts), passes in zip(self.statements[:last], passed, strict=False):
+            if counts:
+                yield passes
+        if len(passed) > last:  # what stands behind the last test belongs to it
+            yield all(passed[last:]) and len(passed) == len(self.statements)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -123,10 +129,12 @@ class Statements(Trial):
 def trial_of(task: Task) -> Trial:
     """The tests of a task; `DataError` where it has none that can be read."""
     held: Any = task.fields.get("ground_truth")
-    if held is None:
-        held = {name: task.fields[name] for name in _COLUMNS if task.fields.get(name) is not None}
+    columns = {name: task.fields[name] for name in _COLUMNS if task.fields.get(name) is not None}
+    solved = held == task.fields.get("solution") and any(name in columns for name in _TESTS)
+    if held is None or solved:  # what a column `solution` holds beside tests is a program, and no test
+        held = columns
     try:
-        return _read(held if isinstance(held, str) else json.dumps(held))
+        return _read(held if isinstance(held, str) else json.dumps(held), str(columns.get("entry_point", "")))
     except _NoTrialError as error:
         raise DataError(
             f"The tests of {named(task)} cannot be used: {error}. They are inputs with outputs, or statements in "
@@ -139,9 +147,9 @@ class _NoTrialError(Exception):
 
 
 @lru_cache(maxsize=1024)
-def _read(text: str) -> Trial:
+def _read(text: str, entry: str) -> Trial:
     """The same tests are read for every answer to a task."""
-    return _from(_json(text))
+    return _from(_json(text), entry)
 
 
 def _json(text: str) -> Any:
@@ -152,8 +160,9 @@ def _json(text: str) -> Any:
         return text
 
 
-def _from(held: Any, entry: str = "") -> Trial:
-    """A trial from plain data in one of the known forms."""
+def _from(held: Any, entry: str) -> Trial:
+    """A trial from plain data in one of the known forms; `entry` is the function that it is about, where it does not
+    say so itself."""
     if isinstance(held, str):
         inner = _json(held)
         return _from(inner, entry) if isinstance(inner, list | dict) else _from_code(held, entry)
@@ -214,53 +223,15 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+def _from_code(code: str, entry: str) -> Statements:
+    try:
+        return Statements(*cut(code, entry))
+    except ValueError as error:
+        _refuse(str(error))
+
+
 def _refuse(why: str) -> NoReturn:
     raise _NoTrialError(why)
-
-
-# -- statements -------------------------------------------------------------------------------------------------------
-
-
-def _from_code(code: str, entry: str) -> Statements:
-    """Test code cut into statements. Each `assert` that stands at its left margin is a test, and each call there of a
-    function that it defines; where there is neither, the whole is one test."""
-    try:
-        defined = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
-        if entry and "check" in defined and not re.search(r"^check\(", code, re.MULTILINE):
-            code += f"\ncheck({entry})\n"
-        body = ast.parse(code).body
-        names = _free_names(code)
-    except (SyntaxError, ValueError) as error:
-        _refuse(f"they are no Python: {error}")
-    if not names:
-        _refuse("they use no name that a program could define")
-    statements = [(ast.unparse(node), _is_test(node, defined)) for node in body]
-    if not any(counts for _, counts in statements):
-        statements = [(code, True)]
-    return Statements(
-        tuple(statements), tuple((name, entry if name == "candidate" and entry else name) for name in names)
-    )
-
-
-def _is_test(node: ast.stmt, defined: set[str]) -> bool:
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
-        return node.value.func.id in defined
-    return isinstance(node, ast.Assert)
-
-
-def _free_names(code: str) -> list[str]:
-    """The names that code uses and does not define. What Python itself has is among them only where nothing else is:
-    tests of a function called `sum` mean the program's, and tests that use `abs` mean Python's."""
-    tables = [symtable.symtable(code, "tests", "exec")]
-    own = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned() or symbol.is_imported()}
-    used: set[str] = set()
-    for table in tables:
-        tables += table.get_children()
-        used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
-        if table is tables[0]:
-            used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
-    free = used - own
-    return sorted(free - set(dir(builtins)) or free)
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------

@@ -61,7 +61,8 @@ def _calls(asking: Line, found: int, tests: Any) -> None:
 
 
 def _statements(asking: Line, found: int, tests: Any) -> None:
-    """Run statements in their order, and write down of those that are tests whether they passed."""
+    """Run statements in their order, and write down whether they passed; none behind one that is no test and did
+    not."""
     names: dict[str, Any] = {"__name__": "tests"}
     asking.begin()
     for name, known_as in tests["names"]:
@@ -74,10 +75,11 @@ def _statements(asking: Line, found: int, tests: Any) -> None:
             exec(compile(text, "tests", "exec"), names)
         except Exception:
             passed = False
-        if asking.gone or not (passed or counts):
+        if asking.gone:
             return
-        if counts:
-            _write(found, {"passed": passed})
+        _write(found, {"passed": passed})
+        if not (passed or counts):
+            return
 
 
 def _write(found: int, result: Any) -> None:
