@@ -15,6 +15,7 @@ import pytest
 
 from etude.config.show import show, to_yaml
 from etude.errors import ConfigError, DataError
+from etude.observe import configure
 from etude.records import Outcome, Task
 from etude.rewards import Judge, Judging, ModelJudge, Verdict
 from etude.rewards import endpoint as endpoints
@@ -222,6 +223,23 @@ def test_a_server_says_when_to_come_back_and_all_heed_it(form: str) -> None:
     with serving(answer) as served, Judge(judge_at(served)) as judge:
         asyncio.run(ask(judge))
     assert len(served.asked) == 3 and min(served.times[1:]) - served.times[0] > 0.9
+
+
+@pytest.mark.parametrize("asked", ["inf", "nan", "-3", "soon", "Fri, 31 Dec 9999 99:99:99 GMT"])
+def test_a_wait_that_makes_no_sense_is_not_heeded(asked: str) -> None:
+    with serving(lambda n, body: Reply(status=429, headers={"retry-after": asked}) if n == 1 else Reply()) as served:
+        assert judged(judge_at(served), "x")[0].reward == 0.5 and len(served.asked) == 2
+
+
+def test_a_wait_is_told_once_and_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("warning")
+    with serving(lambda n, body: Reply(status=429, headers={"retry-after": "301"})) as served:
+        (verdict,) = judged(judge_at(served), "x")
+        assert verdict.outcome is Outcome.FAILED and len(served.asked) == 1
+        assert "wants nobody to ask for 301 seconds, and 300 are waited at most" in verdict.error
+    with serving(lambda n, body: Reply(status=429, headers={"retry-after": "60"})) as served:
+        judged(judge_at(served), "a", "b", "c", judging=Judging(timeout=0.5))
+    assert capsys.readouterr().err.count("asks everybody to wait for 60 seconds") == 1
 
 
 # -- how much at a time, and what it costs ----------------------------------------------------------------------------
