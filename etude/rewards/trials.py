@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from etude.errors import DataError
+from etude.errors import DataError, RewardError
 from etude.records import Task
 from etude.rewards.base import named
 from etude.rewards.box import Box
@@ -114,13 +114,16 @@ class Statements(Trial):
     async def outcomes(self, box: Box, each: float, until: float) -> AsyncGenerator[bool, None]:
         tests = {"statements": self.statements, "names": self.names, "seconds": each}
         found = await box.examine(tests, max(until - time.monotonic(), 0.0))
-        passed = [result["passed"] for result in found]
-        last = max(place for place, (_, counts) in enumerate(self.statements) if counts)
-        for (_, counts), passes in zip(self.statements[:last], passed, strict=False):
-            if counts:
-                yield passes
-        if len(passed) > last:  # what stands behind the last test belongs to it
-            yield all(passed[last:]) and len(passed) == len(self.statements)
+        last, well = max(place for place, (_, counts) in enumerate(self.statements) if counts), True
+        for place, result in enumerate(found):
+            if "unfit" in result:
+                raise RewardError(f"its tests cannot be put to a program: {result['unfit']}.")
+            if place >= last:  # what stands behind the last test belongs to it
+                well = well and result["passed"]
+            elif self.statements[place][1]:
+                yield result["passed"]
+        if len(found) > last:
+            yield well and len(found) == len(self.statements)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

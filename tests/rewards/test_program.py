@@ -275,6 +275,22 @@ def test_a_box_that_is_lost_is_a_failure_and_no_zero(monkeypatch: pytest.MonkeyP
     assert verdict.outcome is Outcome.FAILED and "the box of its program was lost: it ended: no room" in verdict.error
 
 
+@pytest.mark.parametrize(
+    ("tests", "told"),
+    [
+        ("class Node:\n    pass\nassert add(Node(), 1) is None", "a `Node` cannot be handed to the program"),
+        ("assert add((n for n in range(2)), 1) is None", "a `generator` cannot be handed to the program"),
+        ("try:\n    add(object(), 1)\nexcept BaseException:\n    pass\nassert True", "a `object` cannot be handed"),
+        ("import pytest\nassert add(1, 2) == 3", "they import what is not here (No module named 'pytest')"),
+    ],
+)
+def test_tests_that_cannot_be_put_to_a_program_are_a_failure_and_no_zero(tests: str, told: str) -> None:
+    verdict = judged(RIGHT, tests)
+    assert verdict.outcome is Outcome.FAILED and "its tests cannot be put to a program: " in verdict.error
+    assert told in verdict.error
+    assert scored("def add(a, b): return 0", f"assert add(1, 2) == 3\n{tests}") == 0, "it is wrong before that"
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
