@@ -237,12 +237,19 @@ def _refuse(why: str) -> NoReturn:
 
 
 def same_output(wanted: str, said: str) -> bool:
-    """Whether a script printed what it should: line by line, spaces at the ends of lines and lines at the end aside.
-    A number that is written with a point or an exponent may differ by a millionth."""
+    """Whether a script printed what it should: line by line, lines at the end aside. Spaces count only before lines,
+    and only where what is wanted has some there: it is then a shape that is to be drawn. A number that is written with
+    a point or an exponent may differ by a millionth."""
     lines, others = _lines(wanted), _lines(said)
-    return lines == others or (
-        len(lines) == len(others) and all(_same_line(*each) for each in zip(lines, others, strict=True))
-    )
+    if lines == others:
+        return True
+    if any(line[:1].isspace() for line in lines) and [*map(_indent, lines)] != [*map(_indent, others)]:
+        return False
+    return len(lines) == len(others) and all(_same_line(*each) for each in zip(lines, others, strict=True))
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
 
 
 def _lines(text: str) -> list[str]:

@@ -114,7 +114,12 @@ def test_the_entry_point_is_checked_and_is_the_candidate() -> None:
         ("YES", "Yes", False),
         ("", "\n", True),
         ("", "x", False),
-        (" indented", "indented", True),
+        (" indented", "indented", False),
+        ("flush", " flush", True),
+        ("  *\n ***\n*****", "  *\n ***  \n*****\n", True),
+        ("  *\n ***\n*****", "*\n***\n*****", False),
+        ("  *\n ***\n*****", "  *\n ***\n  *****", False),
+        ("  1.0  2", "  1 2", True),
     ],
 )
 def test_the_same_output(wanted: str, said: str, same: bool) -> None:
