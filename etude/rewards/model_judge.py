@@ -48,8 +48,8 @@ REFERENCE = """
 </reference>
 """
 SCORE = (
-    r"(?im)(?:^|[.!?]\s)[^\w\n]{0,9}(?:\w{1,20}\s){0,2}score[\s*_`]{0,9}(?:\([^()\n]{0,40}\)|\d+\s?[-–]\s?\d+)?"
-    r"[\s*_`]{0,9}[:=][\s*_`([]{0,9}(-?\d+(?:\.\d+)?)(?:\s?(?:/|out of)\s?\d+)?[^\w\n]{0,9}$"
+    r"(?im)^(?:[^\n]*[.!?]\s)?[^\w\n]{0,9}(?:\w{1,20}\s){0,2}score[^a-z\n:=]{0,20}[:=][^\w-]{0,9}"
+    r"(-?\d+(?:\.\d+)?)(?:[\s/]{1,3}(?:out of )?\d+)?[^\w\n]{0,9}$"
 )
 """A score that ends its line and is no part of a longer sentence: `Score: 7`, `**Overall score (0-10):** 7/10.`"""
 _PLACES = re.compile(r"\{(question|answer|reference|low|high|with_reference|reference_part)\}")

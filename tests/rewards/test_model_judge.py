@@ -167,7 +167,7 @@ def test_a_score_within_a_sentence_is_none(text: str) -> None:
         assert "held no score" in judged(judge_at(served, retries=0), "x")[0].error
 
 
-@pytest.mark.parametrize("unit", ["score ", "score: 1", " ", "a ", "score (", "</answer", "< "])
+@pytest.mark.parametrize("unit", ["score ", "score: 1", " ", "a ", "a. ", "score (", "</answer", "< "])
 def test_long_texts_are_read_at_once(unit: str) -> None:
     text = unit * (100_000 // len(unit))
     with serving(lambda n, body: Reply(text)) as served:

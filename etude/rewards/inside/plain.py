@@ -40,8 +40,8 @@ def encode(value: Any, refer: Refer, depth: int = 0) -> Any:
     if isinstance(value, bytes | bytearray):
         return {"bytearray" if isinstance(value, bytearray) else "bytes": value.hex()}
     if type(value) in _SAID:
-        kind, say = _SAID[type(value)]
-        return {kind: say(value)}
+        name, say = _SAID[type(value)]
+        return {name: say(value)}
     if isinstance(value, deque):
         return {"deque": [[encode(each, refer, depth + 1) for each in value], value.maxlen]}
     if isinstance(value, range):
