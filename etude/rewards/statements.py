@@ -72,12 +72,16 @@ def _taken(node: ast.stmt) -> list[ast.alias]:
 
 def _calls(body: Sequence[ast.stmt], entry: str) -> Iterator[str]:
     """The calls that a runner of tests would add."""
-    used = {name for node in body for name in _used(ast.walk(node))}
+    used = {name for node in body for part in _insides(node) for name in _used(ast.walk(part))}
+    cases: set[str] = set()
     for node in body:
         if not isinstance(node, _Definition) or node.name in used:
             continue
         if isinstance(node, ast.ClassDef):
-            yield from _calls_of_class(node)
+            bases = {ast.unparse(base) for base in node.bases}
+            if bases & cases or any(base.endswith("TestCase") for base in bases):
+                cases.add(node.name)
+            yield from _calls_of_class(node, case=node.name in cases)
         elif node.name == "check" and entry:
             yield f"check({entry})"
         elif node.name.startswith("test"):
@@ -85,8 +89,12 @@ def _calls(body: Sequence[ast.stmt], entry: str) -> Iterator[str]:
             yield f"{node.name}()"
 
 
-def _calls_of_class(node: ast.ClassDef) -> Iterator[str]:
-    case = any(ast.unparse(base).endswith("TestCase") for base in node.bases)
+def _insides(node: ast.stmt) -> Sequence[ast.AST]:
+    """What a statement does; of a class, all but what it is derived from, which does not call that."""
+    return node.body if isinstance(node, ast.ClassDef) else [node]
+
+
+def _calls_of_class(node: ast.ClassDef, *, case: bool) -> Iterator[str]:
     functions = [each for each in node.body if isinstance(each, _Function)]
     tests = [each for each in functions if each.name.startswith("test")] if case or node.name.startswith("Test") else []
     for test in tests:

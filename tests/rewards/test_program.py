@@ -281,7 +281,10 @@ def test_a_box_that_is_lost_is_a_failure_and_no_zero(monkeypatch: pytest.MonkeyP
         ("class Node:\n    pass\nassert add(Node(), 1) is None", "a `Node` cannot be handed to the program"),
         ("assert add((n for n in range(2)), 1) is None", "a `generator` cannot be handed to the program"),
         ("try:\n    add(object(), 1)\nexcept BaseException:\n    pass\nassert True", "a `object` cannot be handed"),
-        ("import pytest\nassert add(1, 2) == 3", "they import what is not here (No module named 'pytest')"),
+        (
+            "import pytest\nassert add(1, 2) == 3",
+            "they import what is not in the box (No module named 'pytest'; see `reward.packages`)",
+        ),
     ],
 )
 def test_tests_that_cannot_be_put_to_a_program_are_a_failure_and_no_zero(tests: str, told: str) -> None:

@@ -28,6 +28,8 @@ FORMS: dict[str, Any] = {
     "    def setUp(self): self.n = 3 * self.more\n    def test_one(self): self.assertEqual(add(1, 2), self.n)\n"
     "    def test_two(self): self.assertEqual(add(3, 4), 7)\n"
     "if __name__ == '__main__':\n    unittest.main()\n",
+    "unittest, derived": "import unittest\nclass Base(unittest.TestCase):\n    def setUp(self): self.n = 7\n"
+    "class Sums(Base):\n    def test_one(self): self.assertEqual(add(3, 4), self.n)\n",
     "run as a script": "def ok():\n" + BOTH + 'if __name__ == "__main__":\n    ok()\n',
     "a check": {
         "test": "def check(candidate):\n    assert candidate(1, 2) == 3 and candidate(3, 4) == 7",

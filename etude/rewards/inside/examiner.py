@@ -81,7 +81,7 @@ def _statements(asking: Line, found: int, tests: Any) -> None:
         except ImportError as error:
             passed = False
             if not counts and text.startswith(("import ", "from ")):  # it imports what is there: no program has a part
-                asking.unfit = f"they import what is not here ({error})"
+                asking.unfit = f"they import what is not in the box ({error}; see `reward.packages`)"
         except (Exception, UnfitError):
             passed = False
         if asking.gone:
