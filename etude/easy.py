@@ -70,6 +70,8 @@ ACTS = frozenset(
     "collect.group_size",
 }
 """The options of a run, or their first words, that act here as well."""
+BEYOND = frozenset({"greedy_reward", "anchor", "reward_parts"})
+"""What an algorithm may need and the three calls do not bring."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +157,8 @@ class Trajectories:
 
 
 class PPOTrainer:
-    """Collects, judges and optimises, each when it is told to. Named after what people look for first, it runs any
-    preset.
+    """Collects, judges and optimises, each when it is told to. Named after what people look for first, it runs
+    every preset that learns from answers and one reward of each.
 
     Works inside a notebook as well: what waits, waits in a thread of the trainer's own. `close` it, or use it in a
     `with`, to have engine and threads ended before the program is.
@@ -176,10 +178,10 @@ class PPOTrainer:
         self.run = config.run(**{"train.precision": _precision(model), "data.max_prompt": longest})
         if checks.imitates(self.run):
             raise ConfigError("A teacher is a model directory: learn from one with `etude train distillation`.")
-        if self.run.needs() & {"greedy_reward", "anchor"}:
+        if self.run.needs() & BEYOND:
             raise ConfigError(
-                f"`{config.algorithm}` wants more than answers and rewards (greedy answers, or states that an "
-                f"environment names): run it with `etude train`."
+                f"`{config.algorithm}` wants more than answers and one reward of each (greedy answers, rewards in "
+                f"parts, or states that an environment names): run it with `etude train`."
             )
         checks.algorithm(self.run)
         checks.room(self.run, model)
@@ -322,12 +324,22 @@ def _row(prompt: Any) -> Mapping[str, Any]:
 
 
 def _judged(reward: Any, device: torch.device) -> Any:
-    """A reward as the judge calls it: a function of two is given prompt and answer, a function of one the answer."""
+    """A reward as the judge calls it. A function of two is given prompt and answer, a function of one the answer; one
+    that takes what functions of a run take is given that. What has a default is left to it."""
     if isinstance(reward, RewardFunction):
         return live(reward, device)
-    if {"task", "data_source"} & set(inspect.signature(reward).parameters):
+    parameters = inspect.signature(reward).parameters
+    if {"task", "data_source", "solution_str"} & set(parameters):
         return reward
-    alone = len(inspect.signature(reward).parameters) == 1
+    by_place = [each for each in parameters.values() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = [each.name for each in by_place if each.default is each.empty]
+    owed = [each.name for each in parameters.values() if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    if len(needed) > 2 or owed:
+        raise ConfigError(
+            f"The reward function takes ({', '.join(parameters)}), and it is called as f(prompt, answer), or f(answer)."
+            f" Give the others a default, or take (task, answer): `task.fields` has every column of a prompt's row."
+        )
+    alone = len(needed) == 1 or len(by_place) == 1
 
     def called(task: Task, answer: str) -> Any:
         return reward(answer) if alone else reward(task.fields["prompt"], answer)

@@ -64,7 +64,7 @@ class Game:
         """What comes of an answer."""
         self.left -= 1
         shown, reward, over, cut, _ = self.env.step(str(answer.content))
-        return Observation(shown, reward=reward, done=over, truncated=cut or self.left == 0)
+        return Observation(shown, reward=reward, done=over, truncated=cut or (self.left == 0 and not over))
 
     def close(self) -> None:
         """Called when the rollout has ended."""

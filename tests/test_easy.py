@@ -170,6 +170,9 @@ def test_what_is_asked_wrongly_is_told(gpt2: Path, trainers: list[PPOTrainer]) -
         RLConfig(options={"lora.rank": 8}).run()
     with pytest.raises(ConfigError, match="`etude train distillation`"):
         PPOTrainer(config=small(algorithm="distillation"), env=env(gpt2))
+    for beyond in ("gdpo", "remax"):
+        with pytest.raises(ConfigError, match=f"`{beyond}` wants more than answers and one reward of each"):
+            PPOTrainer(config=small(algorithm=beyond, group_size=None), env=env(gpt2))
     with pytest.raises(ConfigError, match="context of 128"):
         PPOTrainer(config=small(max_tokens=500), env=env(gpt2))
     practice = trainer(trainers, small(), env(gpt2, reward=digits))
@@ -201,6 +204,29 @@ def test_rewards_of_every_kind(gpt2: Path, trainers: list[PPOTrainer]) -> None:
     assert others[1].compute_rewards(drawn).tolist() == [float(answer == "2") for answer in drawn.answers]
     with pytest.raises(RewardError, match="ValueError"):
         others[2].compute_rewards(drawn)
+
+
+def test_a_reward_is_given_what_it_takes(gpt2: Path, trainers: list[PPOTrainer]) -> None:
+    def as_in_verl(solution_str: str, ground_truth: str, **others: object) -> float:
+        assert ground_truth == "2" and others["data_source"] == ""
+        return digits(solution_str)
+
+    def scaled(answer: str, scale: float = 1.0) -> float:
+        return digits(answer) * scale
+
+    def of_two(prompt: str, answer: str, *, scale: float = 1.0) -> float:
+        assert prompt == "1+1="
+        return scaled(answer, scale)
+
+    rows = [{"prompt": "1+1=", "answer": "2"}]
+    drawn = trainer(trainers, small(batch_size=1), env(gpt2, prompts=rows)).collect_rollouts()
+    for reward in (as_in_verl, scaled, of_two):
+        practice = trainer(trainers, small(batch_size=1), env(gpt2, prompts=rows, reward=reward))
+        assert practice.compute_rewards(drawn).tolist() == [digits(answer) for answer in drawn.answers]
+    for wrong in (lambda a, b, c: 0.0, lambda a, *, b: 0.0):
+        practice = trainer(trainers, small(batch_size=1), env(gpt2, prompts=rows, reward=wrong))
+        with pytest.raises(ConfigError, match=r"it is called as f\(prompt, answer\), or f\(answer\)"):
+            practice.compute_rewards(drawn)
 
 
 def test_it_works_where_a_loop_runs_already(gpt2: Path, trainers: list[PPOTrainer]) -> None:

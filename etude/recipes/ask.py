@@ -65,7 +65,7 @@ READ = {
     "generate": ("sampling", *SHARED),
 }
 """The options that each command reads; any other would do nothing there."""
-ALIKE = ("model", "chat", "train", "checkpoint", "observe", "seed", "threads")
+ALIKE = ("model", "lora", "chat", "train", "checkpoint", "observe", "seed", "threads")
 """The options that runs of all recipes have."""
 OPTION = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
 """How an option of the run begins; a prompt such as `2 + 2 =` does not."""

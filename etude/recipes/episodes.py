@@ -13,8 +13,9 @@ import asyncio
 import hashlib
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from etude.chat import Aside, Chat, Transcript, retold
@@ -200,7 +201,16 @@ class _Partner:
             except EndedError as ended:
                 get_log("recipes").warning("%s", ended)
             close = None
-        self._aside.close(None if inspect.iscoroutinefunction(close) else close)
+        self._aside.close(partial(self._close_behind, close) if callable(close) else None)
+
+    def _close_behind(self, close: Callable[[], Any]) -> None:
+        """Close, on the thread of a call that has ended at last, where no event loop runs."""
+        try:
+            found = close()
+            if inspect.isawaitable(found):
+                asyncio.run(_awaited(found))
+        except Exception as error:
+            get_log("recipes").warning("%s", self._failed(f"`close` failed: {raised(error)}"))
 
     async def _called(self, what: str, function: Callable[..., Any], *given: Any, **options: Any) -> Any:
         """What one of the environment's functions returns, within its time."""
@@ -240,6 +250,10 @@ class _Partner:
     def _failed(self, what: str) -> EndedError:
         text = f"The environment {self._config.path} failed on {named(self._task)}: {what.rstrip('.')}."
         return EndedError(Outcome.FAILED, text)
+
+
+async def _awaited(found: Awaitable[Any]) -> Any:
+    return await found
 
 
 def _state(name: str | None, shown: Shown) -> int:

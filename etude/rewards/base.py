@@ -55,6 +55,11 @@ class RewardFunction(Config, ABC):
         no such promise, and `judging.timeout` alone ends it."""
         return 0.0
 
+    @property
+    def together(self) -> int:
+        """How many answers it computes as one, at most: none is there before all are, so each has the time of all."""
+        return 1
+
     def line(self) -> AbstractAsyncContextManager[Any]:
         """Where a call in place waits for its turn, for as long as that takes: it is not judging yet."""
         return nullcontext()

@@ -288,7 +288,7 @@ async def _tried(without: Sequence[str]) -> frozenset[Protection]:
 _SLACK = 64
 """Processes by which a program may exceed its limit where others of its user come and go beside it."""
 _PROBE = """
-import json, os, signal, socket, time
+import fcntl, json, os, signal, socket, time
 port, outside, bystander, most = json.loads(input())
 
 def succeeds(attempt):
@@ -313,12 +313,19 @@ def alters():
 def signals():
     os.kill(bystander, signal.SIGTERM)
 
+def delegates():
+    reads, writes = os.pipe()
+    for command, value in ((8, bystander), (10, signal.SIGTERM), (fcntl.F_SETFL, os.O_ASYNC)):
+        fcntl.fcntl(reads, command, value)
+    os.write(writes, b"x")
+    raise OSError("whether it came is seen from outside")
+
 def multiplies():
     for _ in range(most):
         if os.fork() == 0:
             time.sleep(60)
             os._exit(0)
 
-attempts = {"network": [connects], "files": [reads, writes, alters], "processes": [signals, multiplies]}
+attempts = {"network": [connects], "files": [reads, writes, alters], "processes": [signals, delegates, multiplies]}
 print(json.dumps([name for name, tries in attempts.items() if any([succeeds(each) for each in tries])]))
 """

@@ -2,7 +2,8 @@
 
 The options are the task's column `choices` or `options`: a list of texts, which are A, B, C … in their order, or a
 mapping of letters to texts, also as `{"label": [...], "text": [...]}`. A task may do without them, where the prompt
-shows them; then letters are all that is known. The right one is a letter, the text of an option, or its place from 0.
+shows them; then letters are all that is known. The right one is what an option is labelled, its letter, its text, or
+its place from 0. Labels that are numbers are letters too: the least of 1, 2, 3 is A.
 
 What an answer says is sought where it says it most plainly:
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -33,7 +34,7 @@ COLUMNS = ("choices", "options")
 # Every repetition is bounded, so that the search stays linear in the text.
 _OPEN = r"[\s*_`\"'(\[{$]{0,9}(?:\\text\w{0,9}\{)?[\s(]{0,9}"
 # A letter is one by itself, and not the beginning of `A cat` or `I think`.
-_CLOSE = r"(?![A-Za-z0-9])(?!'[a-z])(?!(?<=[AI])\s{1,9}(?!because|since|as\b|which|and\b)[a-z])"
+_CLOSE = r"(?![A-Za-z0-9])(?!'[a-z])(?!(?<=[AI])\s{1,9}(?!because|since|as\b|which|and\b|or\b)[a-z])"
 _SAID = re.compile(
     r"(?i:\b(?:answer|choice|option)\b(?:\s{1,9}(?:choice|option|letter))?[\s*_`]{0,9}(?:is|would\s+be|must\s+be|=|:)"
     rf"(?:\s{{1,9}}(?:option|choice|letter)\b)?[\s:*_`]{{0,9}}){_OPEN}([A-Z]){_CLOSE}"
@@ -41,6 +42,10 @@ _SAID = re.compile(
 _ALONE = re.compile(
     rf"{_OPEN}(?:(?i:option|choice|answer)\s{{0,9}}:?\s{{0,9}})?\(?([A-Z])(?:[)\].:,}}\"'*_`$\s]{{1,9}}(.*))?",
     re.DOTALL,
+)
+_HEDGE = re.compile(  # what names a second option behind the first, and says nothing of it
+    rf"(?:[)\]}}*_`\"'$]{{0,9}}[ \t]{{0,9}}(?:[,;]?[ \t]{{0,9}}\(?(?i:or|and)\b|[,;/&+]){_OPEN}"
+    rf"(?:(?i:option|choice)\s{{1,9}})?([A-Z]){_CLOSE}){{1,26}}+(?![\s)*_`]{{1,9}}(?:is|are|was|were|can|cannot|do|does)\b)"
 )
 _AFTER = re.compile(r"(?i)\banswer(?:\s{1,9}is)?[\s*_`]{0,9}:?[\s*_`]{1,9}")
 
@@ -77,9 +82,9 @@ def chosen(answer: str, options: Mapping[str, str], *, lower_case: bool = False)
     after = _AFTER.split(last)[-1]
     if options and after != last and (found := _one(after, options, lower_case=lower_case)) is not None:
         return found
-    said = [found[1] for found in _SAID.finditer(answer) if not options or found[1] in options]
+    said = [found for found in _SAID.finditer(answer) if not options or found[1] in options]
     if said:
-        return said[-1]
+        return None if _names_another(answer[said[-1].end() :], options.get(said[-1][1], ""), options) else said[-1][1]
     for text in dict.fromkeys((last, answer, after)):
         if (found := _one(text, options, lower_case=lower_case)) is not None:
             return found
@@ -101,31 +106,54 @@ def _one(text: str, options: Mapping[str, str], *, lower_case: bool) -> str | No
     return found[1]
 
 
+def _names_another(behind: str, text: str, options: Mapping[str, str]) -> bool:
+    """Whether what stands behind a letter, and perhaps the text of its option, names another as well."""
+    line = behind.partition("\n")[0]
+    bare = line.lstrip(" ).:]*_`")
+    places = [line, bare[len(text) :]] if text and bare.lower().startswith(text.lower()) else [line]
+    return any((found := _HEDGE.match(place)) and (not options or found[1] in options) for place in places)
+
+
 def _stands_alone(text: str) -> bool:
     return not text[1:2].isalnum()
 
 
 def options_of_task(task: Task) -> dict[str, str]:
     """The texts of a task's options by their letters; empty where it does not give them."""
+    labels, texts = _labelled(task)
+    return dict(zip(_letters(labels), texts, strict=False))
+
+
+def _labelled(task: Task) -> tuple[list[str], list[str]]:
+    """What a task calls its options, and their texts."""
     held: Any = next((task.fields[name] for name in COLUMNS if task.fields.get(name)), None)
     if isinstance(held, Mapping) and {"label", "text"} <= held.keys():
-        return dict(zip(map(_letter, held["label"]), map(str, held["text"]), strict=False))
+        return list(map(_label, held["label"])), list(map(str, held["text"]))
     if isinstance(held, Mapping):
-        return {_letter(letter): str(text) for letter, text in held.items()}
+        return list(map(_label, held)), list(map(str, held.values()))
     if isinstance(held, list):
-        return dict(zip(string.ascii_uppercase, map(str, held), strict=False))
-    return {}
+        return list(string.ascii_uppercase[: len(held)]), list(map(str, held))
+    return [], []
 
 
-def _letter(label: Any) -> str:
-    """What an option is called: some data sets count them from 1."""
-    text = str(label).strip("(). ")
-    return string.ascii_uppercase[int(text) - 1] if text.isdecimal() and 0 < int(text) <= 26 else text.upper()
+def _label(label: Any) -> str:
+    return str(label).strip("(). ").upper()
+
+
+def _letters(labels: Sequence[str]) -> list[str]:
+    """The letters of options that are called so: some data sets count them, from 1 or from 0."""
+    if not all(label.isdecimal() and int(label) <= 26 for label in labels):
+        return list(labels)
+    first = min(map(int, labels), default=0)
+    return [string.ascii_uppercase[min(int(label) - first, 25)] for label in labels]
 
 
 def _right(task: Task, options: Mapping[str, str]) -> str:
     """The letter of the right option."""
     truth = task.fields.get("ground_truth")
+    labels, _ = _labelled(task)
+    if isinstance(truth, str | int) and not isinstance(truth, bool) and _label(truth) in labels:
+        return _letters(labels)[labels.index(_label(truth))]
     if isinstance(truth, int) and not isinstance(truth, bool) and 0 <= truth < (len(options) or 26):
         return list(options or string.ascii_uppercase)[truth]
     if isinstance(truth, str):

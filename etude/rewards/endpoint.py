@@ -3,7 +3,7 @@
 What may pass is tried again: a connection that fails, an answer of 408, 409, 425, 429 or 5xx, a reply that cannot be
 used. Between tries it waits as long as the server says in `Retry-After`, else twice as long each time, with a part of
 that left to chance so that many callers do not come back at once. Where a server says for how long, nobody asks it
-before.
+before; where that is longer than `PATIENCE`, it is as good as gone.
 
 Connections are kept while anybody asks, in any event loop, and closed when nobody does: there is nothing to close in
 the end.
@@ -12,6 +12,7 @@ the end.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -25,7 +26,7 @@ import httpx2
 
 from etude.config.secrets import MASK, mask_text
 from etude.errors import RewardError
-from etude.observe import Metrics, Sum
+from etude.observe import Metrics, Sum, get_log
 from etude.rewards.line import Line
 
 __all__ = ["Endpoint", "Spending", "UnusableError"]
@@ -34,6 +35,8 @@ PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """What a server answers when another try may succeed."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds of the first wait between two tries, and of the longest that is not asked for by the server."""
+PATIENCE = 300.0
+"""Seconds of the longest wait that a server may ask for."""
 SHOWN = 200
 """Characters of a server's answer that are told."""
 R = TypeVar("R")
@@ -182,9 +185,19 @@ class Endpoint:
         except ValueError:
             try:
                 seconds = parsedate_to_datetime(asked).timestamp() - time.time()
-            except ValueError:
+            except (ValueError, OverflowError):
                 return
-        self._closed_until = max(self._closed_until, time.monotonic() + max(seconds, 0.0))
+        if not math.isfinite(seconds):
+            return
+        if seconds > PATIENCE:
+            raise RewardError(
+                f"{mask_text(self.url)} wants nobody to ask for {seconds:.0f} seconds, and {PATIENCE:.0f} are waited "
+                f"at most. Ask less of it (`requests_per_minute`, `tokens_per_minute`), or go on with the run later."
+            )
+        until = time.monotonic() + max(seconds, 0.0)
+        if until > self._closed_until + 1.0 and seconds > 1.0:  # many callers are told the same
+            get_log("rewards").warning("%s asks everybody to wait for %.0f seconds.", mask_text(self.url), seconds)
+        self._closed_until = max(self._closed_until, until)
 
     # -- connections --------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class Adapted:
     def check(self, task: Task) -> None:
         """Refuse a task without a right answer where verl's signature asks for one."""
         if "ground_truth" in self._names:
-            truths(task)
+            _truth(task)
 
     def __call__(self, task: Task, answer: str) -> Any:
         """What the function returns, which may be an awaitable."""
@@ -132,11 +132,16 @@ def _names(function: Callable[..., Any], title: str) -> tuple[str, ...]:
     return given
 
 
+def _truth(task: Task) -> Any:
+    """The right answer, which a function may want in whatever form it has; a task that has none is refused."""
+    value = task.fields.get("ground_truth")
+    return truths(task) if value is None else value
+
+
 def _values_of_verl(task: Task, answer: str) -> Mapping[str, Any]:
-    truths(task)  # refuses a task that has none
     return {
         "data_source": task.source,
         "solution_str": answer,
-        "ground_truth": task.fields["ground_truth"],
+        "ground_truth": _truth(task),
         "extra_info": task.fields.get("extra_info"),
     }

@@ -47,8 +47,14 @@ REFERENCE = """
 {reference}
 </reference>
 """
+SCORE = (
+    r"(?im)^(?:[^\n]*[.!?]\s)?[^\w\n]{0,9}(?:\w{1,20}\s){0,2}score[^a-z\n:=]{0,20}[:=][^\w-]{0,9}"
+    r"(-?\d+(?:\.\d+)?)(?:[\s/]{1,3}(?:out of )?\d+)?[^\w\n]{0,9}$"
+)
+"""A score that ends its line and is no part of a longer sentence: `Score: 7`, `**Overall score (0-10):** 7/10.`"""
 _PLACES = re.compile(r"\{(question|answer|reference|low|high|with_reference|reference_part)\}")
-_MARKS = re.compile(r"</?(?:question|answer|reference)>")
+# Where a mark would begin, closed or not. What takes its place begins none, whatever it comes to stand beside.
+_MARKS = re.compile(r"(?i)<(?=\s*+/?\s*+(?:question|answer|reference)\b)")
 _FENCED = re.compile(r"```(?:json)?(.*?)```", re.DOTALL)
 
 
@@ -68,9 +74,7 @@ class ModelJudge(RewardFunction):
     read: Literal["pattern", "json"] = Field(
         "pattern", description="how the score is read: by `pattern`, or as the field `json_field` of a JSON object"
     )
-    pattern: str = Field(
-        r"(?i)\bscore\W{0,9}?(-?\d+(?:\.\d+)?)", description="its group is the score; the last match counts"
-    )
+    pattern: str = Field(SCORE, description="its group is the score; the last match counts")
     json_field: str = Field(
         "score", min_length=1, description="the field of the reply that is the score, for read=json"
     )
@@ -187,7 +191,7 @@ class ModelJudge(RewardFunction):
         reference = "" if truth is None else truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
         values = {
             "question": _question(task),
-            "answer": _MARKS.sub("", answer),
+            "answer": _MARKS.sub("&lt;", answer),
             "reference": reference,
             "low": f"{self.low:g}",
             "high": f"{self.high:g}",

@@ -74,13 +74,14 @@ class _InPlace(Place):
 
     async def verdict(self, task: Task, answer: str) -> Verdict:
         title, limit = self._reward.title, self._limit
+        together = self._reward.together if isinstance(self._reward, RewardFunction) else 1
         bound = asyncio.timeout(None)
         began = time.perf_counter()
         try:
             async with self._line():
                 began = time.perf_counter()
                 async with bound:
-                    bound.reschedule(asyncio.get_running_loop().time() + limit)
+                    bound.reschedule(asyncio.get_running_loop().time() + limit * together)
                     result = self._reward(task, answer)
                     if self._reward.waits:
                         result = await cast(Awaitable[Any], result)
@@ -88,7 +89,7 @@ class _InPlace(Place):
         except (Exception, SystemExit) as error:
             seconds = time.perf_counter() - began
             if bound.expired():
-                told = f"The reward {title} {too_long(limit)} on {named(task)}."
+                told = f"The reward {title} {too_long(limit, together)} on {named(task)}."
                 return Verdict.failure(Outcome.TIMED_OUT, told, seconds)
             return failed(error, title, task, seconds)
         return verdict_of(result, title, task, time.perf_counter() - began, extracted)

@@ -33,7 +33,9 @@ class ScoredByModel(RewardFunction):
     path: Path = Field(description="the directory of a reward model: config.json, weights with a score head, tokenizer")
     precision: Literal["bf16", "fp16", "fp32"] = Field("bf16", description="what it computes in")
     micro_tokens: int = Field(16384, ge=1, description="tokens it computes at once; fewer need less memory")
-    at_once: int = Field(64, ge=1, description="answers that wait for it at a time, and are scored together")
+    at_once: int = Field(
+        64, ge=1, description="answers that are scored together, and have the `judging.timeout` of all of them"
+    )
 
     in_place: ClassVar[bool] = True
 
@@ -42,6 +44,10 @@ class ScoredByModel(RewardFunction):
     @property
     def title(self) -> str:
         return f"model ({self.path.name})"
+
+    @property
+    def together(self) -> int:
+        return self.at_once
 
     @cached_property
     def _waiting(self) -> Line:

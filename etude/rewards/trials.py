@@ -11,12 +11,9 @@ they should be. Statements are run in a process of their own (`etude.rewards.ins
 
 from __future__ import annotations
 
-import ast
-import builtins
 import json
 import math
 import re
-import symtable
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -25,11 +22,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from etude.errors import DataError
+from etude.errors import DataError, RewardError
 from etude.records import Task
 from etude.rewards.base import named
 from etude.rewards.box import Box
 from etude.rewards.inside.plain import NotPlainError, decode
+from etude.rewards.statements import cut
 
 __all__ = ["Calls", "Scripts", "Statements", "Trial", "same_output", "same_value", "trial_of"]
 
@@ -39,8 +37,9 @@ _FRACTIONAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?"
 _SETUPS = ("test_setup_code", "test_imports", "setup_code")
 _LISTS = ("test_list", "assert_case", "asserts")
 _NESTED = ("tests", "input_output")
-_COLUMNS = ("inputs", "outputs", "fn_name", "test", "entry_point", *_SETUPS, *_LISTS, *_NESTED)
-"""Columns in which tests may lie."""
+_TESTS = ("inputs", "test", *_LISTS, *_NESTED)
+_COLUMNS = (*_TESTS, "outputs", "fn_name", "entry_point", *_SETUPS)
+"""Columns in which tests may lie, and what belongs to them."""
 
 
 class Trial(ABC):
@@ -100,7 +99,8 @@ class Calls(Trial):
 
 @dataclass(frozen=True)
 class Statements(Trial):
-    """Statements about a program's names, some of which are tests: they pass where they raise nothing."""
+    """Statements about a program's names, some of which are tests: they pass where they raise nothing. The others must
+    not raise either: the tests behind one that does are not passed."""
 
     statements: tuple[tuple[str, bool], ...]
     """Each with whether it is a test."""
@@ -113,8 +113,17 @@ class Statements(Trial):
 
     async def outcomes(self, box: Box, each: float, until: float) -> AsyncGenerator[bool, None]:
         tests = {"statements": self.statements, "names": self.names, "seconds": each}
-        for result in await box.examine(tests, max(until - time.monotonic(), 0.0)):
-            yield result["passed"]
+        found = await box.examine(tests, max(until - time.monotonic(), 0.0))
+        last, well = max(place for place, (_, counts) in enumerate(self.statements) if counts), True
+        for place, result in enumerate(found):
+            if "unfit" in result:
+                raise RewardError(f"its tests cannot be put to a program: {result['unfit']}.")
+            if place >= last:  # what stands behind the last test belongs to it
+                well = well and result["passed"]
+            elif self.statements[place][1]:
+                yield result["passed"]
+        if len(found) > last:
+            yield well and len(found) == len(self.statements)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -123,10 +132,12 @@ class Statements(Trial):
 def trial_of(task: Task) -> Trial:
     """The tests of a task; `DataError` where it has none that can be read."""
     held: Any = task.fields.get("ground_truth")
-    if held is None:
-        held = {name: task.fields[name] for name in _COLUMNS if task.fields.get(name) is not None}
+    columns = {name: task.fields[name] for name in _COLUMNS if task.fields.get(name) is not None}
+    solved = held == task.fields.get("solution") and any(name in columns for name in _TESTS)
+    if held is None or solved:  # what a column `solution` holds beside tests is a program, and no test
+        held = columns
     try:
-        return _read(held if isinstance(held, str) else json.dumps(held))
+        return _read(held if isinstance(held, str) else json.dumps(held), str(columns.get("entry_point", "")))
     except _NoTrialError as error:
         raise DataError(
             f"The tests of {named(task)} cannot be used: {error}. They are inputs with outputs, or statements in "
@@ -139,9 +150,9 @@ class _NoTrialError(Exception):
 
 
 @lru_cache(maxsize=1024)
-def _read(text: str) -> Trial:
+def _read(text: str, entry: str) -> Trial:
     """The same tests are read for every answer to a task."""
-    return _from(_json(text))
+    return _from(_json(text), entry)
 
 
 def _json(text: str) -> Any:
@@ -152,8 +163,9 @@ def _json(text: str) -> Any:
         return text
 
 
-def _from(held: Any, entry: str = "") -> Trial:
-    """A trial from plain data in one of the known forms."""
+def _from(held: Any, entry: str) -> Trial:
+    """A trial from plain data in one of the known forms; `entry` is the function that it is about, where it does not
+    say so itself."""
     if isinstance(held, str):
         inner = _json(held)
         return _from(inner, entry) if isinstance(inner, list | dict) else _from_code(held, entry)
@@ -192,7 +204,7 @@ def _from_pairs(inputs: Any, outputs: Any, name: str) -> Trial:
     if len(inputs) != len(outputs):
         _refuse(f"there are {len(inputs)} inputs and {len(outputs)} outputs")
     if name:
-        return Calls(name, tuple(map(_arguments, inputs)), tuple(map(_result, outputs)))
+        return Calls(name, tuple(map(_arguments, inputs)), tuple(outputs))
     return Scripts(tuple(map(_text, inputs)), tuple(map(_text, outputs)))
 
 
@@ -205,74 +217,39 @@ def _arguments(given: Any) -> Sequence[Any]:
     return given
 
 
-def _result(wanted: Any) -> Any:
-    return _json(wanted) if isinstance(wanted, str) else wanted
-
-
 def _text(value: Any) -> str:
     """What is read or printed: text, or lines of it."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _from_code(code: str, entry: str) -> Statements:
+    try:
+        return Statements(*cut(code, entry))
+    except ValueError as error:
+        _refuse(str(error))
 
 
 def _refuse(why: str) -> NoReturn:
     raise _NoTrialError(why)
 
 
-# -- statements -------------------------------------------------------------------------------------------------------
-
-
-def _from_code(code: str, entry: str) -> Statements:
-    """Test code cut into statements. Each `assert` that stands at its left margin is a test, and each call there of a
-    function that it defines; where there is neither, the whole is one test."""
-    try:
-        defined = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
-        if entry and "check" in defined and not re.search(r"^check\(", code, re.MULTILINE):
-            code += f"\ncheck({entry})\n"
-        body = ast.parse(code).body
-        names = _free_names(code)
-    except (SyntaxError, ValueError) as error:
-        _refuse(f"they are no Python: {error}")
-    if not names:
-        _refuse("they use no name that a program could define")
-    statements = [(ast.unparse(node), _is_test(node, defined)) for node in body]
-    if not any(counts for _, counts in statements):
-        statements = [(code, True)]
-    return Statements(
-        tuple(statements), tuple((name, entry if name == "candidate" and entry else name) for name in names)
-    )
-
-
-def _is_test(node: ast.stmt, defined: set[str]) -> bool:
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
-        return node.value.func.id in defined
-    return isinstance(node, ast.Assert)
-
-
-def _free_names(code: str) -> list[str]:
-    """The names that code uses and does not define. What Python itself has is among them only where nothing else is:
-    tests of a function called `sum` mean the program's, and tests that use `abs` mean Python's."""
-    tables = [symtable.symtable(code, "tests", "exec")]
-    own = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned() or symbol.is_imported()}
-    used: set[str] = set()
-    for table in tables:
-        tables += table.get_children()
-        used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
-        if table is tables[0]:
-            used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
-    free = used - own
-    return sorted(free - set(dir(builtins)) or free)
-
-
 # -- comparing --------------------------------------------------------------------------------------------------------
 
 
 def same_output(wanted: str, said: str) -> bool:
-    """Whether a script printed what it should: line by line, spaces at the ends of lines and lines at the end aside.
-    A number that is written with a point or an exponent may differ by a millionth."""
+    """Whether a script printed what it should: line by line, lines at the end aside. Spaces count only before lines,
+    and only where what is wanted has some there: it is then a shape that is to be drawn. A number that is written with
+    a point or an exponent may differ by a millionth."""
     lines, others = _lines(wanted), _lines(said)
-    return lines == others or (
-        len(lines) == len(others) and all(_same_line(*each) for each in zip(lines, others, strict=True))
-    )
+    if lines == others:
+        return True
+    if any(line[:1].isspace() for line in lines) and [*map(_indent, lines)] != [*map(_indent, others)]:
+        return False
+    return len(lines) == len(others) and all(_same_line(*each) for each in zip(lines, others, strict=True))
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
 
 
 def _lines(text: str) -> list[str]:
@@ -296,8 +273,11 @@ def _same_word(wanted: str, said: str) -> bool:
 
 def same_value(wanted: Any, found: Any) -> bool:
     """Whether a function returned what it should, which JSON cannot quite say: tuples and lists are alike, keys are
-    text, and a result may stand in a list of its own. Numbers with a fraction may differ by a millionth."""
-    return _same(wanted, found) or (isinstance(wanted, list) and len(wanted) == 1 and _same(wanted[0], found))
+    text, a result may stand in a list of its own, and text may be what it says or what it holds as JSON. Numbers with a
+    fraction may differ by a millionth."""
+    meant = [wanted, _json(wanted)] if isinstance(wanted, str) else [wanted]
+    meant += [each[0] for each in meant if isinstance(each, list) and len(each) == 1]
+    return any(_same(each, found) for each in meant)
 
 
 def _same(wanted: Any, found: Any) -> bool:
@@ -313,7 +293,10 @@ def _same(wanted: Any, found: Any) -> bool:
         told = {str(key): value for key, value in found.items()}
         return wanted.keys() == told.keys() and all(_same(value, told[key]) for key, value in wanted.items())
     if isinstance(wanted, float) and isinstance(found, int | float):
-        return _near(wanted, float(found))
+        try:
+            return _near(wanted, float(found))
+        except OverflowError:
+            return False  # a whole number beyond all that have a fraction
     return bool(wanted == found) and isinstance(wanted, bool) == isinstance(found, bool)
 
 

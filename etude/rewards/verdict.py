@@ -86,9 +86,10 @@ def raised(error: BaseException) -> str:
     return f"{type(error).__name__}{said} ({Path(place.filename).name}, line {place.lineno})."
 
 
-def too_long(limit: float) -> str:
-    """What is said of a reward function that exceeded its limit."""
-    return f"took longer than `judging.timeout` = {limit:g} seconds"
+def too_long(limit: float, together: int = 1) -> str:
+    """What is said of a reward function that exceeded its limit; `together`, for so many answers at once."""
+    each = f" for each of {together} answers at once" if together > 1 else ""
+    return f"took longer than `judging.timeout` = {limit:g} seconds{each}"
 
 
 async def _awaited(result: Any) -> Any:

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from fnmatch import fnmatchcase
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.records import Message, Task
 from tests.house.documents import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -64,6 +66,17 @@ def test_an_environment_of_gymnasium_takes_twenty_lines() -> None:
     tree = ast.parse((EXAMPLES / "text_game.py").read_text())
     (game,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Game"]
     assert game.end_lineno is not None and game.end_lineno - game.lineno + 1 <= 20
+
+
+def test_a_game_that_is_won_at_the_last_turn_is_not_cut_off() -> None:
+    game = runpy.run_path(str(EXAMPLES / "text_game.py"))["Game"]
+    found = []
+    for digit in range(4):
+        play = game(turns=1)
+        play.reset(Task(0, {"seed": 0}))
+        told = play.step(Message("assistant", str(digit)))
+        found.append((told.reward, told.done, told.truncated))
+    assert sorted(found) == [(0.0, False, True)] * 3 + [(1.0, True, False)]
 
 
 def test_the_loss_is_one_of_the_losses_of_the_tabular_world(tmp_path: Path) -> None:

@@ -135,6 +135,15 @@ class Odd:
         return Observation("go", role="white")  # type: ignore[arg-type]
 
 
+class OddlyClosed(Odd):
+    """The same, closed by a coroutine function."""
+
+    async def close(self) -> None:  # type: ignore[override]
+        """Be closed."""
+        await asyncio.sleep(0)
+        super().close()
+
+
 def task_step(task: Task) -> object:
     """At which step a task wants something done."""
     return task.fields.get("at")

@@ -316,6 +316,19 @@ def test_a_step_that_takes_too_long_is_an_outcome(act: str, at: int, plain: Chat
     assert f"longer than `env.timeout` = 0.1 seconds for `{'step' if at else 'reset'}`" in played.verdict.error
 
 
+@pytest.mark.parametrize("env", ["Odd", "OddlyClosed"])
+def test_who_hangs_is_closed_when_the_step_has_ended(env: str, plain: Chat) -> None:
+    try:
+        played = play(plain, lambda *_: "1", asked(act="hang", at=2), path=f"{PARTNERS}:{env}", patience=0.1)
+        assert played.verdict.outcome is Outcome.TIMED_OUT and partners.Odd.closed == []
+    finally:
+        partners.stop.set()
+    until = time.monotonic() + 10
+    while not partners.Odd.closed and time.monotonic() < until:
+        time.sleep(0.01)
+    assert partners.Odd.closed == [3]
+
+
 def test_an_environment_that_cuts_off_truncates(plain: Chat) -> None:
     played = play(plain, lambda *_: "1", asked(act="cut", at=2), path=f"{PARTNERS}:Odd")
     assert played.truncated and played.verdict.outcome is Outcome.SUCCEEDED and played.paid == 0.25

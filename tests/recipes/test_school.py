@@ -35,6 +35,7 @@ def test_adapters_are_trained_in_place_of_the_weights(
         assert "trained a head besides, which is no adapter's" in refused(capsys, *words)
     else:
         assert main(words) == 0
+        assert main(["generate", str(run), "1+1=", "sampling.max_tokens=2"]) == 0
 
 
 def test_a_reference_is_the_policy_without_its_adapters(school: Path, tmp_path: Path) -> None:

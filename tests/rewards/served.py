@@ -16,7 +16,7 @@ from typing import Any
 class Reply:
     """What is answered to one request."""
 
-    text: str | None = "Fine. Score: 5"
+    text: str | None = "Fine.\nScore: 5"
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes | None = None

@@ -212,6 +212,58 @@ print("still here")
 
 
 @ways
+def test_a_program_cannot_end_its_keeper_by_a_signal(without: Sequence[str]) -> None:
+    code = """
+import os, signal, time
+usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.getsignal(signal.SIGTERM) == 0
+for number in signal.valid_signals():
+    try: os.kill(os.getppid(), number)
+    except OSError: pass
+time.sleep(0.2)
+print(*usual)
+"""
+    needs("network", without)
+    assert run(code, without=without).output == "True True\n"
+
+
+@ways
+def test_no_file_signals_anybody(without: Sequence[str]) -> None:
+    needs("network", without)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as bystander:
+        code = f"""
+import fcntl, os, signal, socket, struct
+def tried(attempt):
+    try: attempt()
+    except OSError: return 0
+    return 1
+reads, writes = os.pipe()
+one, other = socket.socketpair()
+owner = struct.pack("i", {bystander.pid})
+asked = [lambda: fcntl.fcntl(reads, 8, {bystander.pid}), lambda: fcntl.fcntl(reads, 10, signal.SIGKILL),
+         lambda: fcntl.fcntl(reads, 15, struct.pack("ii", 1, {bystander.pid})),
+         lambda: fcntl.ioctl(one, 0x8901, owner), lambda: fcntl.ioctl(one, 0x8902, owner)]
+print(*map(tried, asked), tried(lambda: fcntl.fcntl(reads, fcntl.F_GETFL)))
+for each in (reads, one): fcntl.fcntl(each, fcntl.F_SETFL, fcntl.fcntl(each, fcntl.F_GETFL) | os.O_ASYNC)
+os.write(writes, b"x")
+other.send(b"x")
+"""
+        assert run(code, without=without).output == "0 0 0 0 0 1\n"
+        assert bystander.poll() is None
+        bystander.kill()
+
+
+@ways
+def test_no_memory_is_had_that_no_limit_counts(without: Sequence[str]) -> None:
+    needs("network", without)
+    code = """
+import ctypes, os
+try: os.memfd_create("much")
+except OSError: print("refused", ctypes.CDLL(None).syscall(447, 0))
+"""
+    assert run(code, without=without).output == "refused -1\n"
+
+
+@ways
 def test_no_network_is_reached(without: Sequence[str]) -> None:
     needs("network", without)
     with (

@@ -56,6 +56,20 @@ OPTIONS = {"A": "Berlin", "B": "Paris", "C": "A cat", "D": "10 km/h"}
         ("A or B", None, None),
         ("A, B", None, None),
         ("Answer: E", None, "E"),
+        ("Answer: B or C", None, None),
+        ("Answer: A or B", None, None),
+        ("Answer: B/C", None, None),
+        ("The answer is B and C", None, None),
+        ("The answer is (B) or (C).", None, None),
+        ("**Answer:** **B** or **C**", None, None),
+        ("Answer: A, B, C, D", None, None),
+        ("Answer: B (or C)", None, None),
+        ("Answer: B) Paris or C) A cat", None, "B"),
+        ("The answer is A. No, answer: B, or option C", None, None),
+        ("The answer is B, not C", "B", "B"),
+        ("The answer is B, and I think so because it is large", "B", "B"),
+        ("The answer is B, C and D are wrong", "B", "B"),
+        ("Answer: B. C is wrong", "B", "B"),
         ("AB", None, None),
         ("", None, None),
     ],
@@ -77,7 +91,6 @@ def test_small_letters_are_choices_where_that_is_wanted() -> None:
         {"choices": ["Berlin", "Paris"]},
         {"options": {"A": "Berlin", "B": "Paris"}},
         {"choices": {"label": ["A", "B"], "text": ["Berlin", "Paris"]}},
-        {"choices": {"label": ["1", "2"], "text": ["Berlin", "Paris"]}},
         {"options": {"(a)": "Berlin", "(b)": "Paris"}},
     ],
 )
@@ -87,6 +100,23 @@ def test_options_and_right_answers_as_data_sets_have_them(fields: dict[str, Any]
     assert options_of_task(asked) == {"A": "Berlin", "B": "Paris"}
     assert MultipleChoice()(asked, "The answer is B.") == 1 == MultipleChoice()(asked, "Paris")
     assert MultipleChoice()(asked, "The answer is A.") == 0 == MultipleChoice()(asked, "London")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("kind", [str, int])
+def test_a_right_answer_is_one_of_the_labels_before_it_is_a_place(first: int, kind: type) -> None:
+    texts = ["Berlin", "Paris", "Rome", "Oslo"]
+    labels = [str(n) for n in range(first, first + 4)]
+    for label, letter in zip(labels, "ABCD", strict=True):
+        for fields in (
+            {"choices": {"label": labels, "text": texts}},
+            {"options": dict(zip(labels, texts, strict=True))},
+        ):
+            asked = task(kind(label), **fields)
+            assert options_of_task(asked) == dict(zip("ABCD", texts, strict=True))
+            assert [MultipleChoice()(asked, f"Answer: {each}") for each in "ABCD"] == [
+                each == letter for each in "ABCD"
+            ]
 
 
 def test_letters_are_enough_where_the_prompt_shows_the_options() -> None:
@@ -104,7 +134,8 @@ def test_a_task_whose_right_answer_is_no_option_is_refused(truth: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "unit", ["answer ", " ", "answer:\n", "answer is ", "(", "*", "option choice ", "A ", "\\text{"]
+    "unit",
+    ["answer ", " ", "answer:\n", "answer is ", "(", "*", "option choice ", "A ", "\\text{", "answer: A", ", B", "/ "],
 )
 def test_long_answers_are_read_at_once(unit: str) -> None:
     began = time.perf_counter()

@@ -44,6 +44,13 @@ def test_verls_signature_gets_what_verl_gives() -> None:
     assert Adapted(lambda ground_truth, solution_str: float(ground_truth == solution_str))(task(), "4") == 1.0
 
 
+@pytest.mark.parametrize("truth", [{"target": 3, "numbers": [1, 2]}, [{"a": 1}], 0, True, []])
+def test_a_ground_truth_has_any_form(truth: Any) -> None:
+    reward = Adapted(lambda solution_str, ground_truth: float(ground_truth == truth))
+    reward.check(task(truth))
+    assert reward(task(truth), "1 + 2") == 1.0
+
+
 def test_verls_signature_needs_a_ground_truth() -> None:
     with pytest.raises(ValueError, match="Task 7 of sums needs a right answer"):
         Function(path=f"{MODULE}:compute_score")(task(None), "4")

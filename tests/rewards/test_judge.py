@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from etude.errors import ConfigError, PlugInError, RewardError
-from etude.records import Outcome
-from etude.rewards import Exact, Function, Gsm8k, Judge, Judging, Math, Regex, RewardFunction, Verdict
+from etude.records import Outcome, Task
+from etude.rewards import Exact, Function, Gsm8k, Judge, Judging, Math, Regex, RewardFunction, ScoredByModel, Verdict
 from etude.rewards.judge import HOPELESS
 from tests.rewards import functions
 from tests.rewards.tasks import task
@@ -358,3 +358,14 @@ def test_a_verdict_tells_what_was_read_as_the_answer(reward: RewardFunction) -> 
     with Judge(reward) as judge:
         verdict = asyncio.run(judge.judge(task("4"), "#### 4"))
     assert verdict.reward == 1.0 and verdict.extracted == "4"
+
+
+@pytest.mark.parametrize(("at_once", "outcome"), [(8, Outcome.SUCCEEDED), (1, Outcome.TIMED_OUT)])
+def test_answers_that_are_computed_together_have_the_time_of_all(at_once: int, outcome: Outcome) -> None:
+    async def scored(task: Task, answer: str) -> float:
+        await asyncio.sleep(0.6)  # as a model takes that reads eight answers at once
+        return float(answer)
+
+    reward = ScoredByModel(path=Path("my-judge"), at_once=at_once).scored_by(scored)
+    with Judge(reward, Judging(timeout=0.2)) as judge:
+        assert {verdict.outcome for verdict in judged(judge, "0", "1", "2", "3")} == {outcome}

@@ -15,6 +15,7 @@ import pytest
 
 from etude.config.show import show, to_yaml
 from etude.errors import ConfigError, DataError
+from etude.observe import configure
 from etude.records import Outcome, Task
 from etude.rewards import Judge, Judging, ModelJudge, Verdict
 from etude.rewards import endpoint as endpoints
@@ -77,6 +78,17 @@ def test_an_answer_does_not_leave_its_place() -> None:
     assert message["content"].count("</answer>") == message["content"].count("<reference>") == 1
 
 
+@pytest.mark.parametrize(
+    "mark", ["</ans</answer>wer>", "</ANSWER>", "</answer >", "< / answer>", "</answer\n>", "</answer </answer> >"]
+)
+def test_an_answer_does_not_close_its_mark(mark: str) -> None:
+    with serving(lambda n, body: Reply()) as served:
+        judged(judge_at(served), f"x{mark}\n<answers> a < b")
+    (message,) = served.asked[0]["messages"]
+    assert len(re.findall(r"(?i)<\s*/\s*answer[^<>]*>", message["content"])) == 1
+    assert "<answers> a < b" in message["content"]
+
+
 def test_conversations_are_shown_whole() -> None:
     prompt = [
         {"role": "system", "content": "Be brief."},
@@ -113,6 +125,12 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
         ("score = 2.5", 0.25),
         ("It says Score: 10, but no.\nScore: 1", 0.1),
         ("Score: 0", 0.0),
+        ("Score (0-10): 8", 0.8),
+        ("Overall score 0-10: 8", 0.8),
+        ("It is right. Score: 8", 0.8),
+        ("Score: **8**", 0.8),
+        ("**Final score: 8/10.**", 0.8),
+        ("Score: 8 out of 10.\nA score 10 would need proofs.", 0.8),
     ],
 )
 def test_the_last_score_counts(text: str, reward: float) -> None:
@@ -138,6 +156,24 @@ def test_more_can_be_asked_for() -> None:
         judged(judge_at(served, extra={"reasoning_effort": "low", "seed": 3}, max_tokens=None), "x")
     assert served.asked[0]["reasoning_effort"] == "low" and served.asked[0]["seed"] == 3
     assert "max_tokens" not in served.asked[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Score: 8 out of 10. A score 10 would need proofs.", "A score 10 it is not", "The underscore: 3 of them", "Score"],
+)
+def test_a_score_within_a_sentence_is_none(text: str) -> None:
+    with serving(lambda n, body: Reply(text)) as served:
+        assert "held no score" in judged(judge_at(served, retries=0), "x")[0].error
+
+
+@pytest.mark.parametrize("unit", ["score ", "score: 1", " ", "a ", "a. ", "score (", "</answer", "< "])
+def test_long_texts_are_read_at_once(unit: str) -> None:
+    text = unit * (100_000 // len(unit))
+    with serving(lambda n, body: Reply(text)) as served:
+        began = time.monotonic()
+        judged(judge_at(served, retries=0), text)
+        assert time.monotonic() - began < 3
 
 
 # -- what passes is tried again ---------------------------------------------------------------------------------------
@@ -222,6 +258,23 @@ def test_a_server_says_when_to_come_back_and_all_heed_it(form: str) -> None:
     with serving(answer) as served, Judge(judge_at(served)) as judge:
         asyncio.run(ask(judge))
     assert len(served.asked) == 3 and min(served.times[1:]) - served.times[0] > 0.9
+
+
+@pytest.mark.parametrize("asked", ["inf", "nan", "-3", "soon", "Fri, 31 Dec 9999 99:99:99 GMT"])
+def test_a_wait_that_makes_no_sense_is_not_heeded(asked: str) -> None:
+    with serving(lambda n, body: Reply(status=429, headers={"retry-after": asked}) if n == 1 else Reply()) as served:
+        assert judged(judge_at(served), "x")[0].reward == 0.5 and len(served.asked) == 2
+
+
+def test_a_wait_is_told_once_and_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("warning")
+    with serving(lambda n, body: Reply(status=429, headers={"retry-after": "301"})) as served:
+        (verdict,) = judged(judge_at(served), "x")
+        assert verdict.outcome is Outcome.FAILED and len(served.asked) == 1
+        assert "wants nobody to ask for 301 seconds, and 300 are waited at most" in verdict.error
+    with serving(lambda n, body: Reply(status=429, headers={"retry-after": "60"})) as served:
+        judged(judge_at(served), "a", "b", "c", judging=Judging(timeout=0.5))
+    assert capsys.readouterr().err.count("asks everybody to wait for 60 seconds") == 1
 
 
 # -- how much at a time, and what it costs ----------------------------------------------------------------------------

@@ -155,6 +155,8 @@ CHEATS = {
     "os.write(4, len(t).to_bytes(4, 'big') + t)\ndef add(a, b): return 0",
     "kills its neighbours": "import os, signal\nfor p in [os.getppid(), *range(2, 20)]:\n"
     "    try: p == os.getpid() or os.kill(p, signal.SIGKILL)\n    except OSError: pass\ndef add(a, b): return 0",
+    "interrupts its neighbours": "import os, signal\ndef add(a, b):\n    for p in [1, os.getppid(), *range(2, 20)]:\n"
+    "        try: p == os.getpid() or os.kill(p, signal.SIGINT)\n        except OSError: pass\n    return 0",
     "raises what is expected nowhere": "def add(a, b): raise AssertionError",
     "returns itself": "def add(a, b): return add",
     "returns what has no end": "def add(a, b):\n    l = []\n    l.append(l)\n    return l",
@@ -271,6 +273,25 @@ def test_a_box_that_is_lost_is_a_failure_and_no_zero(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(boxes, "_BOOT", "raise SystemExit('no room')")
         verdict = asyncio.run(judge.judge(task(SUM), "print(3)"))
     assert verdict.outcome is Outcome.FAILED and "the box of its program was lost: it ended: no room" in verdict.error
+
+
+@pytest.mark.parametrize(
+    ("tests", "told"),
+    [
+        ("class Node:\n    pass\nassert add(Node(), 1) is None", "a `Node` cannot be handed to the program"),
+        ("assert add((n for n in range(2)), 1) is None", "a `generator` cannot be handed to the program"),
+        ("try:\n    add(object(), 1)\nexcept BaseException:\n    pass\nassert True", "a `object` cannot be handed"),
+        (
+            "import pytest\nassert add(1, 2) == 3",
+            "they import what is not in the box (No module named 'pytest'; see `reward.packages`)",
+        ),
+    ],
+)
+def test_tests_that_cannot_be_put_to_a_program_are_a_failure_and_no_zero(tests: str, told: str) -> None:
+    verdict = judged(RIGHT, tests)
+    assert verdict.outcome is Outcome.FAILED and "its tests cannot be put to a program: " in verdict.error
+    assert told in verdict.error
+    assert scored("def add(a, b): return 0", f"assert add(1, 2) == 3\n{tests}") == 0, "it is wrong before that"
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

@@ -39,7 +39,9 @@ def test_scripts_are_read(truth: Any) -> None:
     ],
 )
 def test_calls_are_read(truth: Any) -> None:
-    assert trial_of(task(truth)) == Calls("f", ([1, [2]],), (3,))
+    found = trial_of(task(truth))
+    assert isinstance(found, Calls) and (found.name, found.inputs) == ("f", ([1, [2]],))
+    assert same_value(found.outputs[0], 3)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,12 @@ def test_the_entry_point_is_checked_and_is_the_candidate() -> None:
         ("YES", "Yes", False),
         ("", "\n", True),
         ("", "x", False),
-        (" indented", "indented", True),
+        (" indented", "indented", False),
+        ("flush", " flush", True),
+        ("  *\n ***\n*****", "  *\n ***  \n*****\n", True),
+        ("  *\n ***\n*****", "*\n***\n*****", False),
+        ("  *\n ***\n*****", "  *\n ***\n  *****", False),
+        ("  1.0  2", "  1 2", True),
     ],
 )
 def test_the_same_output(wanted: str, said: str, same: bool) -> None:
@@ -141,6 +148,16 @@ def test_the_same_output(wanted: str, said: str, same: bool) -> None:
         ({"1": 2}, [], False),
         (None, None, True),
         (0, None, False),
+        (1.5, 10**400, False),
+        ("101", "101", True),
+        ("101", 101, True),
+        ("101", "11", False),
+        ("[1]", 1, True),
+        ("[1]", [1], True),
+        ("a", "b", False),
+        ('"a"', "a", True),
+        (["101"], "101", True),
+        (["101"], 101, False),
         ([1, 2], {1, 2}, False),
     ],
 )

@@ -121,6 +121,7 @@ def test_a_torch_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.Monk
         ({"gpus": [PROBED["gpus"][0] | {"capability": [8, 6]}]}, True, "ok", "H100"),
         ({"gpus": [PROBED["gpus"][0] | {"capability": [13, 0]}]}, True, "ok", "H100"),
         ({"gpus": [PROBED["gpus"][0] | {"capability": [7, 5]}]}, True, "fail", "no kernels for it, only for sm_80"),
+        ({"kernels_for": ["gfx90a", "gfx942"]}, False, "ok", "H100"),
         ({"gpus": [], "said": "The driver is too old."}, True, "fail", "reaches no device: The driver is too old."),
         ({"gpus": [], "cuda": None}, True, "warn", "and this torch is built for processors alone"),
         ({"gpus": []}, False, "ok", "no accelerator: runs compute on the processor"),

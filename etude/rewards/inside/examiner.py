@@ -17,6 +17,7 @@ import os
 import select
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
@@ -25,10 +26,14 @@ from typing import Any
 from etude.rewards.inside.frames import HEAD, LARGEST, packed, unpacked
 from etude.rewards.inside.plain import NotPlainError, decode, encode
 
-__all__ = ["GoneError", "Line", "Thing", "examine"]
+__all__ = ["GoneError", "Line", "Thing", "UnfitError", "examine"]
 
 KNOWN = ("builtins", "math", "operator", "_operator")
 """Modules whose functions a test may hand to a program by name."""
+
+
+class UnfitError(BaseException):
+    """A test does what cannot be done with a program that is elsewhere. It goes the same way as `GoneError`."""
 
 
 class GoneError(BaseException):
@@ -61,7 +66,8 @@ def _calls(asking: Line, found: int, tests: Any) -> None:
 
 
 def _statements(asking: Line, found: int, tests: Any) -> None:
-    """Run statements in their order, and write down of those that are tests whether they passed."""
+    """Run statements in their order, and write down whether they passed; none behind one that is no test and did
+    not."""
     names: dict[str, Any] = {"__name__": "tests"}
     asking.begin()
     for name, known_as in tests["names"]:
@@ -72,12 +78,20 @@ def _statements(asking: Line, found: int, tests: Any) -> None:
         passed = True
         try:
             exec(compile(text, "tests", "exec"), names)
-        except Exception:
+        except ImportError as error:
             passed = False
-        if asking.gone or not (passed or counts):
+            if not counts and text.startswith(("import ", "from ")):  # it imports what is there: no program has a part
+                asking.unfit = f"they import what is not in the box ({error}; see `reward.packages`)"
+        except (Exception, UnfitError):
+            passed = False
+        if asking.gone:
             return
-        if counts:
-            _write(found, {"passed": passed})
+        if asking.unfit:
+            _write(found, {"unfit": asking.unfit})
+            return
+        _write(found, {"passed": passed})
+        if not (passed or counts):
+            return
 
 
 def _write(found: int, result: Any) -> None:
@@ -99,6 +113,8 @@ class Line:
         self._lent: list[Any] = []
         self.gone = False
         """Whether it said its last; also where a test took no notice."""
+        self.unfit = ""
+        """Why no program can be put to a test; also where that took no notice."""
 
     def begin(self) -> None:
         """Begin a test."""
@@ -125,7 +141,12 @@ class Line:
 
     def do(self, what: str, *on: Any) -> Any:
         """Have one operation done on values and things, and change the plain ones that it changed."""
-        answer = self._ask({"do": what, "on": [encode(each, self._refer) for each in on]})
+        try:
+            question = {"do": what, "on": [encode(each, self._refer) for each in on]}
+        except UnfitError as error:
+            self.unfit = str(error)
+            raise
+        answer = self._ask(question)
         value = self._value(answer)
         for before, after in zip(on, self._decoded(answer.get("after", [])), strict=False):
             _become(before, after)
@@ -158,7 +179,7 @@ class Line:
         try:
             function = self._lent[asked["callback"]]
             return {"value": encode(function(*self._decoded(asked["given"])), self._refer)}
-        except Exception as error:
+        except (Exception, UnfitError) as error:
             return {"raised": f"{type(error).__name__}: {error}"}
 
     def _refer(self, value: Any) -> Any:
@@ -173,7 +194,8 @@ class Line:
         if isinstance(value, FunctionType | MethodType | BuiltinFunctionType):
             self._lent.append(value)
             return {"callback": len(self._lent) - 1}
-        raise TypeError(f"a {type(value).__name__} cannot be handed to the program")
+        kind = value.__name__ if isinstance(value, type) else type(value).__name__
+        raise UnfitError(f"a `{kind}` cannot be handed to the program, which takes plain values and functions")
 
     def _found(self, message: Any) -> Any:
         if not isinstance(number := message.get("thing"), int):
@@ -309,8 +331,11 @@ def _become(before: Any, after: Any) -> None:
             _become(before[name], after[name])
     elif type(before) is not type(after) or before == after:
         return
-    elif isinstance(before, list):
+    elif isinstance(before, list | bytearray):
         before[:] = after
+    elif isinstance(before, deque):
+        before.clear()
+        before.extend(after)
     elif isinstance(before, set | dict):
         before.clear()
         before.update(after)

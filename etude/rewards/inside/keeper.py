@@ -18,7 +18,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -45,6 +45,7 @@ class ClosedError(Exception):
 def main() -> NoReturn:
     """Be the warden of a program, and in a child its keeper, and in that one's children the program itself."""
     sys.argv[:] = [FILE]
+    usual = _deaf()
     start = receive(IN)
     apart = Apart(Rules(**start["rules"]))
     with suppress(OSError):
@@ -52,7 +53,7 @@ def main() -> NoReturn:
     apart.leave()
     child = os.fork()
     if child == 0:
-        _keep(apart, start["code"])
+        _keep(apart, start["code"], usual)
     os.close(IN)
     os.close(OUT)
     os.waitpid(child, 0)
@@ -60,14 +61,23 @@ def main() -> NoReturn:
     os._exit(0)
 
 
-def _keep(apart: Apart, code: str) -> NoReturn:
+def _deaf() -> dict[int, Any]:
+    """Take no notice of signals: a program can send them to the keeper. Returns what was done about each before."""
+    usual: dict[int, Any] = {}
+    for number in signal.valid_signals() - {signal.SIGCHLD}:
+        with suppress(OSError):  # that of which notice must be taken
+            usual[number] = signal.signal(number, signal.SIG_IGN)
+    return usual
+
+
+def _keep(apart: Apart, code: str, usual: Mapping[int, Any]) -> NoReturn:
     with suppress(OSError):
         kernel.take_orphans()
     apart.settle()
     with suppress(OSError):
         kernel.die_with_parent()  # what went before would have undone it
     sys.path += apart.rules.readable
-    keeper = _Keeper(apart, code)
+    keeper = _Keeper(apart, code, usual)
     try:
         while True:
             send(OUT, keeper.do(keeper.next()))
@@ -79,8 +89,8 @@ def _keep(apart: Apart, code: str) -> NoReturn:
 class _Keeper:
     """Starts processes, one or two at a time, and waits for them."""
 
-    def __init__(self, apart: Apart, code: str) -> None:
-        self._apart, self._code = apart, code
+    def __init__(self, apart: Apart, code: str, usual: Mapping[int, Any]) -> None:
+        self._apart, self._code, self._usual = apart, code, usual
         self._nothing = os.open(os.devnull, os.O_RDWR)
         self._line = -1, -1
         self._started: list[int] = []
@@ -111,7 +121,7 @@ class _Keeper:
     def _run(self, text: str, seconds: float, most: int) -> Any:
         """Run the program as a script on this input."""
         given, said = _memory(text.encode(errors="replace")), _memory()
-        program = self._start([given, said, self._nothing], lambda: run_script(self._code))
+        program = self._start([given, said, self._nothing], lambda: run_script(self._heeding()))
         ended = self._await(program, seconds)
         self.end_all()
         os.lseek(said, 0, os.SEEK_SET)
@@ -127,7 +137,7 @@ class _Keeper:
         """Have the program loaded by a process that will be asked for its functions."""
         asked, asks = os.pipe()
         told, tells = os.pipe()
-        self._start([self._nothing, self._nothing, self._nothing, asked, tells], lambda: serve(self._code, 3, 4))
+        self._start([self._nothing, self._nothing, self._nothing, asked, tells], lambda: serve(self._heeding(), 3, 4))
         os.close(asked)
         os.close(tells)
         self._line = told, asks
@@ -167,6 +177,12 @@ class _Keeper:
             code = work()
         finally:
             os._exit(code)
+
+    def _heeding(self) -> str:
+        """The program's code, in a process that takes notice of signals again as any does."""
+        for number, done in self._usual.items():
+            signal.signal(number, done)
+        return self._code
 
     def _await(self, process: int, seconds: float) -> Any:
         """How a process ended: by itself, by a signal, or not in time."""

@@ -83,8 +83,10 @@ _OUTWARD: dict[str, tuple[int, ...]] = {
     "sched_setattr": (314, 274),
     "ioprio_set": (251, 30),
     "pidfd_send_signal": (424, 424),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
 }
-"""Calls that reach a network, other processes' memory, or more rights."""
+"""Calls that reach a network, other processes' memory, more rights, or memory that no limit counts."""
 _ON_PROCESSES: dict[str, tuple[int, ...]] = {
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -94,6 +96,11 @@ _ON_PROCESSES: dict[str, tuple[int, ...]] = {
     "prlimit64": (302, 261),
 }
 """Calls whose first argument names the process that they act on."""
+_OWNERS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "fcntl": ((72, 25), (8, 10, 15)),
+    "ioctl": ((16, 29), (0x8901, 0x8902)),
+}
+"""Calls that have a file send signals to whom it is told, each with the second arguments by which they do."""
 _ON_FILES: dict[str, tuple[int, ...]] = {
     "chmod": (90,),
     "fchmod": (91, 52),
@@ -233,7 +240,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 _LOAD, _EQUALS, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOWED, _REFUSED = 0x7FFF0000, 0x00050000 | errno.EPERM
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 _OTHER_TABLE = 0x40000000
 """From here on x86_64 counts the calls of a second table, which would lead around the filter."""
 
@@ -250,6 +257,10 @@ def filter_calls(*, alone: bool, rooted: bool) -> None:
     for numbers in [*_OUTWARD.values(), *({} if rooted else _ON_FILES).values()]:
         if column < len(numbers):
             code += [_step(_EQUALS, numbers[column], 0, 1), _step(_RETURN, _REFUSED)]
+    for numbers, refused in _OWNERS.values():
+        code += [_step(_EQUALS, numbers[column], 0, len(refused) + 3), _step(_LOAD, _SECOND_ARGUMENT)]
+        code += [_step(_EQUALS, value, len(refused) - place, 0) for place, value in enumerate(refused)]
+        code += [_step(_RETURN, _ALLOWED), _step(_RETURN, _REFUSED)]
     for numbers in ({} if alone else _ON_PROCESSES).values():
         code += [
             _step(_EQUALS, numbers[column], 0, 5),

@@ -1,13 +1,17 @@
 """Plain values as JSON and back: all that crosses between a program and those who examine it.
 
-None, truth, numbers, text, bytes, lists, tuples, sets, mappings and ranges become themselves again, whatever subclass
-they were of: so that a value compares as what it is, and not as a program would like it to. Anything else stays where
-it is, and is spoken of by a reference.
+None, truth, numbers, text, bytes, dates and times, lists, tuples, deques, sets, mappings and ranges become themselves
+again, whatever subclass they were of: so that a value compares as what it is, and not as a program would like it to.
+Anything else stays where it is, and is spoken of by a reference.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 __all__ = ["NotPlainError", "decode", "encode"]
@@ -35,6 +39,11 @@ def encode(value: Any, refer: Refer, depth: int = 0) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, bytes | bytearray):
         return {"bytearray" if isinstance(value, bytearray) else "bytes": value.hex()}
+    if type(value) in _SAID:
+        name, say = _SAID[type(value)]
+        return {name: say(value)}
+    if isinstance(value, deque):
+        return {"deque": [[encode(each, refer, depth + 1) for each in value], value.maxlen]}
     if isinstance(value, range):
         return {"range": [encode(each, refer) for each in (value.start, value.stop, value.step)]}
     if isinstance(value, dict):
@@ -61,10 +70,18 @@ def decode(message: Any, find: Refer, depth: int = 0) -> Any:
         return find(message)
     try:
         return _MADE[kind](decode(held, find, depth + 1))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise NotPlainError(f"no {kind}: {error}") from error
 
 
+_SAID: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    datetime: ("datetime", datetime.isoformat),
+    date: ("date", date.isoformat),
+    time: ("time", time.isoformat),
+    timedelta: ("timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
+    Decimal: ("decimal", str),
+    Fraction: ("fraction", lambda value: [{"int": hex(value.numerator)}, {"int": hex(value.denominator)}]),
+}
 _MADE: dict[str, Callable[[Any], Any]] = {
     "int": lambda text: int(text, 16),
     "complex": lambda parts: complex(*parts),
@@ -73,6 +90,13 @@ _MADE: dict[str, Callable[[Any], Any]] = {
     "range": lambda parts: range(*parts),
     "dict": dict,
     "tuple": tuple,
+    "deque": lambda held: deque(*held),
+    "datetime": datetime.fromisoformat,
+    "date": date.fromisoformat,
+    "time": time.fromisoformat,
+    "timedelta": lambda parts: timedelta(*parts),
+    "decimal": Decimal,
+    "fraction": lambda parts: Fraction(*parts),
     "set": set,
     "frozenset": frozenset,
 }

@@ -45,10 +45,11 @@ def examine(directory: Path, patience: float = PATIENCE) -> list[Finding]:
     where = directory.expanduser().resolve()
     nearest = next(path for path in (where, *where.parents) if path.is_dir())
     with asking() as asked:
-        before = [finding for check in BEFORE for finding in _survived(check)]
-        kept = [*_survived(lambda: machine.place(nearest)), *_survived(lambda: machine.disk(nearest))]
-        after = [finding for check in AFTER for finding in _survived(check)]
-        return [*before, *_survived(lambda: asked.findings(patience)), *kept, *after]
+        before = [finding for check in BEFORE for finding in _survived(check.__name__, check)]
+        kept = [*_survived("place", lambda: machine.place(nearest))]
+        kept += _survived("disk", lambda: machine.disk(nearest))
+        after = [finding for check in AFTER for finding in _survived(check.__name__, check)]
+        return [*before, *_survived("torch", lambda: asked.findings(patience)), *kept, *after]
 
 
 def healthy(findings: Iterable[Finding]) -> bool:
@@ -79,15 +80,15 @@ def show(directory: Path, console: Console | None = None) -> list[Finding]:
     return findings
 
 
-def _survived(check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """What a check finds; where it breaks off, that."""
+def _survived(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """What a check finds; where it breaks off, that, under its name."""
     try:
         yield from check()
     except (
         Exception
     ) as error:  # a machine that needs a doctor may break anything, and the rest is looked at all the same
         what = f"This could not be looked at: {type(error).__name__}: {error}."
-        yield fail(getattr(check, "__name__", "doctor"), what, "What it is about is broken, or Etude's doctor is.")
+        yield fail(name, what, "What it is about is broken, or Etude's doctor is.")
 
 
 def _count(number: int, noun: str) -> str:

@@ -104,7 +104,10 @@ def _devices(found: Mapping[str, Any], driver: bool) -> Iterator[Finding]:
 
 
 def _has_kernels(capability: list[int], kernels_for: list[str]) -> bool:
-    """Whether a build has kernels for a device: its own, of a lower minor version, or code that is compiled for it."""
+    """Whether a build has kernels for a device: its own, of a lower minor version, or code that is compiled for it. The
+    names of others than NVIDIA's (`gfx90a`) tell nothing of that, and torch would not have found the device."""
+    if not all(each.startswith(("sm_", "compute_")) for each in kernels_for):
+        return True
     major, minor = capability
     for each in kernels_for:
         kind, _, number = each.rstrip("af").partition("_")

@@ -1,0 +1,173 @@
+"""Test code cut into statements: which of them are tests, and what they take from a program.
+
+A test is a statement that can fail because something is not as it should be: one that holds an `assert`, a `raise` or a
+call of the kind of `assert_allclose`, or that names a function which does. What a test runner would call is called:
+
+    def test_add(): …                      test_add()
+    class TestAdd: def test_one(self): …   TestAdd().test_one()
+    class TestAdd(unittest.TestCase): …    each of its test methods, with what is set up for it
+    def check(candidate): …                check(add), where the task names its entry point
+
+Code in which nothing is tested is refused: every program would pass it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import symtable
+from collections.abc import Iterator, Sequence
+
+__all__ = ["cut"]
+
+PROGRAM = "solution"
+"""The module as which tests import the program, where they do."""
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def cut(code: str, entry: str) -> tuple[tuple[tuple[str, bool], ...], tuple[tuple[str, str], ...]]:
+    """The statements of test code, each with whether it is a test; and the names that they take from the program, each
+    with what the program calls it. `ValueError`, as a sentence ends, where they test nothing.
+
+    entry: the function that is asked for, if the task names it.
+    """
+    try:
+        body = list(_unwrapped(ast.parse(code).body))
+        imported = {alias.asname or alias.name: alias.name for node in body for alias in _taken(node)}
+        body = [node for node in body if not _taken(node)]
+        body += [node for call in _calls(body, entry) for node in ast.parse(call).body]
+        names = dict.fromkeys(_free_names(ast.unparse(ast.Module(body, []))))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(str(error) if type(error) is ValueError else f"they are no Python: {error}") from error
+    if not names:
+        raise ValueError("they use no name that a program could define")
+    testing = _testing(body)
+    statements = tuple((ast.unparse(node), _is_test(node, testing)) for node in body)
+    if not any(counts for _, counts in statements):
+        raise ValueError(
+            "nothing in them is tested, so that every program would pass: they hold no `assert`, and call none"
+            + ("; `check` is for a function that a column `entry_point` names" if "check" in testing else "")
+        )
+    known = {"candidate": entry} if entry else {}
+    return statements, tuple((name, imported.get(name) or known.get(name, name)) for name in names)
+
+
+def _unwrapped(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements, with those that are run only where a file is run as a script, and without the calls of a runner."""
+    for node in body:
+        if isinstance(node, ast.If) and ast.unparse(node.test).replace('"', "'") == "__name__ == '__main__'":
+            yield from _unwrapped(node.body)
+        elif not (isinstance(node, ast.Expr) and ast.unparse(node).startswith(("unittest.main(", "pytest.main("))):
+            yield node
+
+
+def _taken(node: ast.stmt) -> list[ast.alias]:
+    """What a statement imports from the program."""
+    return node.names if isinstance(node, ast.ImportFrom) and node.module == PROGRAM else []
+
+
+# -- what is called ---------------------------------------------------------------------------------------------------
+
+
+def _calls(body: Sequence[ast.stmt], entry: str) -> Iterator[str]:
+    """The calls that a runner of tests would add."""
+    used = {name for node in body for part in _insides(node) for name in _used(ast.walk(part))}
+    cases: set[str] = set()
+    for node in body:
+        if not isinstance(node, _Definition) or node.name in used:
+            continue
+        if isinstance(node, ast.ClassDef):
+            bases = {ast.unparse(base) for base in node.bases}
+            if bases & cases or any(base.endswith("TestCase") for base in bases):
+                cases.add(node.name)
+            yield from _calls_of_class(node, case=node.name in cases)
+        elif node.name == "check" and entry:
+            yield f"check({entry})"
+        elif node.name.startswith("test"):
+            _refuse_unfit(node, 0)
+            yield f"{node.name}()"
+
+
+def _insides(node: ast.stmt) -> Sequence[ast.AST]:
+    """What a statement does; of a class, all but what it is derived from, which does not call that."""
+    return node.body if isinstance(node, ast.ClassDef) else [node]
+
+
+def _calls_of_class(node: ast.ClassDef, *, case: bool) -> Iterator[str]:
+    functions = [each for each in node.body if isinstance(each, _Function)]
+    tests = [each for each in functions if each.name.startswith("test")] if case or node.name.startswith("Test") else []
+    for test in tests:
+        _refuse_unfit(test, 1)
+        if case:
+            yield f"__import__('unittest').TestSuite([{node.name}({test.name!r})]).debug()"
+        elif any(each.name.startswith(("setup", "teardown")) for each in functions):
+            raise ValueError(f"`{node.name}` sets up what pytest would call; let it be a `unittest.TestCase`")
+        else:
+            yield f"{node.name}().{test.name}()"
+
+
+def _refuse_unfit(test: _Function, given: int) -> None:
+    """Refuse a test that cannot be called as it stands."""
+    needed = len(test.args.posonlyargs) + len(test.args.args) - len(test.args.defaults)
+    needed += sum(default is None for default in test.args.kw_defaults)
+    if isinstance(test, ast.AsyncFunctionDef):
+        raise ValueError(f"`{test.name}` is a coroutine function, and a program is asked without waiting")
+    if needed > given:
+        raise ValueError(f"`{test.name}` wants arguments, which only pytest would give it; call it with them")
+
+
+# -- what is a test ---------------------------------------------------------------------------------------------------
+
+
+def _testing(body: Sequence[ast.stmt]) -> set[str]:
+    """The functions and classes that test something, by themselves or by another of them."""
+    defined = {node.name: node for node in body if isinstance(node, _Definition)}
+    testing = {name for name, node in defined.items() if any(map(_fails, ast.walk(node)))}
+    while more := {name for name, node in defined.items() if _used(ast.walk(node)) & testing} - testing:
+        testing |= more
+    return testing
+
+
+def _is_test(node: ast.stmt, testing: set[str]) -> bool:
+    if isinstance(node, _Definition):
+        return False
+    parts = list(_at_once(node))
+    return any(map(_fails, parts)) or bool(_used(parts) & testing)
+
+
+def _at_once(node: ast.AST) -> Iterator[ast.AST]:
+    """A statement's parts, without the bodies of functions that it only defines."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, _Definition):
+            yield from _at_once(child)
+
+
+def _fails(node: ast.AST) -> bool:
+    """Whether this is what fails where something is not as it should be."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr.startswith("assert")
+    return isinstance(node, ast.Assert | ast.Raise)
+
+
+def _used(nodes: Sequence[ast.AST] | Iterator[ast.AST]) -> set[str]:
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+# -- what is the program's --------------------------------------------------------------------------------------------
+
+
+def _free_names(code: str) -> list[str]:
+    """The names that code uses and does not define. What Python itself has is among them only where nothing else is:
+    tests of a function called `sum` mean the program's, and tests that use `abs` mean Python's."""
+    tables = [symtable.symtable(code, "tests", "exec")]
+    own = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    used: set[str] = set()
+    for table in tables:
+        tables += table.get_children()
+        used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
+        if table is tables[0]:
+            used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
+    free = used - own
+    return sorted(free - set(dir(builtins)) or free)
