@@ -10,7 +10,8 @@ from etude.config import env
 
 
 def test_it_offers_only_what_is_used() -> None:
-    assert env.__all__ == ["cache_directory", "etude_command", "for_one_machine", "required_components"]
+    offered = ["cache_directory", "etude_command", "for_one_machine", "memory_is_chosen", "required_components"]
+    assert env.__all__ == offered
 
 
 def test_required_components(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,6 +19,14 @@ def test_required_components(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.required_components() == {"ray", "postgres"}
     monkeypatch.delenv("ETUDE_REQUIRE")
     assert env.required_components() == frozenset()
+
+
+def test_who_says_how_memory_is_kept_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+    chosen = env.memory_is_chosen()
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
+    assert env.memory_is_chosen() and not chosen
 
 
 def test_what_can_be_made_again_is_kept_where_the_user_keeps_such_things(monkeypatch: pytest.MonkeyPatch) -> None:

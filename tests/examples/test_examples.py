@@ -56,7 +56,7 @@ def test_an_example_learns(name: str, tmp_path: Path) -> None:
 def test_a_judge_improves_what_demonstrations_taught(tmp_path: Path) -> None:
     told = said([str(EXAMPLES / "teach_and_judge.py"), "all"], tmp_path)
     before, after = (float(found) for found in re.findall(r"eval/mean@1 +│ +([\d.]+)", told))
-    assert before < 0.7 and after > 0.85, told
+    assert before < 0.5 and after > 0.7, told
     assert not unexplained(tmp_path / "all/run/metrics.jsonl")
     for name in ("taught", "judging"):
         assert not unexplained(tmp_path / f"all/{name}/metrics.jsonl", "docs/supervised.md", "## What is measured")

@@ -99,7 +99,7 @@ def test_another_run_is_told_by_what_differs(world: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("path", FREE)
 def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: Path) -> None:
     sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
-    values = {"directory": "elsewhere", "data.val": "[others.jsonl]", "rollout.prepack": "false"}
+    values = {"directory": "elsewhere", "data.val": "[others.jsonl]", "rollout.prepack": "false", "device": "cpu"}
     switches = ("activation_checkpointing", "compile", "offload")
     values |= {f"{whose}train.{switch}": "true" for whose in ("", "critic.") for switch in switches}
     values |= {"lora.publish": "merged", "reward.prices": "[1,2]"}

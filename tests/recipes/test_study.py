@@ -61,7 +61,7 @@ def test_names_from_elsewhere_are_answered_with_options_that_are_there(recipe: s
 @pytest.mark.parametrize("path", FREE)
 def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, school: Path) -> None:
     values = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
-    values |= {"directory": "directory=elsewhere", "data.val": "data.val=[others.jsonl]"}
+    values |= {"directory": "directory=elsewhere", "data.val": "data.val=[others.jsonl]"} | {"device": "device=cpu"}
     switches = ("train.activation_checkpointing", "train.compile", "train.offload")
     values |= {switch: f"{switch}=true" for switch in switches}
     name, _, value = values.get(path, f"{path}=3").partition("=")
