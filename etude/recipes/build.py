@@ -94,7 +94,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     )
     kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
     learners = Learners(crew, checks.from_the_models(run), run.updates, run.loss.split_unit)
-    step = taken_up(run.checkpoint, kept, learners, source, run.steps, f"steps={run.steps}")
+    step = taken_up(run.checkpoint, kept, learners, source, run.steps)
     inputs.keep_inputs(directory, run)
     folder.settle(directory, run)
     written = last_step(directory)

@@ -99,9 +99,8 @@ def _assembled(run: Supervised, directory: Path, interrupt: Interrupt, stack: Ex
     lessons = Lessons(examples, order, run.batch_size, steps=run.steps, epochs=run.epochs or 1.0)
     pupil = Pupil(stack.enter_context(closing(_crew(run, chat, lessons.steps, directory))))
     kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
-    asked = f"steps={run.steps}" if run.steps is not None else f"epochs={run.epochs or 1:g}"
-    step = taken_up(run.checkpoint, kept, pupil, lessons, lessons.steps, asked)
-    steps = step + lessons.left
+    step = taken_up(run.checkpoint, kept, pupil, lessons, run.steps)
+    steps = step + lessons.left(step)
     inputs.keep_inputs(directory, run)
     folder.settle(directory, run)
     written = last_step(directory)
