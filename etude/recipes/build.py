@@ -124,9 +124,10 @@ def _crew(run: Run, chat: Chat, directory: Path, stack: ExitStack) -> tuple[Crew
         worker, engine = _rank(run, chat)
         stack.enter_context(closing(engine))
         return stack.enter_context(closing(LocalCrew(worker))), engine
+    from etude.recipes import folder
     from etude.recipes.replicas import Replicas, start
 
-    crew = stack.enter_context(closing(start(rank, run, directory / "ranks")))
+    crew = stack.enter_context(closing(start(rank, run, directory / folder.RANKS)))
     return crew, Replicas(crew)
 
 

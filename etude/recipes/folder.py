@@ -4,6 +4,7 @@ run.yaml        every option of the run, as it was started
 metrics.jsonl   what each step measured
 journal.sqlite  every rollout, and which step trained on it
 checkpoints/    what the run goes on from
+ranks/          what each of several processes said
 evaluations/    the answers that were scored
 """
 
@@ -26,7 +27,7 @@ from etude.config.env import etude_command
 from etude.config.secrets import mask
 from etude.config.show import to_yaml
 from etude.config.tree import to_tree
-from etude.errors import ConfigError, RunError
+from etude.errors import ConfigError, CrewError, RunError
 from etude.recipes.commands import RECIPES
 from etude.recipes.inputs import is_module, place_of
 from etude.recipes.recipe import Recipe
@@ -34,6 +35,7 @@ from etude.recipes.run import Run
 
 __all__ = [
     "OPTIONS",
+    "RANKS",
     "compare",
     "differences",
     "kind_of",
@@ -47,7 +49,7 @@ __all__ = [
     "settle",
 ]
 
-OPTIONS, LOCK = "run.yaml", ".lock"
+OPTIONS, LOCK, RANKS = "run.yaml", ".lock", "ranks"
 R = TypeVar("R", bound=Recipe)
 
 
@@ -65,7 +67,8 @@ def new_directory(parent: Path, name: str) -> Path:
 def occupy(directory: Path) -> Iterator[None]:
     """Hold the directory for this process. The system lets go of it when the process ends, however it ends.
 
-    A directory that was made for this and in which nothing came to be is removed again.
+    A directory that was made for this and in which nothing came to be is removed again. What ranks said comes to
+    nothing where they were refused, and stays where one was lost: the error points to it.
     """
     new = not directory.exists()
     if Path.cwd().is_relative_to(_absolute(directory)) and not (directory / OPTIONS).exists():
@@ -90,10 +93,14 @@ def occupy(directory: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
+        nothing = {LOCK, RANKS}
         try:
             yield
+        except CrewError:
+            nothing = {LOCK}
+            raise
         finally:
-            if new and [path.name for path in directory.iterdir()] == [LOCK]:
+            if new and {path.name for path in directory.iterdir()} <= nothing:
                 shutil.rmtree(directory)
 
 

@@ -56,7 +56,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
 def test_a_fact_that_is_no_number_is_told_and_leaves_the_one_before(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     saved = checkpoints.save(1, tensors(), FACTS)
-    with pytest.raises(CheckpointError, match="Step 2 could not be saved .* a number that is not finite"):
+    with pytest.raises(CheckpointError, match=r"Step 2 could not be saved .* a number that is not finite"):
         checkpoints.save(2, tensors(), {"score": float("nan")})
     assert checkpoints.newest() == saved and [path.name for path in tmp_path.iterdir()] == [saved.path.name]
 
