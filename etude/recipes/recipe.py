@@ -7,9 +7,9 @@ is here means the same in all, and so a directory, a resumption and an export ar
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from etude.chat import ChatConfig
 from etude.checkpoint import CheckpointConfig
@@ -96,3 +96,12 @@ class Recipe(Config):
         if given != mine:
             raise ConfigError(f"These options are of `etude {given}`, and this is `etude {mine}`: give them there.")
         return given
+
+    @model_validator(mode="after")
+    def _trains_one_way(self) -> Self:
+        if self.lora.on and self.model.freeze:
+            raise ConfigError(
+                "`model.freeze` chooses among the weights of a model that is trained itself, and with `lora` adapters "
+                "are trained in their place. Leave it out; `lora.targets` chooses what gets an adapter."
+            )
+        return self

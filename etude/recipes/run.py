@@ -103,11 +103,6 @@ class Run(Recipe, Algorithm):
                 f"`critic.warmup={self.critic.warmup}` leaves the policy none of the {self.steps} `steps` to learn in. "
                 f"Shorten it, or ask for more steps."
             )
-        if self.lora.on and self.model.freeze:
-            raise ConfigError(
-                "`model.freeze` does nothing beside `lora`, which trains its adapters and leaves all of the model as "
-                "it is. Leave it out, or choose by `lora.targets` what gets an adapter."
-            )
         rollouts = self.collect.tasks * self.collect.group_size
         if rollouts < self.updates:
             raise ConfigError(
