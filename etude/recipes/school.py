@@ -25,6 +25,7 @@ from etude.recipes.interrupt import Interrupt
 from etude.recipes.lessons import Lessons, batch_of
 from etude.recipes.meter import peak_of
 from etude.recipes.pupil import Annotate, Pupil, PupilWorker, by_reference, by_teacher
+from etude.recipes.recipe import Reference
 from etude.recipes.replicas import start
 from etude.recipes.saving import Saver, Unwritten, taken_up
 from etude.recipes.study import Measuring, Study, learn
@@ -72,8 +73,7 @@ def _checked(run: Supervised) -> None:
         )
     for name in sorted(run.loss.outputs() - run.outputs):
         raise ConfigError(f"This loss needs the model's `{name}`, which a model of `etude {run.recipe}` does not tell.")
-    if isinstance(run, DistillRun) and run.teacher.path is None:
-        raise ConfigError("Nobody teaches: give the teacher's model directory with `teacher.path=…`.")
+    _refuse_idle_models(run)
     if run.lora.publish != "adapter":
         raise ConfigError(
             "`lora.publish` is how an engine is told of an adapter, and nothing samples here. Leave it out."
@@ -86,6 +86,22 @@ def _checked(run: Supervised) -> None:
         )
     for warning in warnings:
         get_log("recipes").warning("%s", warning)
+
+
+def _refuse_idle_models(run: Supervised) -> None:
+    """Refuse a model beside the one that learns of which the loss reads nothing, and a loss that lacks one."""
+    if isinstance(run, DPORun) and run.reference != Reference() and "ref_logp" not in run.loss.needs():
+        raise ConfigError(
+            "`reference.path` names a reference policy, and this loss compares with none. Leave it out, or choose "
+            "`loss=dpo`."
+        )
+    if isinstance(run, DistillRun) and not run.loss.needs() & run.told:
+        raise ConfigError(
+            "This loss reads nothing of what a teacher tells: `etude sft` learns from the same texts without one. "
+            "Start that, or choose `loss=distill_topk`."
+        )
+    if isinstance(run, DistillRun) and run.teacher.path is None:
+        raise ConfigError("Nobody teaches: give the teacher's model directory with `teacher.path=…`.")
 
 
 def _assembled(run: Supervised, directory: Path, interrupt: Interrupt, stack: ExitStack) -> Study:
