@@ -109,7 +109,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         step=step,
         saved=step,
     )
-    introduce(*crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, written)
+    introduce(run, *crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, written)
     if source.replays:
         told = "The answers of what was collected since, up to step %d, are read back and not drawn again."
         get_log("recipes").info(told, source.replays)

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ __all__ = [
     "compare",
     "differences",
     "kind_of",
+    "may_change_its_length",
     "new_directory",
     "occupy",
     "read_kind",
@@ -207,8 +208,7 @@ def compare(directory: Path, run: Recipe) -> None:
         raise ConfigError(
             f"{directory} holds a run that was started otherwise: {listed}. Give the old values, or start a new "
             f"run in another `directory`. What may change in a run that goes on: {', '.join(run.free)} "
-            f"({' and '.join(f'`{name}`' for name in run.length)} only while `train.schedule` is constant, which does "
-            f"not depend on them)."
+            f"({_listed(run.length)} only while nothing depends on it: {_listed(run.schedules())} constant)."
         )
 
 
@@ -219,13 +219,18 @@ def settle(directory: Path, run: Recipe) -> None:
     writing.replace(directory / OPTIONS)
 
 
+def may_change_its_length(run: Recipe) -> bool:
+    """Whether nothing of what a run learns depends on how long it is to be."""
+    return set(run.schedules().values()) == {"constant"}
+
+
 def differences(before: Recipe, after: Recipe) -> list[tuple[str, object, object]]:
     """The options that make two runs different ones: path, value before, value after.
 
     Where files lie makes no difference: what is in them does, which `inputs` compares.
     """
     old, new = _values(rooted(before)), _values(rooted(after))
-    free = [name for name in before.free if before.train.schedule == "constant" or name not in before.length]
+    free = [name for name in before.free if may_change_its_length(before) or name not in before.length]
     free += [*before.places.values(), "data.train"]
     return [
         (path, old.get(path, "absent"), new.get(path, "absent"))
@@ -246,6 +251,10 @@ def _values(run: Recipe, *, shown: bool = True) -> dict[str, object]:
                 yield here, value
 
     return dict(flat(mask(to_tree(run)) if shown else to_tree(run), ""))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
 
 
 def _is_one_of(path: str, names: Sequence[str]) -> bool:

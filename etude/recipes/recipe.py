@@ -54,8 +54,7 @@ class Recipe(Config):
     free: ClassVar[tuple[str, ...]]
     """Options that a resumed run may change."""
     length: ClassVar[tuple[str, ...]] = ("steps",)
-    """Those of the free ones that say how long it is: they may change only while the schedule does not depend on
-    them."""
+    """Those of the free ones that say how long it is: they may change only while no schedule depends on them."""
     places: ClassVar[dict[str, str]] = {
         "model": "model.path",
         "tokenizer": "model.tokenizer",
@@ -87,6 +86,14 @@ class Recipe(Config):
         None, description="the run's own directory; a run that is there is taken up. By default a new one in `runs`"
     )
     recipe: str = Field(description="the command that these options are for")
+
+    def schedules(self) -> dict[str, str]:
+        """The schedule of each model that learns, by its option."""
+        return {"train.schedule": self.train.schedule}
+
+    def twice(self, steps: int) -> str:
+        """The option, with its value, that asks for as much again as a run of so many steps has done."""
+        return f"steps={2 * steps}"
 
     @field_validator("recipe", mode="before")
     @classmethod

@@ -40,8 +40,8 @@ FREE = (
     *("reward.at_once", "reward.prices", "reward.requests_per_minute", "reward.tokens_per_minute"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, how much memory
-is used, and by how many processes. `steps` is among them only while the schedule is constant, which does not depend on
-it. None changes what is trained on, but that a timeout decides which answers fail; those of memory and processes may
+is used, and by how many processes. `steps` is among them only while every schedule is constant, and so does not depend
+on it. None changes what is trained on, but that a timeout decides which answers fail; those of memory and processes may
 change the last bits."""
 
 
@@ -90,6 +90,10 @@ class Run(Recipe, Algorithm):
     updates: int = Field(1, ge=1, description="optimizer steps a step; from the second on, the policy is off its data")
     epochs: int = Field(1, ge=1, description="passes over the rollouts of a step")
     max_staleness: int = Field(0, ge=0, description="how many versions old a rollout may be; 0 is on-policy")
+
+    def schedules(self) -> dict[str, str]:
+        """The policy's and the critic's."""
+        return {**super().schedules(), "critic.train.schedule": self.critic.train.schedule}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Run:

@@ -131,7 +131,7 @@ def _assembled(run: Supervised, directory: Path, interrupt: Interrupt, stack: Ex
         step=step,
         saved=step,
     )
-    introduce(*pupil.parameters(), f"examples: {len(examples)}", saver, written)
+    introduce(run, *pupil.parameters(), f"examples: {len(examples)}", saver, written)
     return Study(directory, log, lessons, pupil, measuring, saver, examples.counts())
 
 

@@ -132,8 +132,12 @@ def test_every_run_knows_its_defaults() -> None:
 
 
 def test_more_steps_are_the_same_run_only_under_a_constant_schedule(world: Path) -> None:
-    for schedule, same in (("constant", True), ("linear", False)):
-        before, after = (run_of(world, steps=n, **{"train.schedule": schedule}) for n in (2, 3))
+    for whose, schedule, same in (
+        *(("train", "constant", True), ("train", "linear", False)),
+        *(("critic.train", "constant", True), ("critic.train", "linear", False)),
+    ):
+        given = {"advantage": "gae", f"{whose}.schedule": schedule}
+        before, after = (run_of(world, steps=n, **given) for n in (2, 3))
         assert (not differences(before, after)) is same
 
 

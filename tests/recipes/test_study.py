@@ -175,6 +175,8 @@ def test_a_schedule_goes_on_where_it_was(school: Path, tmp_path: Path, capsys: C
     assert [step["step"] for step in measured(run)] == [1, 2, 3]
     assert main(["sft", "--resume", str(run)]) == 0
     assert same(weights(run), weights(whole)) and measured(run)[-1]["learning_rate"] < 0.0015
+    assert main(["sft", "--resume", str(run)]) == 0
+    assert "So is the schedule of its learning rate: to go on, begin a new run" in capsys.readouterr().err
     assert "epochs was None, is 2" in refused(capsys, "sft", "--resume", str(run), "epochs=2")
 
 
@@ -194,7 +196,8 @@ def test_more_epochs_go_on_for_longer(school: Path, tmp_path: Path, capsys: Capt
     assert main(["sft", "--resume", str(run), "epochs=2"]) == 0
     assert [step["examples"] for step in measured(run)[3:]] == [16, 16, 8]
     assert measured(run)[-1]["epoch"] == 2
-    assert main(["sft", "--resume", str(run)]) == 0 and "All 6 steps are done" in capsys.readouterr().err
+    assert main(["sft", "--resume", str(run)]) == 0
+    assert "All 6 steps are done. To go on, ask for more of them: `epochs=4`." in capsys.readouterr().err
     told = refused(capsys, "sft", "--resume", str(run), "epochs=0.5")
     assert "has gone through its examples 2 times, and `epochs=0.5` asks for less" in told
 
@@ -386,7 +389,7 @@ def test_a_run_says_what_can_be_done_with_it(school: Path, tmp_path: Path, capsy
     assert "examples: 40" in told and f"plot {run}" in told and f"export {run} my-model" in told
     assert "answers" not in told
     assert main(["dpo", "--resume", str(run)]) == 0
-    assert "All 2 steps are done" in capsys.readouterr().err
+    assert "All 2 steps are done. To go on, ask for more of them: `steps=4`." in capsys.readouterr().err
 
 
 def test_several_runs_follow_each_other(school: Path, tmp_path: Path) -> None:
