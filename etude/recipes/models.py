@@ -7,9 +7,11 @@ from pathlib import Path
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
 from etude.models import Model, adapt, load
+from etude.recipes import checks
 from etude.recipes.folder import check_model
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
+from etude.recipes.supervised import Supervised
 from etude.train import Frozen, Learner
 from etude.train.optim import PRECISIONS
 
@@ -32,6 +34,7 @@ def critic(run: Run, policy: Model) -> Learner:
     where = _checked(run, "critic", run.critic.path)
     model = load(where, dtype=PRECISIONS[config.precision], device=policy.device, exact=True, head="value")
     _refuse_other_tokens(run, policy, "critic", where, model)
+    _refuse_short_context(run, policy, "critic", where, model)
     return Learner(model, config, steps=run.steps * run.updates * run.epochs)
 
 
@@ -40,6 +43,7 @@ def frozen(run: Recipe, policy: Model, role: str, path: Path | None, temperature
     where = _checked(run, role, path)
     model = load(where, dtype=policy.dtype, device="cpu" if run.train.offload else policy.device)
     _refuse_other_tokens(run, policy, role, where, model)
+    _refuse_short_context(run, policy, role, where, model)
     if path is None and run.lora.path is not None:
         model = adapt(model, run.lora, seed=run.seed)
     home = policy.device if run.train.offload else None
@@ -74,3 +78,24 @@ def _refuse_other_tokens(run: Recipe, policy: Model, role: str, where: Path, mod
             f"The {role} in {where} has another tokenizer than the policy: id {differ} is {theirs.token(differ)!r} "
             f"there and {ours.token(differ)!r} here. Give a `{role}.path` of the same tokenizer."
         )
+
+
+def _refuse_short_context(run: Recipe, policy: Model, role: str, where: Path, model: Model) -> None:
+    """Refuse a model that was made for shorter rows than the policy learns from."""
+    longest, lower = _longest_row(run, policy)
+    if model.context < longest:
+        raise ConfigError(
+            f"The {role} in {where} has a context of {model.context} tokens, and a row of this run may have {longest}: "
+            f"what it says of tokens beyond its context means nothing. Set {lower}, or give a `{role}.path` of a "
+            f"longer context."
+        )
+
+
+def _longest_row(run: Recipe, policy: Model) -> tuple[int, str]:
+    """How many tokens a row may have that is learned from, and what bounds it."""
+    if isinstance(run, Supervised):
+        return run.data.max_tokens or policy.context, "a lower `data.max_tokens`"
+    assert isinstance(run, Run), "every recipe is one or the other"
+    if run.env.asked:
+        return run.env.max_tokens or checks.longest(run, policy), "a lower `env.max_tokens`"
+    return run.data.max_prompt + run.sampling.max_tokens, "a lower `data.max_prompt` or `sampling.max_tokens`"

@@ -146,6 +146,22 @@ def test_a_teacher_of_other_words_is_refused(world: Path, tmp_path: Path, capsys
     assert "has another tokenizer than the policy: id" in told
 
 
+def test_a_model_beside_that_reads_less_far_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    """Rows may have 16 + 6 tokens."""
+    for context, refuses in ((21, True), (22, False)):
+        short = tmp_path / f"reads-{context}"
+        config = tiny(make_tokenizer(short), layers=1, hidden=16, heads=2, kv_heads=1, context=context)
+        save(create(config, seed=0, dtype=torch.float32), short)
+        for role, options in (("critic", PPO), ("teacher", TAUGHT), ("reference", {"kl": "reverse"})):
+            given = {**options, f"{role}.path": short}
+            if not refuses:
+                train(world, tmp_path / role, **given | {"steps": 1})
+                continue
+            told = refused_run(capsys, world, tmp_path / "run", **given)
+            assert f"The {role} in {short} has a context of 21 tokens, and a row of this run may have 22" in told
+            assert "`sampling.max_tokens`" in told
+
+
 def test_a_reward_of_nothing_teaches_nothing_by_itself(world: Path, tmp_path: Path, capsys: Captured) -> None:
     told = refused_run(capsys, world, tmp_path / "run", **{"reward": "nothing", "reward.path": None})
     assert "`reward=nothing`" in told and "reads the reward" in told
