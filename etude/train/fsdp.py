@@ -219,14 +219,14 @@ class Learner:
 
     def restore(self, state: Tree) -> None:
         """Go on from a state: another learner's, or one's own after a checkpoint was read into it."""
-        mine, given = flat(self.state()), flat(state)
-        odd = sorted(mine.keys() ^ given.keys())
-        if odd:
-            raise ConfigError(
-                f"This state is of another model or precision: only one of them has `{odd[0]}`. Restore it into what "
-                f"it was taken from."
-            )
-        with torch.no_grad(), self.working():
+        with torch.no_grad(), self.working():  # what is written to are the tensors as they are now, not where they rested
+            mine, given = flat(self.state()), flat(state)
+            odd = sorted(mine.keys() ^ given.keys())
+            if odd:
+                raise ConfigError(
+                    f"This state is of another model or precision: only one of them has `{odd[0]}`. Restore it into "
+                    f"what it was taken from."
+                )
             for name, tensor in mine.items():
                 tensor.copy_(given[name])
             self._masters.refresh()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from etude.algorithms import Algorithm
-from etude.checkpoint import Checkpoints
+from etude.checkpoint import Checkpoints, flat
 from etude.errors import ConfigError
 from etude.models import load
 from etude.recipes.build import build
@@ -80,6 +80,21 @@ def test_updates_are_the_same_to_the_bit(precision: str, tmp_path: Path) -> None
     for by in (plain, again):
         by.update(batch, Improve(algorithm))
     assert all(torch.equal(weight, weights(plain)[name]) for name, weight in weights(again).items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_state_of_another_learner_is_taken_up_while_resting(precision: str) -> None:
+    other, rested = learner(precision), resting(learner(precision, seed=5))
+    algorithm = Algorithm()
+    batch = ready(other, algorithm, rollouts())
+    other.update(batch, Improve(algorithm))
+    rested.restore(other.state())
+    for _ in range(2):
+        found, wanted = flat(rested.state()), flat(other.state())
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert all(torch.equal(weight, weights(other)[name]) for name, weight in weights(rested).items())
+        for by in (other, rested):
+            by.update(batch, Improve(algorithm))
 
 
 def test_a_reference_that_rests_says_the_same(tmp_path: Path) -> None:
