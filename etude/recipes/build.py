@@ -286,29 +286,17 @@ def evaluator_of(
 
 
 def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
+    """The learner, and what stands beside it."""
     from etude.recipes import checks, models
-    from etude.recipes.meter import peak_of
-    from etude.recipes.workers import Beside, Minimise, PolicyWorker
-    from etude.train import Learner
 
     warmth = run.sampling.temperature
-    reference = models.reference(run, model, run.reference.path, warmth) if checks.compares(run) else None
-    held = {"ref_logp": reference} if reference is not None else {}
-    teacher = models.frozen(run, model, "teacher", run.teacher.path, warmth) if checks.imitates(run) else None
-    taught = {"teacher_logp": teacher} if teacher is not None else {}
-    critic = models.critic(run, model) if checks.foresees(run) else None
-    alone = run.critic.warmup if critic is not None else 0
-    learner = Learner(
+    return models.worker_of(
+        run,
         model,
-        run.train,
-        temperature=warmth,
-        steps=(run.steps - alone) * run.updates * run.epochs,
-        peak=peak_of(model),
-        reference=reference if reference is not None and "full_kl" in run.outputs() else None,
-    )
-    beside = Beside(held | taught, critic, Minimise(run.critic.loss), alone)
-    return PolicyWorker(
-        run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine, longest=checks.longest(run, model)
+        engine,
+        reference=models.reference(run, model, run.reference.path, warmth) if checks.compares(run) else None,
+        teacher=models.frozen(run, model, "teacher", run.teacher.path, warmth) if checks.imitates(run) else None,
+        critic=models.critic(run, model) if checks.foresees(run) else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""The models beside the policy: what it is held to, whom it imitates, and who foresees what it will earn."""
+"""The models beside the policy: what it is held to, whom it imitates, who foresees what it will earn; who trains."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from etude.errors import ConfigError
 from etude.models import Model, adapt, load
 from etude.recipes import checks
 from etude.recipes.folder import check_model
+from etude.recipes.meter import peak_of
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
 from etude.recipes.supervised import Supervised
+from etude.recipes.workers import Beside, Minimise, PolicyWorker
+from etude.rollout import TorchEngine
 from etude.train import Frozen, Learner
 from etude.train.optim import PRECISIONS
 
-__all__ = ["critic", "frozen", "reference"]
+__all__ = ["critic", "frozen", "reference", "worker_of"]
 
 
 def reference(run: Recipe, policy: Model, path: Path | None, temperature: float = 1.0) -> Frozen:
@@ -28,14 +31,43 @@ def reference(run: Recipe, policy: Model, path: Path | None, temperature: float 
     return frozen(run, policy, "reference", path, temperature)
 
 
-def critic(run: Run, policy: Model) -> Learner:
-    """Who foresees what will be earned, and learns beside the policy."""
-    config = run.critic.train
+def critic(run: Run, policy: Model) -> Model:
+    """Who foresees what will be earned, before it has learned anything."""
     where = _checked(run, "critic", run.critic.path)
-    model = load(where, dtype=PRECISIONS[config.precision], device=policy.device, exact=True, head="value")
+    precision = PRECISIONS[run.critic.train.precision]
+    model = load(where, dtype=precision, device=policy.device, exact=True, head="value")
     _refuse_other_tokens(run, policy, "critic", where, model)
     _refuse_short_context(run, policy, "critic", where, model)
-    return Learner(model, config, steps=run.steps * run.updates * run.epochs)
+    return model
+
+
+def worker_of(
+    run: Run,
+    policy: Model,
+    engine: TorchEngine,
+    *,
+    reference: Frozen | None = None,
+    teacher: Frozen | None = None,
+    critic: Model | None = None,
+) -> PolicyWorker:
+    """Whoever trains, of models that are there: the policy and the critic learn, each by its own options."""
+    alone, updates = run.critic.warmup if critic is not None else 0, run.updates * run.epochs
+    learner = Learner(
+        policy,
+        run.train,
+        temperature=run.sampling.temperature,
+        steps=(run.steps - alone) * updates,
+        peak=peak_of(policy),
+        reference=reference if "full_kl" in run.outputs() else None,
+    )
+    foresees = None
+    if critic is not None:
+        foresees = Learner(critic, run.critic.train, steps=run.steps * updates, option="critic.train")
+    asked = {"ref_logp": reference, "teacher_logp": teacher}
+    held = {column: model for column, model in asked.items() if model is not None}
+    beside = Beside(held, foresees, Minimise(run.critic.loss), alone)
+    longest = checks.longest(run, policy)
+    return PolicyWorker(run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine, longest=longest)
 
 
 def frozen(run: Recipe, policy: Model, role: str, path: Path | None, temperature: float = 1.0) -> Frozen:

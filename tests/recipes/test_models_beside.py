@@ -114,6 +114,8 @@ def test_idle_models_are_refused(world: Path, tmp_path: Path, capsys: Captured) 
         ({"teacher.path": world / "model"}, "Choose `advantage=distillation`"),
         (TAUGHT, "give a model directory with `teacher.path=…`"),
         (PPO | {"critic.path": tmp_path / "nowhere"}, "`critic.path="),
+        (PPO | {"critic.train.schedule": "linear", "critic.train.warmup": 9}, "`critic.train.warmup=9` leaves nothing"),
+        (PPO | {"critic.train.offload": "true"}, "`critic.train.offload` keeps the optimizer"),
         (TAUGHT | {"teacher.path": tmp_path / "nowhere"}, "`teacher.path="),
     ):
         assert told in refused_run(capsys, world, tmp_path / "run", **options)
