@@ -24,11 +24,13 @@ __all__ = ["critic", "frozen", "reference", "worker_of"]
 def reference(run: Recipe, policy: Model, path: Path | None, temperature: float = 1.0) -> Frozen:
     """What the policy is held to: by default the model that the run began with, whatever it has learned since.
 
-    A new adapter begins as nothing, so that this is the policy without it. One that goes on is read once more.
+    A new adapter begins as nothing, so that this is the policy without it. One that goes on is read once more. Where
+    whole distributions are compared, it is asked in the midst of each update, and stays where that is made.
     """
     if path is None and run.lora.rank:
         return Frozen(policy, run.train.micro_tokens, temperature=temperature, unadapted=True)
-    return frozen(run, policy, "reference", path, temperature)
+    whole = isinstance(run, Run) and "full_kl" in run.outputs()
+    return frozen(run, policy, "reference", path, temperature, stays=whole)
 
 
 def critic(run: Run, policy: Model) -> Model:
@@ -70,15 +72,18 @@ def worker_of(
     return PolicyWorker(run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine, longest=longest)
 
 
-def frozen(run: Recipe, policy: Model, role: str, path: Path | None, temperature: float = 1.0) -> Frozen:
-    """A model beside the policy that never learns: the policy's own as it was at first, unless another is named."""
-    where = _checked(run, role, path)
-    model = load(where, dtype=policy.dtype, device="cpu" if run.train.offload else policy.device)
+def frozen(
+    run: Recipe, policy: Model, role: str, path: Path | None, temperature: float = 1.0, *, stays: bool = False
+) -> Frozen:
+    """A model beside the policy that never learns: the policy's own as it was at first, unless another is named. Under
+    `train.offload` it rests in the processor's memory, unless it `stays`."""
+    where, rests = _checked(run, role, path), run.train.offload and not stays
+    model = load(where, dtype=policy.dtype, device="cpu" if rests else policy.device)
     _refuse_other_tokens(run, policy, role, where, model)
     _refuse_short_context(run, policy, role, where, model)
     if path is None and run.lora.path is not None:
         model = adapt(model, run.lora, seed=run.seed)
-    home = policy.device if run.train.offload else None
+    home = policy.device if rests else None
     return Frozen(model, run.train.micro_tokens, temperature=temperature, home=home)
 
 
