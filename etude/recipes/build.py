@@ -22,7 +22,6 @@ from etude.dispatch import LocalCrew
 from etude.errors import ConfigError, DataError
 from etude.observe import RunInfo, get_log, last_step, open_run_log
 from etude.protocols import Crew, Generate, Ids
-from etude.recipes.device import device_of
 from etude.recipes.episodes import Episodes
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.interrupt import Interrupt
@@ -62,6 +61,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     """The parts, each open until the stack closes; and the run written down, once all of them are there."""
     from etude.checkpoint import Checkpoints
     from etude.recipes import checks, folder, inputs
+    from etude.recipes.device import device_of
     from etude.recipes.frame import introduce
     from etude.recipes.parts import Learners, Parts, Scoring
     from etude.recipes.saving import Saver, taken_up
@@ -171,6 +171,7 @@ def chat_of(run: Recipe) -> Chat:
 def model_of(run: Recipe, chat: Chat, *, trained: bool) -> Model:
     """The model of a run, which is spoken to so."""
     from etude.models import adapt, load
+    from etude.recipes.device import device_of
     from etude.train.optim import PRECISIONS
 
     assert run.model.path is not None, "a run has a model"
