@@ -42,16 +42,17 @@ from etude.errors import ConfigError, DataError, RewardError, UnknownChoiceError
 from etude.models import Model
 from etude.models.adopt import adopt, with_score_head
 from etude.recipes import checks
+from etude.recipes.models import worker_of
 from etude.recipes.parts import Learners
 from etude.recipes.presets import PRESETS
 from etude.recipes.run import Run
 from etude.recipes.sampling import derived_seed
 from etude.recipes.scoring import live
-from etude.recipes.workers import Beside, Minimise, PolicyWorker
+from etude.recipes.workers import PolicyWorker
 from etude.records import Outcome, Rollout, Task, Turn
 from etude.rewards import Judge, RewardFunction, Verdict
 from etude.rollout import TorchEngine
-from etude.train import Frozen, Learner
+from etude.train import Frozen
 from etude.train.optim import PRECISIONS
 
 __all__ = ["PPOTrainer", "RLConfig", "Trajectories"]
@@ -352,21 +353,11 @@ def _judged(reward: Any, device: torch.device) -> Any:
 
 def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
     """The learner, and what stands beside it; each begins from the model that was handed over."""
-    held = {}
+    reference = critic = None
     if checks.compares(run):
-        frozen = Frozen(model.copy(), run.train.micro_tokens, temperature=run.sampling.temperature)
-        held = {"ref_logp": frozen}
-    critic = None
+        reference = Frozen(model.copy(), run.train.micro_tokens, temperature=run.sampling.temperature)
     if checks.foresees(run):
-        config = run.critic.train.model_copy(update={"precision": run.train.precision})
-        critic = Learner(with_score_head(model, model.dtype), config, steps=run.steps * run.updates * run.epochs)
-    alone = run.critic.warmup if critic is not None else 0
-    learner = Learner(
-        model,
-        run.train,
-        temperature=run.sampling.temperature,
-        steps=run.steps * run.updates * run.epochs,
-        reference=held["ref_logp"] if "full_kl" in run.outputs() else None,
-    )
-    beside = Beside(held, critic, Minimise(run.critic.loss), alone)
-    return PolicyWorker(run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine)
+        critic = with_score_head(model, model.dtype)
+        trained = run.critic.train.model_copy(update={"precision": run.train.precision})
+        run = run.model_copy(update={"critic": run.critic.model_copy(update={"train": trained})})
+    return worker_of(run, model, engine, reference=reference, critic=critic)

@@ -138,6 +138,18 @@ def test_any_preset_may_be_asked_for(algorithm: str, gpt2: Path, trainers: list[
     assert ("critic/loss" in told) == (algorithm == "ppo") and ("kl" in told) == (algorithm == "reinforce_pp")
 
 
+def test_a_schedule_ends_with_the_steps_in_which_the_policy_learns(gpt2: Path, trainers: list[PPOTrainer]) -> None:
+    options = {"steps": 3, "critic.warmup": 1, "train.schedule": "linear"}
+    practice = trainer(trainers, small(algorithm="ppo", learning_rate=0.01, options=options), env(gpt2, reward=digits))
+    told = []
+    for _ in range(3):
+        trajectories = practice.collect_rollouts()
+        told.append(practice.optimize(trajectories, practice.compute_rewards(trajectories)))
+    updates = practice.run.updates * practice.run.epochs
+    rates = [step.get("learning_rate") for step in told]
+    assert rates == [None, *(pytest.approx(0.01 * (1 - (n * updates - 1) / (2 * updates))) for n in (1, 2))]
+
+
 def test_each_field_stands_for_an_option() -> None:
     config = RLConfig(
         algorithm="grpo",

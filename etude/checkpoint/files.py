@@ -67,8 +67,15 @@ def manifest(directory: Path, step: int, facts: Mapping[str, Any]) -> None:
     """Say what there is: the facts, and what every file must look like to be whole."""
     files = {path.name: {"size": path.stat().st_size, "sha256": _digest(path)} for path in sorted(directory.iterdir())}
     told = {"format": FORMAT, "step": step, "facts": facts, "files": files}
+    try:
+        text = json.dumps(told, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise CheckpointError(
+            f"Among the facts that are kept beside the tensors is a number that is not finite ({error}): look at what "
+            f"was measured up to this step."
+        ) from error
     with (directory / MANIFEST).open("w") as file:
-        json.dump(told, file, indent=1, allow_nan=False)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     sync_directory(directory)

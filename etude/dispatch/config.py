@@ -16,5 +16,8 @@ class CrewConfig(Config):
         30.0, gt=0, description="seconds without a sign of life from a rank, busy or not, after which the run ends"
     )
     timeout: float = Field(
-        1800.0, gt=0, description="seconds that ranks may take to start, and to wait for each other in an exchange"
+        1800.0,
+        gt=0,
+        description="seconds that ranks may take to start, and to wait for each other: in an exchange, or for a call's "
+        "end",
     )

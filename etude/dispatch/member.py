@@ -123,6 +123,11 @@ class Member:
         self.silent = self.silent + seconds if self._known and not self._heard else 0.0
         self._heard = False
 
+    def trace(self) -> None:
+        """Have it write to its log where each of its threads stands, whatever they are at."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+
     def kill(self) -> None:
         """End it, and all it started, now."""
         if self._process is not None:

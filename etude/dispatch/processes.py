@@ -6,7 +6,8 @@
 
 One thread, the keeper, starts the processes, watches them, and ends them. Whatever befalls one of them ends them all,
 because the others wait for it, or soon would: it ended; it gave no sign of life (stopped, or the machine thrashes); it
-did not start in time; or a call raised an error in it and not in the others, which then may wait for it in vain.
+did not start in time; a call raised an error in it and not in the others, which then may wait for it in vain; or it
+breathes and does not end a call that another rank has ended (a deadlock, an endless loop, a disk that hangs).
 
 consumes       calls to all ranks, one at a time; questions to one of them, any number at once
 produces       what came of them, or an error that names the rank
@@ -24,7 +25,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,9 @@ GRACE = 3.0
 """Seconds that the other ranks may take to end a call that has raised an error in one."""
 STARTING = 60.0
 """Seconds of silence that a rank may have while it starts, when libraries are loaded and hold everything up."""
+LONGEST, TIMES = 6 * 3600.0, 10.0
+"""Seconds that a call may last which no rank ends, or so many times `crew.timeout` where that is more: what hangs in
+all of them at once cannot be told from work, but by how long it takes."""
 TELL = 10.0
 """Seconds after which it is told, again and again, what the start waits for."""
 
@@ -83,7 +87,7 @@ class ProcessCrew:
         self._spawned: Future[tuple[int, int]] = Future()
         self._closing = threading.Event()
         self._error: Exception | None = None
-        self._call = _Call("", [])
+        self._call = _Call("", {})
         self._texts: dict[str, int] = {}
         self._keeper = threading.Thread(target=self._keep, name="etude-crew", daemon=True)
         body = _packed(make, *args)
@@ -111,10 +115,10 @@ class ProcessCrew:
         bodies = [_packed(method, *each) for each in division.arguments]
         with self._calling:
             number = next(self._numbers)
-            call = self._call = _Call(method.__qualname__, [self._owe(member, number) for member in self._members])
+            call = self._call = _Call(method.__qualname__, {m: self._owe(m, number) for m in self._members})
             for member, body in zip(self._members, bodies * (self.ranks // len(bodies)), strict=True):
                 member.send(Job(number, body))
-            answers = [future.result() for future in call.owed]
+            answers = [future.result() for future in call.owed.values()]  # each comes, or the keeper's error
         if call.raised is not None:
             raise call.raised.error(call.what)
         found: R = division.join([partial(unpack, body) for body in answers])
@@ -258,7 +262,7 @@ class ProcessCrew:
                     f"{member} did not start within `crew.timeout` = {self._config.timeout:g} s; it was {member.at}. "
                     f"{member.last_words()}"
                 )
-        return self._call.forsaken(passed)
+        return self._call.forsaken(passed, self._config.timeout)
 
     def _doing(self, member: Member) -> str:
         if not member.ready:
@@ -276,27 +280,65 @@ class ProcessCrew:
 class _Call:
     """A call that every rank was asked to make."""
 
-    def __init__(self, what: str, owed: list[Future[Any]]) -> None:
+    def __init__(self, what: str, owed: Mapping[Member, Future[Any]]) -> None:
         self.what, self.owed = what, owed
-        self._waited = 0.0
+        self._lasted = self._awaited = self._failed = 0.0
 
     @property
-    def late(self) -> bool:
-        """Whether an answer is still to come."""
-        return not all(future.done() for future in self.owed)
+    def late(self) -> list[Member]:
+        """Those whose answers are still to come."""
+        return [member for member, future in self.owed.items() if not future.done()]
 
     @property
     def raised(self) -> Raised | None:
         """What the first of the ranks raised that raised anything."""
-        done = [future for future in self.owed if future.done() and future.exception() is None]
+        done = [future for future in self.owed.values() if future.done() and future.exception() is None]
         return next((future.result() for future in done if isinstance(future.result(), Raised)), None)
 
-    def forsaken(self, passed: float) -> Exception | None:
-        """The error of a rank, where others have not ended the call since: they may wait for that rank for ever."""
-        if not self.late or self.raised is None:
+    def forsaken(self, passed: float, timeout: float) -> Exception | None:
+        """Why nobody need wait for the call any more, if there is a reason: some ranks have raised an error or ended it
+        and others have not since, or it has lasted longer than any call does."""
+        late, raised = self.late, self.raised
+        if not late:
             return None
-        self._waited += passed
-        return self.raised.error(self.what) if self._waited > GRACE else None
+        self._lasted += passed
+        self._awaited += passed if len(late) < len(self.owed) else 0.0
+        self._failed += passed if raised is not None else 0.0
+        if raised is not None and self._failed > GRACE:
+            return _beside(
+                raised.error(self.what), f"{_names(late)} had not ended it {GRACE:g} s later. {_where(late)}"
+            )
+        if self._awaited > timeout + GRACE:
+            return CrewError(
+                f"{_names(late)} did not end {self.what} within `crew.timeout` = {timeout:g} s after another rank had. "
+                f"{_where(late)} {AGAIN} Ranks that take so much longer than each other want a longer `crew.timeout`."
+            )
+        if self._lasted > (longest := max(LONGEST, TIMES * timeout)):
+            return CrewError(
+                f"No rank has ended {self.what} in {format_seconds(longest)}. {_where(late)} {AGAIN} A call that does "
+                f"take so long wants a longer `crew.timeout`: it may last {TIMES:g} times that."
+            )
+        return None
+
+
+def _names(members: Sequence[Member]) -> str:
+    return " and ".join(map(str, members)).replace(" and Rank", " and rank")
+
+
+def _where(late: Sequence[Member]) -> str:
+    """Have ranks that hang write down where each of their threads stands; a sentence that says where that is."""
+    for member in late:
+        member.trace()
+    time.sleep(TICK)
+    return f"What was under way there is at the end of {', '.join(str(member.log) for member in late)}."
+
+
+def _beside(error: Exception, told: str) -> Exception:
+    """The error with a sentence more: in its own words where they are the crew's, else beside them."""
+    if type(error) is CrewError:
+        return CrewError(f"{str(error).removesuffix('.')}. {told}")
+    error.add_note(told)
+    return error
 
 
 def _packed(function: Callable[..., object], *args: Any) -> bytes:

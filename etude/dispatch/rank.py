@@ -47,6 +47,7 @@ def main(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # where it stands, to its log, when the controller has waited too long
     configure(begin.level, "rank", begin.rank, mask=mask_text)
     logging.getLogger("etude").addHandler(_Forward(line))
     threading.Thread(target=_beat, args=(line, begin.beat), daemon=True).start()

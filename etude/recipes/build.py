@@ -94,7 +94,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     )
     kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
     learners = Learners(crew, checks.from_the_models(run), run.updates, run.loss.split_unit)
-    step = taken_up(run.checkpoint, kept, learners, source, run.steps, f"steps={run.steps}")
+    step = taken_up(run.checkpoint, kept, learners, source, run.steps)
     inputs.keep_inputs(directory, run)
     folder.settle(directory, run)
     written = last_step(directory)
@@ -109,7 +109,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         step=step,
         saved=step,
     )
-    introduce(*crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, written)
+    introduce(run, *crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, written)
     if source.replays:
         told = "The answers of what was collected since, up to step %d, are read back and not drawn again."
         get_log("recipes").info(told, source.replays)
@@ -124,9 +124,10 @@ def _crew(run: Run, chat: Chat, directory: Path, stack: ExitStack) -> tuple[Crew
         worker, engine = _rank(run, chat)
         stack.enter_context(closing(engine))
         return stack.enter_context(closing(LocalCrew(worker))), engine
+    from etude.recipes import folder
     from etude.recipes.replicas import Replicas, start
 
-    crew = stack.enter_context(closing(start(rank, run, directory / "ranks")))
+    crew = stack.enter_context(closing(start(rank, run, directory / folder.RANKS)))
     return crew, Replicas(crew)
 
 
@@ -286,29 +287,17 @@ def evaluator_of(
 
 
 def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
+    """The learner, and what stands beside it."""
     from etude.recipes import checks, models
-    from etude.recipes.meter import peak_of
-    from etude.recipes.workers import Beside, Minimise, PolicyWorker
-    from etude.train import Learner
 
     warmth = run.sampling.temperature
-    reference = models.reference(run, model, run.reference.path, warmth) if checks.compares(run) else None
-    held = {"ref_logp": reference} if reference is not None else {}
-    teacher = models.frozen(run, model, "teacher", run.teacher.path, warmth) if checks.imitates(run) else None
-    taught = {"teacher_logp": teacher} if teacher is not None else {}
-    critic = models.critic(run, model) if checks.foresees(run) else None
-    alone = run.critic.warmup if critic is not None else 0
-    learner = Learner(
+    return models.worker_of(
+        run,
         model,
-        run.train,
-        temperature=warmth,
-        steps=(run.steps - alone) * run.updates * run.epochs,
-        peak=peak_of(model),
-        reference=reference if reference is not None and "full_kl" in run.outputs() else None,
-    )
-    beside = Beside(held | taught, critic, Minimise(run.critic.loss), alone)
-    return PolicyWorker(
-        run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine, longest=checks.longest(run, model)
+        engine,
+        reference=models.reference(run, model, run.reference.path, warmth) if checks.compares(run) else None,
+        teacher=models.frozen(run, model, "teacher", run.teacher.path, warmth) if checks.imitates(run) else None,
+        critic=models.critic(run, model) if checks.foresees(run) else None,
     )
 
 

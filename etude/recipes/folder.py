@@ -4,6 +4,7 @@ run.yaml        every option of the run, as it was started
 metrics.jsonl   what each step measured
 journal.sqlite  every rollout, and which step trained on it
 checkpoints/    what the run goes on from
+ranks/          what each of several processes said
 evaluations/    the answers that were scored
 """
 
@@ -14,7 +15,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from etude.config.env import etude_command
 from etude.config.secrets import mask
 from etude.config.show import to_yaml
 from etude.config.tree import to_tree
-from etude.errors import ConfigError, RunError
+from etude.errors import ConfigError, CrewError, RunError
 from etude.recipes.commands import RECIPES
 from etude.recipes.inputs import is_module, place_of
 from etude.recipes.recipe import Recipe
@@ -34,9 +35,11 @@ from etude.recipes.run import Run
 
 __all__ = [
     "OPTIONS",
+    "RANKS",
     "compare",
     "differences",
     "kind_of",
+    "may_change_its_length",
     "new_directory",
     "occupy",
     "read_kind",
@@ -47,7 +50,7 @@ __all__ = [
     "settle",
 ]
 
-OPTIONS, LOCK = "run.yaml", ".lock"
+OPTIONS, LOCK, RANKS = "run.yaml", ".lock", "ranks"
 R = TypeVar("R", bound=Recipe)
 
 
@@ -65,7 +68,8 @@ def new_directory(parent: Path, name: str) -> Path:
 def occupy(directory: Path) -> Iterator[None]:
     """Hold the directory for this process. The system lets go of it when the process ends, however it ends.
 
-    A directory that was made for this and in which nothing came to be is removed again.
+    A directory that was made for this and in which nothing came to be is removed again. What ranks said comes to
+    nothing where they were refused, and stays where one was lost: the error points to it.
     """
     new = not directory.exists()
     if Path.cwd().is_relative_to(_absolute(directory)) and not (directory / OPTIONS).exists():
@@ -90,10 +94,14 @@ def occupy(directory: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
+        nothing = {LOCK, RANKS}
         try:
             yield
+        except CrewError:
+            nothing = {LOCK}
+            raise
         finally:
-            if new and [path.name for path in directory.iterdir()] == [LOCK]:
+            if new and {path.name for path in directory.iterdir()} <= nothing:
                 shutil.rmtree(directory)
 
 
@@ -200,8 +208,7 @@ def compare(directory: Path, run: Recipe) -> None:
         raise ConfigError(
             f"{directory} holds a run that was started otherwise: {listed}. Give the old values, or start a new "
             f"run in another `directory`. What may change in a run that goes on: {', '.join(run.free)} "
-            f"({' and '.join(f'`{name}`' for name in run.length)} only while `train.schedule` is constant, which does "
-            f"not depend on them)."
+            f"({_listed(run.length)} only while nothing depends on it: {_listed(run.schedules())} constant)."
         )
 
 
@@ -212,13 +219,18 @@ def settle(directory: Path, run: Recipe) -> None:
     writing.replace(directory / OPTIONS)
 
 
+def may_change_its_length(run: Recipe) -> bool:
+    """Whether nothing of what a run learns depends on how long it is to be."""
+    return set(run.schedules().values()) == {"constant"}
+
+
 def differences(before: Recipe, after: Recipe) -> list[tuple[str, object, object]]:
     """The options that make two runs different ones: path, value before, value after.
 
     Where files lie makes no difference: what is in them does, which `inputs` compares.
     """
     old, new = _values(rooted(before)), _values(rooted(after))
-    free = [name for name in before.free if before.train.schedule == "constant" or name not in before.length]
+    free = [name for name in before.free if may_change_its_length(before) or name not in before.length]
     free += [*before.places.values(), "data.train"]
     return [
         (path, old.get(path, "absent"), new.get(path, "absent"))
@@ -239,6 +251,10 @@ def _values(run: Recipe, *, shown: bool = True) -> dict[str, object]:
                 yield here, value
 
     return dict(flat(mask(to_tree(run)) if shown else to_tree(run), ""))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
 
 
 def _is_one_of(path: str, names: Sequence[str]) -> bool:

@@ -89,14 +89,16 @@ def framed(
             _conclude(run, saver.steps, time.perf_counter() - began, looks)
 
 
-def introduce(size: int, trained: int, what: str, saver: Saver, written: int) -> None:
+def introduce(run: Recipe, size: int, trained: int, what: str, saver: Saver, written: int) -> None:
     """The first words of a run: its model's size and how much of it is trained, what it has, and from where it goes on;
     up to `written` its steps were measured."""
     log, step = get_log("recipes"), saver.step
     told = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
     log.info("A model of %s; %s.", told, what)
     if step >= saver.steps:
-        log.info("All %d steps are done. To go on, ask for more of them: `steps=%d`.", step, 2 * step)
+        more = f"To go on, ask for more of them: `{run.twice(step)}`."
+        ended = "So is the schedule of its learning rate: to go on, begin a new run with its model."
+        log.info("All %d steps are done. %s", step, more if folder.may_change_its_length(run) else ended)
     elif step:
         log.info("Going on after step %d.", step)
     if step < written:

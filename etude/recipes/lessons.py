@@ -13,6 +13,7 @@ from etude.data import Order
 from etude.data.collate import collate
 from etude.data.examples import Examples
 from etude.data.lessons import Example
+from etude.errors import ConfigError
 from etude.records import Rollout, Sample
 
 __all__ = ["Lessons", "batch_of"]
@@ -22,7 +23,8 @@ class Lessons:
     """The examples of a run, in its order, `size` a step, for as long as it was asked for.
 
     A run of so many passes ends exactly there: its last step may be smaller. Where it stands is where its order does,
-    so that a run that goes on skips nothing and repeats nothing.
+    so that a run that goes on skips nothing and repeats nothing. How far passes have come is told by that place alone,
+    because a run that ended before and was asked for more has made a smaller step on its way.
     """
 
     def __init__(
@@ -30,7 +32,8 @@ class Lessons:
     ) -> None:
         """steps: how many there are to be; where that is not said, as many as so many passes take."""
         self._examples, self._order, self._size = examples, order, size
-        self._total = steps * size if steps is not None else max(math.ceil(len(examples) * epochs), 1)
+        self._steps, self._epochs = steps, epochs
+        self._until = max(math.ceil(len(examples) * epochs), 1)
 
     def __len__(self) -> int:
         """How many examples there are."""
@@ -39,12 +42,13 @@ class Lessons:
     @property
     def steps(self) -> int:
         """How many steps there are in all, of a run that is read from its beginning without a stop."""
-        return math.ceil(self._total / self._size)
+        return math.ceil(self._until / self._size) if self._steps is None else self._steps
 
-    @property
-    def left(self) -> int:
-        """How many steps there are to go."""
-        return max(math.ceil((self._total - self._order.position) / self._size), 0)
+    def left(self, done: int) -> int:
+        """How many steps there are to go, after so many."""
+        if self._steps is not None:
+            return max(self._steps - done, 0)
+        return max(math.ceil((self._until - self._order.position) / self._size), 0)
 
     @property
     def epoch(self) -> float:
@@ -54,8 +58,8 @@ class Lessons:
     def next(self) -> Batch:
         """What the next step learns from."""
         first = self._order.position
-        wanted = range(first, min(first + self._size, self._total))
-        return batch_of([self._examples[self._order.row(ordinal)] for ordinal in wanted])
+        end = first + self._size if self._steps is not None else min(first + self._size, self._until)
+        return batch_of([self._examples[self._order.row(ordinal)] for ordinal in range(first, end)])
 
     def state(self) -> Mapping[str, Any]:
         """Where it stands, as a JSON tree."""
@@ -66,6 +70,11 @@ class Lessons:
         assert position == 0, "what is learned from examples is written in no journal"
         if state is not None:
             self._order.restore(state)
+        if self._steps is None and self._order.position > self._until:
+            raise ConfigError(
+                f"This run has gone through its examples {self.epoch:g} times, and `epochs={self._epochs:g}` asks for "
+                f"less: that cannot be undone. Ask for more, or start a new run in another `directory`."
+            )
 
 
 def batch_of(examples: Sequence[Example]) -> Batch:

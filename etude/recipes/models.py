@@ -1,4 +1,4 @@
-"""The models beside the policy: what it is held to, whom it imitates, and who foresees what it will earn."""
+"""The models beside the policy: what it is held to, whom it imitates, who foresees what it will earn; who trains."""
 
 from __future__ import annotations
 
@@ -7,42 +7,83 @@ from pathlib import Path
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
 from etude.models import Model, adapt, load
+from etude.recipes import checks
 from etude.recipes.folder import check_model
+from etude.recipes.meter import peak_of
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
+from etude.recipes.supervised import Supervised
+from etude.recipes.workers import Beside, Minimise, PolicyWorker
+from etude.rollout import TorchEngine
 from etude.train import Frozen, Learner
 from etude.train.optim import PRECISIONS
 
-__all__ = ["critic", "frozen", "reference"]
+__all__ = ["critic", "frozen", "reference", "worker_of"]
 
 
 def reference(run: Recipe, policy: Model, path: Path | None, temperature: float = 1.0) -> Frozen:
     """What the policy is held to: by default the model that the run began with, whatever it has learned since.
 
-    A new adapter begins as nothing, so that this is the policy without it. One that goes on is read once more.
+    A new adapter begins as nothing, so that this is the policy without it. One that goes on is read once more. Where
+    whole distributions are compared, it is asked in the midst of each update, and stays where that is made.
     """
     if path is None and run.lora.rank:
         return Frozen(policy, run.train.micro_tokens, temperature=temperature, unadapted=True)
-    return frozen(run, policy, "reference", path, temperature)
+    whole = isinstance(run, Run) and "full_kl" in run.outputs()
+    return frozen(run, policy, "reference", path, temperature, stays=whole)
 
 
-def critic(run: Run, policy: Model) -> Learner:
-    """Who foresees what will be earned, and learns beside the policy."""
-    config = run.critic.train
+def critic(run: Run, policy: Model) -> Model:
+    """Who foresees what will be earned, before it has learned anything."""
     where = _checked(run, "critic", run.critic.path)
-    model = load(where, dtype=PRECISIONS[config.precision], device=policy.device, exact=True, head="value")
+    precision = PRECISIONS[run.critic.train.precision]
+    model = load(where, dtype=precision, device=policy.device, exact=True, head="value")
     _refuse_other_tokens(run, policy, "critic", where, model)
-    return Learner(model, config, steps=run.steps * run.updates * run.epochs)
+    _refuse_short_context(run, policy, "critic", where, model)
+    return model
 
 
-def frozen(run: Recipe, policy: Model, role: str, path: Path | None, temperature: float = 1.0) -> Frozen:
-    """A model beside the policy that never learns: the policy's own as it was at first, unless another is named."""
-    where = _checked(run, role, path)
-    model = load(where, dtype=policy.dtype, device="cpu" if run.train.offload else policy.device)
+def worker_of(
+    run: Run,
+    policy: Model,
+    engine: TorchEngine,
+    *,
+    reference: Frozen | None = None,
+    teacher: Frozen | None = None,
+    critic: Model | None = None,
+) -> PolicyWorker:
+    """Whoever trains, of models that are there: the policy and the critic learn, each by its own options."""
+    alone, updates = run.critic.warmup if critic is not None else 0, run.updates * run.epochs
+    learner = Learner(
+        policy,
+        run.train,
+        temperature=run.sampling.temperature,
+        steps=(run.steps - alone) * updates,
+        peak=peak_of(policy),
+        reference=reference if "full_kl" in run.outputs() else None,
+    )
+    foresees = None
+    if critic is not None:
+        foresees = Learner(critic, run.critic.train, steps=run.steps * updates, option="critic.train")
+    asked = {"ref_logp": reference, "teacher_logp": teacher}
+    held = {column: model for column, model in asked.items() if model is not None}
+    beside = Beside(held, foresees, Minimise(run.critic.loss), alone)
+    longest = checks.longest(run, policy)
+    return PolicyWorker(run, learner, seed=run.seed, epochs=run.epochs, beside=beside, engine=engine, longest=longest)
+
+
+def frozen(
+    run: Recipe, policy: Model, role: str, path: Path | None, temperature: float = 1.0, *, stays: bool = False
+) -> Frozen:
+    """A model beside the policy that never learns: the policy's own as it was at first, unless another is named. Under
+    `train.offload` it rests in the processor's memory, unless it `stays`."""
+    where, rests = _checked(run, role, path), run.train.offload and not stays
+    model = load(where, dtype=policy.dtype, device="cpu" if rests else policy.device)
     _refuse_other_tokens(run, policy, role, where, model)
+    _refuse_short_context(run, policy, role, where, model)
     if path is None and run.lora.path is not None:
         model = adapt(model, run.lora, seed=run.seed)
-    home = policy.device if run.train.offload else None
+    home = policy.device if rests else None
     return Frozen(model, run.train.micro_tokens, temperature=temperature, home=home)
 
 
@@ -74,3 +115,24 @@ def _refuse_other_tokens(run: Recipe, policy: Model, role: str, where: Path, mod
             f"The {role} in {where} has another tokenizer than the policy: id {differ} is {theirs.token(differ)!r} "
             f"there and {ours.token(differ)!r} here. Give a `{role}.path` of the same tokenizer."
         )
+
+
+def _refuse_short_context(run: Recipe, policy: Model, role: str, where: Path, model: Model) -> None:
+    """Refuse a model that was made for shorter rows than the policy learns from."""
+    longest, lower = _longest_row(run, policy)
+    if model.context < longest:
+        raise ConfigError(
+            f"The {role} in {where} has a context of {model.context} tokens, and a row of this run may have {longest}: "
+            f"what it says of tokens beyond its context means nothing. Set {lower}, or give a `{role}.path` of a "
+            f"longer context."
+        )
+
+
+def _longest_row(run: Recipe, policy: Model) -> tuple[int, str]:
+    """How many tokens a row may have that is learned from, and what bounds it."""
+    if isinstance(run, Supervised):
+        return run.data.max_tokens or policy.context, "a lower `data.max_tokens`"
+    assert isinstance(run, Run), "every recipe is one or the other"
+    if run.env.asked:
+        return run.env.max_tokens or checks.longest(run, policy), "a lower `env.max_tokens`"
+    return run.data.max_prompt + run.sampling.max_tokens, "a lower `data.max_prompt` or `sampling.max_tokens`"

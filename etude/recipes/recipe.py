@@ -7,9 +7,9 @@ is here means the same in all, and so a directory, a resumption and an export ar
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from etude.chat import ChatConfig
 from etude.checkpoint import CheckpointConfig
@@ -54,8 +54,7 @@ class Recipe(Config):
     free: ClassVar[tuple[str, ...]]
     """Options that a resumed run may change."""
     length: ClassVar[tuple[str, ...]] = ("steps",)
-    """Those of the free ones that say how long it is: they may change only while the schedule does not depend on
-    them."""
+    """Those of the free ones that say how long it is: they may change only while no schedule depends on them."""
     places: ClassVar[dict[str, str]] = {
         "model": "model.path",
         "tokenizer": "model.tokenizer",
@@ -88,6 +87,14 @@ class Recipe(Config):
     )
     recipe: str = Field(description="the command that these options are for")
 
+    def schedules(self) -> dict[str, str]:
+        """The schedule of each model that learns, by its option."""
+        return {"train.schedule": self.train.schedule}
+
+    def twice(self, steps: int) -> str:
+        """The option, with its value, that asks for as much again as a run of so many steps has done."""
+        return f"steps={2 * steps}"
+
     @field_validator("recipe", mode="before")
     @classmethod
     def _is_of_this_command(cls, given: Any) -> Any:
@@ -96,3 +103,12 @@ class Recipe(Config):
         if given != mine:
             raise ConfigError(f"These options are of `etude {given}`, and this is `etude {mine}`: give them there.")
         return given
+
+    @model_validator(mode="after")
+    def _trains_one_way(self) -> Self:
+        if self.lora.on and self.model.freeze:
+            raise ConfigError(
+                "`model.freeze` chooses among the weights of a model that is trained itself, and with `lora` adapters "
+                "are trained in their place. Leave it out; `lora.targets` chooses what gets an adapter."
+            )
+        return self

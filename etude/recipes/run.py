@@ -40,8 +40,8 @@ FREE = (
     *("reward.at_once", "reward.prices", "reward.requests_per_minute", "reward.tokens_per_minute"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, how much memory
-is used, and by how many processes. `steps` is among them only while the schedule is constant, which does not depend on
-it. None changes what is trained on, but that a timeout decides which answers fail; those of memory and processes may
+is used, and by how many processes. `steps` is among them only while every schedule is constant, and so does not depend
+on it. None changes what is trained on, but that a timeout decides which answers fail; those of memory and processes may
 change the last bits."""
 
 
@@ -91,6 +91,10 @@ class Run(Recipe, Algorithm):
     epochs: int = Field(1, ge=1, description="passes over the rollouts of a step")
     max_staleness: int = Field(0, ge=0, description="how many versions old a rollout may be; 0 is on-policy")
 
+    def schedules(self) -> dict[str, str]:
+        """The policy's and the critic's."""
+        return {**super().schedules(), "critic.train.schedule": self.critic.train.schedule}
+
     @model_validator(mode="after")
     def _fits_together(self) -> Run:
         if self.max_staleness > 0:
@@ -102,11 +106,6 @@ class Run(Recipe, Algorithm):
             raise ConfigError(
                 f"`critic.warmup={self.critic.warmup}` leaves the policy none of the {self.steps} `steps` to learn in. "
                 f"Shorten it, or ask for more steps."
-            )
-        if self.lora.on and self.model.freeze:
-            raise ConfigError(
-                "`model.freeze` does nothing beside `lora`, which trains its adapters and leaves all of the model as "
-                "it is. Leave it out, or choose by `lora.targets` what gets an adapter."
             )
         rollouts = self.collect.tasks * self.collect.group_size
         if rollouts < self.updates:

@@ -66,10 +66,10 @@ class Unwritten:
 
 
 def taken_up(
-    config: CheckpointConfig, checkpoints: Checkpoints, learned: Learned, read: Read, steps: int, asked: str
+    config: CheckpointConfig, checkpoints: Checkpoints, learned: Learned, read: Read, steps: int | None
 ) -> int:
     """Go on from the newest checkpoint, if there is one, and from what the journal has beyond it; returns its step,
-    of `steps` that are wanted. asked: the option that wants them.
+    of `steps` that are wanted. None: it is `read` that knows how far the run is to go, and refuses to go back.
 
     A kill between a save and its mark as the best is made good.
     """
@@ -77,9 +77,9 @@ def taken_up(
     if found is None:
         read.take_up(None, 0)
         return 0
-    if found.step > steps:
+    if steps is not None and found.step > steps:
         raise ConfigError(
-            f"The run in {checkpoints.directory.parent} has done {found.step} steps, and `{asked}` asks for "
+            f"The run in {checkpoints.directory.parent} has done {found.step} steps, and `steps={steps}` asks for "
             f"fewer: they cannot be undone. Ask for more, or start a new run in another `directory`."
         )
     learned.resume(checkpoints, found)

@@ -25,6 +25,7 @@ from etude.recipes.interrupt import Interrupt
 from etude.recipes.lessons import Lessons, batch_of
 from etude.recipes.meter import peak_of
 from etude.recipes.pupil import Annotate, Pupil, PupilWorker, by_reference, by_teacher
+from etude.recipes.recipe import Reference
 from etude.recipes.replicas import start
 from etude.recipes.saving import Saver, Unwritten, taken_up
 from etude.recipes.study import Measuring, Study, learn
@@ -72,8 +73,7 @@ def _checked(run: Supervised) -> None:
         )
     for name in sorted(run.loss.outputs() - run.outputs):
         raise ConfigError(f"This loss needs the model's `{name}`, which a model of `etude {run.recipe}` does not tell.")
-    if isinstance(run, DistillRun) and run.teacher.path is None:
-        raise ConfigError("Nobody teaches: give the teacher's model directory with `teacher.path=…`.")
+    _refuse_idle_models(run)
     if run.lora.publish != "adapter":
         raise ConfigError(
             "`lora.publish` is how an engine is told of an adapter, and nothing samples here. Leave it out."
@@ -88,6 +88,22 @@ def _checked(run: Supervised) -> None:
         get_log("recipes").warning("%s", warning)
 
 
+def _refuse_idle_models(run: Supervised) -> None:
+    """Refuse a model beside the one that learns of which the loss reads nothing, and a loss that lacks one."""
+    if isinstance(run, DPORun) and run.reference != Reference() and "ref_logp" not in run.loss.needs():
+        raise ConfigError(
+            "`reference.path` names a reference policy, and this loss compares with none. Leave it out, or choose "
+            "`loss=dpo`."
+        )
+    if isinstance(run, DistillRun) and not run.loss.needs() & run.told:
+        raise ConfigError(
+            "This loss reads nothing of what a teacher tells: `etude sft` learns from the same texts without one. "
+            "Start that, or choose `loss=distill_topk`."
+        )
+    if isinstance(run, DistillRun) and run.teacher.path is None:
+        raise ConfigError("Nobody teaches: give the teacher's model directory with `teacher.path=…`.")
+
+
 def _assembled(run: Supervised, directory: Path, interrupt: Interrupt, stack: ExitStack) -> Study:
     """The parts, each open until the stack closes; and the run written down, once all of them are there."""
     chat = chat_of(run)
@@ -99,9 +115,8 @@ def _assembled(run: Supervised, directory: Path, interrupt: Interrupt, stack: Ex
     lessons = Lessons(examples, order, run.batch_size, steps=run.steps, epochs=run.epochs or 1.0)
     pupil = Pupil(stack.enter_context(closing(_crew(run, chat, lessons.steps, directory))))
     kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
-    asked = f"steps={run.steps}" if run.steps is not None else f"epochs={run.epochs or 1:g}"
-    step = taken_up(run.checkpoint, kept, pupil, lessons, lessons.steps, asked)
-    steps = step + lessons.left
+    step = taken_up(run.checkpoint, kept, pupil, lessons, run.steps)
+    steps = step + lessons.left(step)
     inputs.keep_inputs(directory, run)
     folder.settle(directory, run)
     written = last_step(directory)
@@ -116,7 +131,7 @@ def _assembled(run: Supervised, directory: Path, interrupt: Interrupt, stack: Ex
         step=step,
         saved=step,
     )
-    introduce(*pupil.parameters(), f"examples: {len(examples)}", saver, written)
+    introduce(run, *pupil.parameters(), f"examples: {len(examples)}", saver, written)
     return Study(directory, log, lessons, pupil, measuring, saver, examples.counts())
 
 
@@ -129,7 +144,7 @@ def _read(run: Supervised, name: str, files: Sequence[str], chat: Chat, context:
 def _crew(run: Supervised, chat: Chat, steps: int, directory: Path) -> Crew:
     """Whoever learns: here, or in as many processes as there are to be ranks, in so many steps."""
     run = run.model_copy(update={"steps": steps, "epochs": None})
-    return LocalCrew(_worker(run, chat)) if run.ranks == 1 else start(rank, run, directory / "ranks")
+    return LocalCrew(_worker(run, chat)) if run.ranks == 1 else start(rank, run, directory / folder.RANKS)
 
 
 def rank(run: Supervised) -> PupilWorker:

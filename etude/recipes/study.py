@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,7 @@ class Measuring:
     """What is measured on, all at once; None where there is nothing."""
     steps: int
     found: dict[int, float] = field(default_factory=dict)
-    """The score of each step: the loss, its sign turned."""
+    """The score of each step, where it is finite: the loss, its sign turned."""
 
     def due(self, step: int) -> bool:
         """Whether this step asks for it, and there is something to measure on."""
@@ -37,7 +38,13 @@ class Measuring:
             return Metrics()
         metrics = self.pupil.measure(self.batch)
         loss = metrics.reduce()["loss"]
-        self.found[step] = -loss
+        if math.isfinite(loss):
+            self.found[step] = -loss
+        else:
+            told = (
+                "The loss on `data.val` is %g after step %d: it is no number to compare, and marks no best checkpoint."
+            )
+            get_log("recipes").warning(f"{told} Lower `train.learning_rate` if it goes on.", loss, step)
         if step == 0:
             told = "Before training, the loss on `data.val` is %.4g (%d examples)."
             get_log("recipes").info(told, loss, self.batch.groups)

@@ -64,6 +64,10 @@ class Supervised(Recipe):
     steps: int | None = Field(None, ge=1, description="optimizer steps; null is as many as `epochs` take")
     epochs: float | None = Field(None, gt=0, description="passes over the examples; null is 1, unless `steps` is given")
 
+    def twice(self, steps: int) -> str:
+        """In steps or in epochs, as the run was asked for."""
+        return super().twice(steps) if self.steps is not None else f"epochs={2 * (self.epochs or 1):g}"
+
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:
         if self.steps is not None and self.epochs is not None:

@@ -62,7 +62,8 @@ class Frozen:
         return ids.to(batch.device), logp.to(batch.device)
 
     def hidden(self, pack: Pack) -> Tensor:
-        """[P, H]: the hidden states that its `logits` are made of."""
+        """[P, H]: the hidden states that its `logits` are made of, of a model that is where it computes."""
+        assert self._home is None, "what rests is asked for log-probs: one copy for all of a batch, none for each pack"
         with torch.no_grad(), self._apart():
             return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
 

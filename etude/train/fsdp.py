@@ -83,20 +83,22 @@ class Learner:
         peak: float | None = None,
         pack: Callable[[Batch], Pack] = tree,
         reference: Compared | None = None,
+        option: str = "train",
     ) -> None:
         """`temperature` is the sampler's; `steps` is how many updates the schedule is for; `peak` is what the device
         can do in operations a second, where the share of it that is used shall be told. Without `steps` there is no
         schedule to follow, as for a learner that only annotates. `reference` is who its whole distributions are
-        compared with, where an objective does that."""
+        compared with, where an objective does that. `option` is what its configuration is called by whoever gave
+        it."""
         if model.dtype != PRECISIONS[config.precision]:
             raise ConfigError(
-                f"`train.precision={config.precision}` computes in {PRECISIONS[config.precision]}, and the model was "
-                f"loaded in {model.dtype}. Load it in that dtype, or choose another precision."
+                f"`{option}.precision={config.precision}` computes in {PRECISIONS[config.precision]}, and the model "
+                f"was loaded in {model.dtype}. Load it in that dtype, or choose another precision."
             )
         if config.schedule != "constant" and steps is not None and config.warmup >= steps:
             raise ConfigError(
-                f"`train.warmup={config.warmup}` leaves nothing of the {steps} updates for `train.schedule="
-                f"{config.schedule}`. Shorten the warm-up, or choose `train.schedule=constant`."
+                f"`{option}.warmup={config.warmup}` leaves nothing of the {steps} updates for `{option}.schedule="
+                f"{config.schedule}`. Shorten the warm-up, or choose `{option}.schedule=constant`."
             )
         if temperature <= 0:
             raise ConfigError(
@@ -106,18 +108,18 @@ class Learner:
         if config.compile:
             model.compile()
         model.activation_checkpointing = config.activation_checkpointing
-        self._config, self._steps, self._peak = config, steps, peak
+        self._config, self._option, self._steps, self._peak = config, option, steps, peak
         self._forward = ForwardPass(model, pack, temperature, reference)
         self._columns = SCORING if model.scores else LANGUAGE
         self._outputs = {"value", "score"} if model.scores else {"logp", "entropy", "topk_logp"}
         self._outputs |= set() if reference is None else {"full_kl"}
         self._ranks = of_group()
-        self._masters = Masters(model.trained_weights(), config, model.take_exact(), ranks=self._ranks)
+        self._masters = Masters(model.trained_weights(), config, model.take_exact(), ranks=self._ranks, option=option)
         self._version = torch.tensor(0)
         self._cost = Cost.of(model)
         if config.offload and model.device.type == "cpu":
             raise ConfigError(
-                "`train.offload` keeps the optimizer in the processor's memory while a GPU samples, and this run "
+                f"`{option}.offload` keeps the optimizer in the processor's memory while a GPU samples, and this run "
                 "computes on the processor, where it is already. Leave it out."
             )
         self._resting = Resting(self._masters.at_rest(), model.device, torch.device("cpu")) if config.offload else None
@@ -219,14 +221,17 @@ class Learner:
 
     def restore(self, state: Tree) -> None:
         """Go on from a state: another learner's, or one's own after a checkpoint was read into it."""
-        mine, given = flat(self.state()), flat(state)
-        odd = sorted(mine.keys() ^ given.keys())
-        if odd:
-            raise ConfigError(
-                f"This state is of another model or precision: only one of them has `{odd[0]}`. Restore it into what "
-                f"it was taken from."
-            )
-        with torch.no_grad(), self.working():
+        with (
+            torch.no_grad(),
+            self.working(),
+        ):  # what is written to are the tensors as they are now, not where they rested
+            mine, given = flat(self.state()), flat(state)
+            odd = sorted(mine.keys() ^ given.keys())
+            if odd:
+                raise ConfigError(
+                    f"This state is of another model or precision: only one of them has `{odd[0]}`. Restore it into "
+                    f"what it was taken from."
+                )
             for name, tensor in mine.items():
                 tensor.copy_(given[name])
             self._masters.refresh()
@@ -266,10 +271,11 @@ class Learner:
                 raise
             self._masters.begin()
             told = str(error).splitlines()[0]
-            also = "" if self._config.activation_checkpointing else ", or set `train.activation_checkpointing=true`"
+            switch = f", or set `{self._option}.activation_checkpointing=true`"
+            also = "" if self._config.activation_checkpointing else switch
             raise TrainingError(
                 f"Memory ran out on {self.model.device} in a micro-batch of {micro.rollouts} rollouts and "
-                f"{micro.tokens} tokens; the weights are as they were. Lower `train.micro_tokens`, now "
+                f"{micro.tokens} tokens; the weights are as they were. Lower `{self._option}.micro_tokens`, now "
                 f"{self._config.micro_tokens}{also}. ({told})"
             ) from error
 

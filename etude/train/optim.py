@@ -82,9 +82,11 @@ class Masters:
         *,
         ranks: Ranks | None = None,
         bucket: int = BUCKET,
+        option: str = "train",
     ) -> None:
-        """`ranks`: who trains the same leaves; each exchange among them takes buckets of so many bytes."""
-        self._config = config
+        """`ranks`: who trains the same leaves; each exchange among them takes buckets of so many bytes. `option`: what
+        errors call the configuration."""
+        self._config, self._option = config, option
         self._copies = dict(leaves)
         self.half = config.precision in ("bf16", "fp16")
         self._shards: Shards | None = None
@@ -215,7 +217,7 @@ class Masters:
         where = f"in {len(names)} weights, `{names[0]}` first" if names else "in its norm, though each weight's is"
         raise TrainingError(
             f"The gradient is not finite {where}: this update was not made, and the weights are as they were. Look at "
-            f"the log-probs, advantages and returns of the batch, or lower `train.learning_rate`."
+            f"the log-probs, advantages and returns of the batch, or lower `{self._option}.learning_rate`."
         )
 
     def _grow(self) -> None:

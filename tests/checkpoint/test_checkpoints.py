@@ -53,6 +53,14 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
     assert same(target, tensors(3))
 
 
+def test_a_fact_that_is_no_number_is_told_and_leaves_the_one_before(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    saved = checkpoints.save(1, tensors(), FACTS)
+    with pytest.raises(CheckpointError, match=r"Step 2 could not be saved .* a number that is not finite"):
+        checkpoints.save(2, tensors(), {"score": float("nan")})
+    assert checkpoints.newest() == saved and [path.name for path in tmp_path.iterdir()] == [saved.path.name]
+
+
 def test_a_part_of_a_checkpoint_can_be_read(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     saved = checkpoints.save(1, tensors(3), {})

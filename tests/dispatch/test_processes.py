@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from etude.data.share import shares
-from etude.dispatch import CrewConfig
-from etude.dispatch.processes import GRACE, ProcessCrew
+from etude.dispatch import CrewConfig, processes
+from etude.dispatch.processes import GRACE, LONGEST, TIMES, ProcessCrew
 from etude.errors import ConfigError, CrewError, TrainingError
 from tests.dispatch.workers import Clerk, counted, refusing, stopping
 from tests.processes import gone
@@ -162,6 +162,38 @@ def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
     assert re.search(sentence, told), told
     assert (how == "crash" or "these are its last words" in told) and str(tmp_path / "rank-1.log") in told
     assert seconds < within
+
+
+def test_a_rank_that_breathes_and_never_ends_a_call_that_another_has_ended_is_named(tmp_path: Path) -> None:
+    crew = crew_of(tmp_path, silence=SILENCE)
+    pid, crew._config = crew.pids[1], CrewConfig(timeout=2.0)  # they may have taken longer to start
+    told, seconds = failing(crew, Clerk.hang, 1)
+    assert told.startswith(f"Rank 1 (process {pid}) did not end Clerk.hang within `crew.timeout` = 2 s after another")
+    assert f"at the end of {tmp_path / 'rank-1.log'}. Start the run again" in told and 2 + GRACE <= seconds < 20
+    assert "in hang" in (tmp_path / "rank-1.log").read_text() and "in hang" not in (tmp_path / "rank-0.log").read_text()
+
+
+@pytest.mark.soak
+def test_a_call_that_hangs_in_every_rank_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LONGEST == 6 * 3600 and TIMES == 10, "as docs/processes.md says"
+    monkeypatch.setattr(processes, "LONGEST", 3.0)
+    crew = crew_of(tmp_path)
+    crew._config = CrewConfig(timeout=0.1)
+    told, seconds = failing(crew, Clerk.hang, 0, 1)
+    assert told.startswith("No rank has ended Clerk.hang in 3.0 s. What was under way there is at the end of")
+    assert "it may last 10 times that" in told and 3 <= seconds < 20
+    assert all("in hang" in (tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 1))
+
+
+@pytest.mark.soak
+def test_where_one_rank_raises_since_it_waited_for_another_that_other_is_named_too(tmp_path: Path) -> None:
+    """What raises is whoever was waiting: here rank 0, whose exchange is given up."""
+    crew = crew_of(tmp_path, timeout=25.0)
+    pid = crew.pids[1]
+    told, _ = failing(crew, Clerk.late, 1)
+    assert told.startswith("Rank 0 (process ") and "failed in Clerk.late: RuntimeError" in told
+    assert f"Rank 1 (process {pid}) had not ended it 3 s later." in told
+    assert "in late" in (tmp_path / "rank-1.log").read_text()
 
 
 @pytest.mark.soak

@@ -114,6 +114,19 @@ class Clerk:
         time.sleep(seconds)
 
     @spread()
+    def hang(self, *ranks: int) -> None:
+        """Some ranks go on for ever, and breathe; the others have nothing to do."""
+        if self.rank in ranks:
+            time.sleep(600)
+
+    @spread()
+    def late(self, rank: int) -> None:
+        """The others wait in an exchange for one that never comes."""
+        if self.rank == rank:
+            time.sleep(600)
+        total(torch.ones(1))
+
+    @spread()
     def warn(self) -> None:
         """Say something that is worth a warning."""
         get_log("train").warning("the weather is bad")

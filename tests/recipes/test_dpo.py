@@ -88,6 +88,14 @@ def test_a_reference_of_other_words_is_refused(school: Path, tmp_path: Path, cap
     assert "`reference.path=" in told and "is no directory" in told
 
 
+def test_a_reference_that_reads_less_far_is_refused(school: Path, tmp_path: Path, capsys: Captured) -> None:
+    config = tiny(make_tokenizer(tmp_path / "short"), layers=1, hidden=16, heads=2, kv_heads=1, context=64)
+    save(create(config, seed=0), tmp_path / "short")
+    told = refusal(capsys, "dpo", school, tmp_path / "run", reference__path=tmp_path / "short")
+    assert "has a context of 64 tokens, and a row of this run may have 128" in told and "`data.max_tokens`" in told
+    learned("dpo", school, tmp_path / "run", reference__path=tmp_path / "short", data__max_tokens=64)
+
+
 def test_a_run_is_known_by_its_reference_too(school: Path, tmp_path: Path, capsys: Captured) -> None:
     other = tmp_path / "other"
     size = make_tokenizer(other)

@@ -11,10 +11,11 @@ import pytest
 from pydantic import Field
 
 from etude.config.compose import compose
-from etude.errors import ConfigError, RunError
+from etude.errors import ConfigError, CrewError, RunError
 from etude.recipes.folder import (
     LOCK,
     OPTIONS,
+    RANKS,
     compare,
     differences,
     new_directory,
@@ -77,6 +78,16 @@ def test_a_directory_in_which_nothing_came_to_be_is_removed_again(tmp_path: Path
     assert (tmp_path / "mine").is_dir(), "what was there before stays"
 
 
+def test_what_refused_ranks_said_is_nothing_and_what_a_lost_one_said_stays(tmp_path: Path) -> None:
+    for error, stays in ((ConfigError("refused"), False), (CrewError("lost; its log: …"), True)):
+        directory = tmp_path / str(stays)
+        with pytest.raises(type(error)), occupy(directory):
+            (directory / RANKS).mkdir()
+            (directory / RANKS / "rank-0.log").write_text("its last words")
+            raise error
+        assert directory.exists() is stays
+
+
 def test_what_was_settled_is_read_back(world: Path, tmp_path: Path) -> None:
     run = run_of(world, seed=7, loss="gspo").model_copy(update={"directory": tmp_path / "a b=c"})
     (tmp_path / "a b=c").mkdir()
@@ -99,7 +110,7 @@ def test_another_run_is_told_by_what_differs(world: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("path", FREE)
 def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: Path) -> None:
     sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
-    values = {"directory": "elsewhere", "data.val": "[others.jsonl]", "rollout.prepack": "false", "device": "cpu"}
+    values = {"directory": "elsewhere", "device": "cpu", "data.val": "[others.jsonl]", "rollout.prepack": "false"}
     switches = ("activation_checkpointing", "compile", "offload")
     values |= {f"{whose}train.{switch}": "true" for whose in ("", "critic.") for switch in switches}
     values |= {"lora.publish": "merged", "reward.prices": "[1,2]"}
@@ -121,8 +132,12 @@ def test_every_run_knows_its_defaults() -> None:
 
 
 def test_more_steps_are_the_same_run_only_under_a_constant_schedule(world: Path) -> None:
-    for schedule, same in (("constant", True), ("linear", False)):
-        before, after = (run_of(world, steps=n, **{"train.schedule": schedule}) for n in (2, 3))
+    for whose, schedule, same in (
+        *(("train", "constant", True), ("train", "linear", False)),
+        *(("critic.train", "constant", True), ("critic.train", "linear", False)),
+    ):
+        given = {"advantage": "gae", f"{whose}.schedule": schedule}
+        before, after = (run_of(world, steps=n, **given) for n in (2, 3))
         assert (not differences(before, after)) is same
 
 

@@ -215,7 +215,10 @@ REFUSED = {
     "a target that is nowhere": ({"lora.rank": 2, "lora.targets": "[qproj]"}, "`lora.targets` names `qproj`"),
     "a part that is nowhere": ({"model.freeze": "[embeds]"}, "`model.freeze` names `embeds`"),
     "everything": ({"model.freeze": "['*']"}, "leaves nothing of the model to train"),
-    "both": (LORA | FROZEN, "`model.freeze` does nothing beside `lora`"),
+    "both": (
+        LORA | FROZEN,
+        "`model.freeze` chooses among the weights of a model that is trained itself, and with `lora` adapters",
+    ),
     "no adapter": ({"lora.targets": "[q_proj]"}, "`lora.targets` does nothing while no adapter is trained"),
     "dropout": (LORA | {"lora.dropout": 0.1}, "dropout"),
     "no such directory": ({"lora.path": "nowhere"}, "holds no adapter: it has no adapter_config.json"),

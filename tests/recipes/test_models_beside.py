@@ -114,6 +114,8 @@ def test_idle_models_are_refused(world: Path, tmp_path: Path, capsys: Captured) 
         ({"teacher.path": world / "model"}, "Choose `advantage=distillation`"),
         (TAUGHT, "give a model directory with `teacher.path=…`"),
         (PPO | {"critic.path": tmp_path / "nowhere"}, "`critic.path="),
+        (PPO | {"critic.train.schedule": "linear", "critic.train.warmup": 9}, "`critic.train.warmup=9` leaves nothing"),
+        (PPO | {"critic.train.offload": "true"}, "`critic.train.offload` keeps the optimizer"),
         (TAUGHT | {"teacher.path": tmp_path / "nowhere"}, "`teacher.path="),
     ):
         assert told in refused_run(capsys, world, tmp_path / "run", **options)
@@ -144,6 +146,22 @@ def test_a_teacher_of_other_words_is_refused(world: Path, tmp_path: Path, capsys
     (turned / "tokenizer.json").write_text(swapped)
     told = refused_run(capsys, world, tmp_path / "run", **TAUGHT | {"teacher.path": turned})
     assert "has another tokenizer than the policy: id" in told
+
+
+def test_a_model_beside_that_reads_less_far_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    """Rows may have 16 + 6 tokens."""
+    for context, refuses in ((21, True), (22, False)):
+        short = tmp_path / f"reads-{context}"
+        config = tiny(make_tokenizer(short), layers=1, hidden=16, heads=2, kv_heads=1, context=context)
+        save(create(config, seed=0, dtype=torch.float32), short)
+        for role, options in (("critic", PPO), ("teacher", TAUGHT), ("reference", {"kl": "reverse"})):
+            given = {**options, f"{role}.path": short}
+            if not refuses:
+                train(world, tmp_path / role, **given | {"steps": 1})
+                continue
+            told = refused_run(capsys, world, tmp_path / "run", **given)
+            assert f"The {role} in {short} has a context of 21 tokens, and a row of this run may have 22" in told
+            assert "`sampling.max_tokens`" in told
 
 
 def test_a_reward_of_nothing_teaches_nothing_by_itself(world: Path, tmp_path: Path, capsys: Captured) -> None:

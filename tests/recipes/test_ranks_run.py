@@ -175,3 +175,10 @@ def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
     assert all(gone(pid, 0) for pid in ranks)
     done = len(measured(run))
     assert main(["train", *options(world, directory=run, ranks=2, steps=done + 1)]) == 0
+
+
+@pytest.mark.soak
+def test_a_run_whose_ranks_are_refused_leaves_no_directory(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    given = {"directory": tmp_path / "run", "ranks": 2, "sampling.max_tokens": 100_000}
+    told = refused(capsys, "train", *options(world, **given))
+    assert "do not fit into this model's context" in told and not (tmp_path / "run").exists()

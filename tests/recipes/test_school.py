@@ -63,6 +63,21 @@ def test_two_ranks_learn_what_one_does(school: Path, tmp_path: Path) -> None:
     assert all((mine[name] - theirs[name]).abs().max() < 1e-9 for name in mine)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_parts_are_frozen_or_have_adapters(recipe: str, school: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refusal(capsys, recipe, school, tmp_path / "run", **{"lora.rank": 2, "model.freeze": "[layers.0]"})
+    assert "with `lora` adapters are trained in their place" in told
+
+
+def test_a_model_beside_that_the_loss_never_reads_is_refused(school: Path, tmp_path: Path, capsys: Captured) -> None:
+    given = {"loss": "etude.algorithms.losses.supervised:SFT"}
+    told = refusal(capsys, "distill", school, tmp_path / "run", **given)
+    assert "This loss reads nothing of what a teacher tells" in told and "`etude sft`" in told
+    told = refusal(capsys, "dpo", school, tmp_path / "run", **given, reference__path=school / "teacher")
+    assert "`reference.path` names a reference policy, and this loss compares with none" in told
+    learned("dpo", school, tmp_path / "run", **given)
+
+
 def test_what_nothing_here_does_is_refused(school: Path, tmp_path: Path, capsys: Captured) -> None:
     told = refusal(capsys, "sft", school, tmp_path / "run", **{"lora.rank": 2, "lora.publish": "merged"})
     assert "nothing samples here" in told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -61,7 +62,7 @@ def test_names_from_elsewhere_are_answered_with_options_that_are_there(recipe: s
 @pytest.mark.parametrize("path", FREE)
 def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, school: Path) -> None:
     values = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
-    values |= {"directory": "directory=elsewhere", "data.val": "data.val=[others.jsonl]"} | {"device": "device=cpu"}
+    values |= {"device": "device=cpu", "directory": "directory=elsewhere", "data.val": "data.val=[others.jsonl]"}
     switches = ("train.activation_checkpointing", "train.compile", "train.offload")
     values |= {switch: f"{switch}=true" for switch in switches}
     name, _, value = values.get(path, f"{path}=3").partition("=")
@@ -174,6 +175,8 @@ def test_a_schedule_goes_on_where_it_was(school: Path, tmp_path: Path, capsys: C
     assert [step["step"] for step in measured(run)] == [1, 2, 3]
     assert main(["sft", "--resume", str(run)]) == 0
     assert same(weights(run), weights(whole)) and measured(run)[-1]["learning_rate"] < 0.0015
+    assert main(["sft", "--resume", str(run)]) == 0
+    assert "So is the schedule of its learning rate: to go on, begin a new run" in capsys.readouterr().err
     assert "epochs was None, is 2" in refused(capsys, "sft", "--resume", str(run), "epochs=2")
 
 
@@ -193,8 +196,20 @@ def test_more_epochs_go_on_for_longer(school: Path, tmp_path: Path, capsys: Capt
     assert main(["sft", "--resume", str(run), "epochs=2"]) == 0
     assert [step["examples"] for step in measured(run)[3:]] == [16, 16, 8]
     assert measured(run)[-1]["epoch"] == 2
+    assert main(["sft", "--resume", str(run)]) == 0
+    assert "All 6 steps are done. To go on, ask for more of them: `epochs=4`." in capsys.readouterr().err
     told = refused(capsys, "sft", "--resume", str(run), "epochs=0.5")
-    assert "has done 6 steps, and `epochs=0.5` asks for fewer" in told
+    assert "has gone through its examples 2 times, and `epochs=0.5` asks for less" in told
+
+
+def test_a_run_of_so_many_steps_counts_the_smaller_ones_that_it_made(
+    school: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = learned("sft", school, tmp_path / "run", steps=None, epochs=1, batch_size=16)
+    assert main(["sft", "--resume", str(run), "epochs=null", "steps=5"]) == 0
+    assert [step["examples"] for step in measured(run)] == [16, 16, 8, 16, 16]
+    assert main(["sft", "--resume", str(run)]) == 0 and len(measured(run)) == 5
+    assert "has done 5 steps, and `steps=4` asks for fewer" in refused(capsys, "sft", "--resume", str(run), "steps=4")
 
 
 def test_other_options_and_other_files_are_refused(school: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -323,6 +338,18 @@ def test_the_best_checkpoint_is_that_of_the_least_loss(school: Path, tmp_path: P
     assert (tmp_path / "model" / "config.json").is_file()
 
 
+def test_a_loss_that_is_no_number_marks_nothing_and_is_saved_all_the_same(
+    school: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    given = {"data.val": f"[{school / 'held_out_shown.jsonl'}]", "evaluate.every": 1, "steps": 1}
+    run = learned("sft", school, tmp_path / "run", **given | {"train.learning_rate": 1e38})
+    told = capsys.readouterr().err
+    assert re.search(r"The loss on `data\.val` is (nan|inf) after step 1: it .* marks no best checkpoint", told)
+    kept = Checkpoints(run / "checkpoints")
+    newest, best = kept.newest(), kept.best()
+    assert newest is not None and newest.step == 1 and newest.facts["score"] is None and best is None
+
+
 def test_a_part_of_them_is_enough_if_that_is_asked(school: Path, tmp_path: Path) -> None:
     held_out = f"[{school / 'held_out_shown.jsonl'}]"
     with build(run_of("sft", school, directory=tmp_path, **{"data.val": held_out, "evaluate.limit": 3})) as parts:
@@ -362,7 +389,7 @@ def test_a_run_says_what_can_be_done_with_it(school: Path, tmp_path: Path, capsy
     assert "examples: 40" in told and f"plot {run}" in told and f"export {run} my-model" in told
     assert "answers" not in told
     assert main(["dpo", "--resume", str(run)]) == 0
-    assert "All 2 steps are done" in capsys.readouterr().err
+    assert "All 2 steps are done. To go on, ask for more of them: `steps=4`." in capsys.readouterr().err
 
 
 def test_several_runs_follow_each_other(school: Path, tmp_path: Path) -> None:

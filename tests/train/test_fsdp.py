@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from etude.algorithms import Algorithm
+from etude.algorithms import Algorithm, Denominators, LossValue, Outputs
 from etude.algorithms import logits as of_logits
 from etude.algorithms.advantages.group import GRPO
 from etude.algorithms.entropy import Entropy
@@ -282,6 +282,21 @@ def test_a_gradient_that_is_not_finite_is_refused(precision: str) -> None:
     assert close(weights(by), before, 0) and by.version == 1
     by.update(batch, Imitate(SFT()))
     assert not close(weights(by), before, 0)
+
+
+def test_errors_name_the_options_that_a_learner_was_given_by() -> None:
+    by = Learner(model(), Train(precision="fp64"), option="critic.train")
+    with pytest.raises(TrainingError, match=r"or lower `critic\.train\.learning_rate`"):
+        by.update(poisoned(rollouts()), Improve(Algorithm()))
+    with pytest.raises(TrainingError, match=r"`critic\.train\.micro_tokens`.* `critic\.train\.activation_check"):
+        by.update(rollouts(), OutOfMemory(SFT()))
+
+
+class OutOfMemory(Imitate):
+    """An objective that the memory does not suffice for."""
+
+    def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
+        raise MemoryError("no more")
 
 
 def test_fp16_lowers_its_scale_and_skips() -> None:

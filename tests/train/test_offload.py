@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from etude.algorithms import Algorithm
-from etude.checkpoint import Checkpoints
+from etude.checkpoint import Checkpoints, flat
+from etude.data.pack import tree
 from etude.errors import ConfigError
 from etude.models import load
+from etude.recipes import models
 from etude.recipes.build import build
 from etude.recipes.loop import practise
 from etude.recipes.workers import PolicyWorker
@@ -82,11 +84,40 @@ def test_updates_are_the_same_to_the_bit(precision: str, tmp_path: Path) -> None
     assert all(torch.equal(weight, weights(plain)[name]) for name, weight in weights(again).items())
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_state_of_another_learner_is_taken_up_while_resting(precision: str) -> None:
+    other, rested = learner(precision), resting(learner(precision, seed=5))
+    algorithm = Algorithm()
+    batch = ready(other, algorithm, rollouts())
+    other.update(batch, Improve(algorithm))
+    rested.restore(other.state())
+    for _ in range(2):
+        found, wanted = flat(rested.state()), flat(other.state())
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert all(torch.equal(weight, weights(other)[name]) for name, weight in weights(rested).items())
+        for by in (other, rested):
+            by.update(batch, Improve(algorithm))
+
+
 def test_a_reference_that_rests_says_the_same(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     model, batch = load(tmp_path / "model", dtype=torch.float32), batch_of()
     here, there = Frozen(model, 10_000), Frozen(model, 10_000, home=CPU)
     assert torch.equal(here.logp(batch).nan_to_num(), there.logp(batch).nan_to_num())
+
+
+def test_a_reference_whose_whole_distributions_are_compared_with_does_not_rest(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    policy, batch = load(tmp_path / "model", dtype=torch.float32), batch_of()
+    pack = tree(batch)
+    for kl, stays in (("full", True), ("reverse", False)):
+        held = models.reference(run_of(tmp_path, kl=kl, **{"train.offload": "true"}), policy, None)
+        assert torch.isfinite(held.logp(batch)[batch.action]).all()
+        if stays:
+            assert held.logits(held.hidden(pack)).shape == (len(pack.ids), policy.vocabulary)
+        else:
+            with pytest.raises(AssertionError, match="what rests is asked for log-probs"):
+                held.hidden(pack)
 
 
 def test_an_engine_sleeps_while_its_trainer_works(tmp_path: Path) -> None:
