@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Self, TypeVar
@@ -118,11 +119,16 @@ class RLConfig:
     def run(self, **more: Any) -> Run:
         """The run that this asks for; `more` are options that follow from the model."""
         if self.algorithm not in PRESETS:
+            near = get_close_matches(self.algorithm, PRESETS, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
             raise UnknownChoiceError(
-                f"There is no algorithm '{self.algorithm}'. RLConfig(algorithm=…) is one of {', '.join(PRESETS)}."
+                f"There is no algorithm '{self.algorithm}'.{hint} RLConfig(algorithm=…) is one of {', '.join(PRESETS)}."
             )
         for option in self.options:
-            if option not in ACTS and option.partition(".")[0] not in ACTS:
+            if option in more:
+                raise ConfigError(f"`{option}` follows from the model and the prompts that were given. Leave it out.")
+            first = option.partition(".")[0]
+            if first in Run.model_fields and not {option, first} & ACTS:
                 raise ConfigError(
                     f"`{option}` has no effect on a model that a program holds and drives itself. Leave it out, or "
                     f"start the run with `etude train {option}=…`."
@@ -170,10 +176,11 @@ class PPOTrainer:
         self._tokenizer = _tokenizer(env.tokenizer, self._ends)
         model = adopt(env.model)
         self._chat = ChatConfig().chat(self._tokenizer)
+        _refuse_no_list(env.prompts)
         begin = self._tokenizer.bos_id
         self._begin = self._tokenizer.eos_ids[0] if begin is None else begin
         self._nothing_asked = env.prompts is None
-        asked = env.prompts or [str(self._tokenizer.token(self._begin))]
+        asked = [str(self._tokenizer.token(self._begin))] if env.prompts is None else list(env.prompts)
         self._dataset, self._reward = Dataset.load([_row(prompt) for prompt in asked]), env.reward
         longest = max(len(self._ids(self._dataset.task(row, row))) for row in range(len(self._dataset)))
         self.run = config.run(**{"train.precision": _precision(model), "data.max_prompt": longest})
@@ -319,6 +326,13 @@ def _precision(model: Model) -> str:
     return next(name for name, dtype in PRECISIONS.items() if dtype == model.dtype)
 
 
+def _refuse_no_list(prompts: Any) -> None:
+    if isinstance(prompts, str):
+        raise ConfigError("The prompts of a LanguageModelEnv are a list, and one text was given: put it into a list.")
+    if prompts is not None and len(prompts) == 0:
+        raise ConfigError("The list of prompts is empty. Give some, or leave `prompts` out to begin from nothing.")
+
+
 def _row(prompt: Any) -> Mapping[str, Any]:
     """A prompt as a row of data: text, messages, or a whole row with the columns that a reward reads."""
     return prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
@@ -348,7 +362,9 @@ def _judged(reward: Any, device: torch.device) -> Any:
     async def awaited(task: Task, answer: str) -> Any:
         return await called(task, answer)
 
-    return awaited if inspect.iscoroutinefunction(reward) else called
+    told = awaited if inspect.iscoroutinefunction(reward) else called
+    told.__qualname__ = getattr(reward, "__qualname__", type(reward).__qualname__)  # what errors call it
+    return told
 
 
 def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:

@@ -176,6 +176,13 @@ def test_each_field_stands_for_an_option() -> None:
 def test_what_is_asked_wrongly_is_told(gpt2: Path, trainers: list[PPOTrainer]) -> None:
     with pytest.raises(ConfigError, match=r"no algorithm 'ppp'.*ppo"):
         RLConfig(algorithm="ppp").run()
+    with pytest.raises(ConfigError, match="Did you mean"):
+        RLConfig(options={"kll": "reverse"}).run()
+    with pytest.raises(ConfigError, match=r"`train\.precision` follows from the model"):
+        PPOTrainer(config=small(options={"train.precision": "bf16"}), env=env(gpt2))
+    for prompts, told in (("1 to:", "put it into a list"), ([], "The list of prompts is empty")):
+        with pytest.raises(ConfigError, match=told):
+            PPOTrainer(config=small(), env=env(gpt2, prompts=prompts))
     with pytest.raises(ConfigError, match="clip_low"):
         RLConfig(algorithm="rloo", clip_epsilon=0.2).run()
     with pytest.raises(ConfigError, match=r"`lora\.rank` has no effect on a model that a program holds"):

@@ -33,7 +33,7 @@ from etude.algorithms.reduce import Denominators
 from etude.algorithms.view import Alone, Outputs, Ranks, View
 from etude.batch import COLUMNS, Batch, Kind
 from etude.config import Choice, Config
-from etude.errors import BatchError, ConfigError
+from etude.errors import BatchError, ConfigError, MissingColumnError
 from etude.observe import Mean, Metrics
 
 __all__ = ["Algorithm", "Estimated"]
@@ -147,6 +147,11 @@ class Algorithm(Config):
         """
         ranks, metrics, view = ranks or Alone(), Metrics(), View(batch)
         given = {name for name, _ in batch.columns()}
+        if "reward_parts" in self.needs() - given:
+            raise MissingColumnError(
+                "This advantage compares rewards part by part, and the reward gives one number (`reward_parts` is "
+                "missing). Have it return {name: number}, or choose `reward=combined`."
+            )
         for name in sorted(self.needs_first() | (self.needs() & given)):
             column = batch.need(name, by="This algorithm")
             # A token reward may stand on context too, and is checked where it is read.

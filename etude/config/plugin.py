@@ -46,7 +46,8 @@ def load_plugin(spec: str, base: type | None) -> Any:
 
 
 def load_named(path: str, what: str, example: str) -> Any:
-    """What `path/to/file.py:name` or `module:name` names. A file is run once in a process, whatever is asked of it.
+    """What `path/to/file.py:name` or `module:name` names. A file is run once in a process, whatever is asked of it, and
+    again when it was changed.
 
     what: how errors call it, such as `reward function`. example: how it is asked for, as in `reward.path=x.py:y`.
     """
@@ -63,7 +64,7 @@ def load_named(path: str, what: str, example: str) -> Any:
     if not file.is_file():
         raise PlugInError(f"{asked} there is no file {file} (seen from {Path.cwd()}).")
     try:
-        module = _run(file.resolve())
+        module = _run(file.resolve(), file.read_bytes())
     except Exception as error:  # a user's file may raise anything while it is run
         raise PlugInError(f"{asked} running {file} raised {type(error).__name__}: {error}.") from error
     if not hasattr(module, name):
@@ -74,8 +75,8 @@ def load_named(path: str, what: str, example: str) -> Any:
 
 
 @cache
-def _run(file: Path) -> ModuleType:
-    """The module that a file is."""
+def _run(file: Path, content: bytes) -> ModuleType:  # noqa: ARG001
+    """The module that a file is, with what it holds now."""
     told = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()  # two files may be called alike
     spec = importlib.util.spec_from_file_location(f"etude_file_{file.stem}_{told}", file)
     assert spec is not None and spec.loader is not None

@@ -54,6 +54,11 @@ def load(
         found = ", ".join(sorted(entry.name for entry in where.iterdir())[:8]) or "nothing"
         raise ConfigError(f"{where} is not a model directory: it has no config.json. It holds {found}.")
     config = _config(where)
+    if head == "language" and any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        raise ConfigError(
+            f"The model in {where} gives scores and no words: it is a reward model, as `reward=model reward.path=…` "
+            f"takes it. Give a language model."
+        )
     refuse(config)
     offer()
     if head != "language":

@@ -180,9 +180,10 @@ def model_of(run: Recipe, chat: Chat, *, trained: bool) -> Model:
         run.model.path, dtype=PRECISIONS[run.train.precision], device=device_of(run), exact=exact, head=run.head
     )
     if tokenizer.size > model.vocabulary:
+        remedy = "Leave `model.tokenizer` out." if run.model.tokenizer else "Set `model.tokenizer`."
         raise ConfigError(
             f"The tokenizer in {tokenizer.directory} has {tokenizer.size} tokens, and the model in {run.model.path} "
-            f"knows {model.vocabulary}: they belong to different models. Set `model.tokenizer`."
+            f"knows {model.vocabulary}: they belong to different models. {remedy}"
         )
     if run.lora.on:
         model = adapt(model, run.lora, seed=run.seed)

@@ -25,6 +25,8 @@ __all__ = [
     *("of_ranks", "room", "threads_of"),
 ]
 
+MOST_RANKS = 8
+"""Ranks to a processor, beyond which a run is refused."""
 COLLECTED = frozenset(
     ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
 ) | {"trainer_version", "rollout_id", "role", "observation", "greedy_reward"}
@@ -125,6 +127,11 @@ def of_ranks(run: Recipe, groups: int, told_by: str) -> list[str]:
         return [alone] if run.crew != CrewConfig() else []
     told: list[str] = []
     cores, threads = os.cpu_count() or 1, threads_of(run)
+    if run.ranks > MOST_RANKS * cores:
+        raise ConfigError(
+            f"`ranks={run.ranks}` are {run.ranks} processes, each with the whole model, and this machine has {cores} "
+            f"processors: nothing would move. Lower it."
+        )
     if run.ranks * threads > cores:
         told.append(
             f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has {cores}: "

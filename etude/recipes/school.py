@@ -18,7 +18,7 @@ from etude.observe import RunInfo, get_log, last_step, make_console, open_run_lo
 from etude.protocols import Crew
 from etude.recipes import checks, folder, inputs, models
 from etude.recipes.build import chat_of, model_of
-from etude.recipes.distill import DistillRun
+from etude.recipes.distill import DistillRun, Tutor
 from etude.recipes.dpo import DPORun
 from etude.recipes.frame import framed, introduce
 from etude.recipes.interrupt import Interrupt
@@ -165,12 +165,12 @@ def _others(run: Supervised, model: Model) -> Annotate | None:
     if isinstance(run, DistillRun):
         teacher = models.frozen(run, model, "teacher", run.teacher.path, run.temperature)
         among = min(model.vocabulary, teacher.model.vocabulary)
-        if run.teacher.top > among:
+        if run.teacher.top > among and run.teacher.top != Tutor.model_fields["top"].default:
             raise ConfigError(
                 f"`teacher.top={run.teacher.top}` asks for more tokens than both models know, which is {among}. Lower "
                 f"it."
             )
-        return by_teacher(teacher, run.teacher.top, among)
+        return by_teacher(teacher, min(run.teacher.top, among), among)
     return None
 
 

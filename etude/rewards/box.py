@@ -193,7 +193,7 @@ class Box:
             self._process.stdin.write(packed(message))
             await self._process.stdin.drain()
         except ConnectionError as error:
-            raise BoxLostError("it ended") from error
+            raise BoxLostError(f"it ended{await self._last_words()}") from error
 
 
 def _command() -> list[str]:

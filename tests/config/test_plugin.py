@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.config import load_plugin
-from etude.config.plugin import plugin_spec
+from etude.config.plugin import load_named, plugin_spec
 from etude.errors import PlugInError
 from tests.config.sample_run import Loss, MyLoss
 
@@ -68,3 +68,10 @@ def test_no_such_name_lists_near_ones() -> None:
 def test_not_a_subclass(name: str) -> None:
     with pytest.raises(PlugInError, match=r"must be a subclass of tests\.config\.sample_run\.Loss, and it is not"):
         load_plugin(f"tests.config.sample_run:{name}", Loss)
+
+
+def test_a_file_that_was_changed_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    for text in ("one", "two"):
+        file.write_text(f"class Mine:\n    said = {text!r}\n")
+        assert load_named(f"{file}:Mine", "class", "x.py:Mine").said == text

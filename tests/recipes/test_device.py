@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from etude.errors import ConfigError
+from etude.models import create, save, tiny
 from etude.recipes.build import policy
 from etude.recipes.device import device_of
 from tests.recipes.runs import Captured, refused_run, run_of
+from tests.worlds import make_tokenizer
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 
@@ -42,3 +44,21 @@ def test_each_rank_has_a_gpu(two_gpus: None, world: Path) -> None:
     assert device_of(run_of(world, device="cpu", ranks=4)) == torch.device("cpu")
     with pytest.raises(ConfigError, match="`ranks=3` want a GPU each, and torch sees 2"):
         device_of(run_of(world, ranks=3))
+
+
+def test_more_ranks_than_could_move_are_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert "`ranks=1000` are 1000 processes" in refused_run(capsys, world, tmp_path / "run", ranks=1000, threads=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_gives_scores_is_no_policy(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    judge = tmp_path / "judge"
+    size = make_tokenizer(judge)
+    save(create(tiny(size, layers=1, hidden=32, heads=2, kv_heads=1), seed=3, head="score"), judge)
+    told = refused_run(capsys, world, tmp_path / "run", **{"model.path": judge})
+    assert "gives scores and no words" in told
+
+
+def test_parts_that_nobody_gives_are_asked_for(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", "gdpo")
+    assert "Have it return {name: number}" in told

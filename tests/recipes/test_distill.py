@@ -68,6 +68,7 @@ def test_a_larger_teacher_may_have_rows_to_spare(school: Path, tmp_path: Path, c
     assert measured(learned("distill", school, tmp_path / "run", **given))[0]["teacher_tail"] == pytest.approx(
         0, abs=1e-5
     )
+    learned("distill", school, tmp_path / "unasked", **given | {"teacher.top": None})  # as many as there are
     told = refusal(capsys, "distill", school, tmp_path / "more", **given | {"teacher.top": size + 1})
     assert f"asks for more tokens than both models know, which is {size}" in told
 
