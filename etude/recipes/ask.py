@@ -46,7 +46,7 @@ __all__ = ["evaluate", "export_run", "generate"]
 
 SHARED = (
     *("model.path", "model.tokenizer", "lora.path", "lora.publish", "chat", "rollout", "train.precision", "seed"),
-    *("threads", "observe.console", "observe.level"),
+    *("device", "threads", "observe.console", "observe.level"),
 )
 READ = {
     "eval": (
@@ -65,7 +65,7 @@ READ = {
     "generate": ("sampling", *SHARED),
 }
 """The options that each command reads; any other would do nothing there."""
-ALIKE = ("model", "lora", "chat", "train", "checkpoint", "observe", "seed", "threads")
+ALIKE = ("model", "lora", "chat", "train", "checkpoint", "observe", "seed", "device", "threads")
 """The options that runs of all recipes have."""
 OPTION = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
 """How an option of the run begins; a prompt such as `2 + 2 =` does not."""

@@ -242,6 +242,11 @@ def test_an_answer_at_least_is_asked_for(world: Path, capsys: Captured) -> None:
     assert "-n 0 asks for no answer" in refused(capsys, "generate", str(world / "model"), "1+1=", "-n", "0")
 
 
+def test_where_it_is_computed_may_be_said(trained: Path, world: Path, capsys: Captured) -> None:
+    asked = ["1+1=", "sampling.max_tokens=4", "device=cpu"]
+    assert answers(capsys, str(trained), *asked) and answers(capsys, str(world / "model"), *asked)
+
+
 def test_a_model_may_be_named_as_an_option(world: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["1+1=", "sampling.max_tokens=8"]
     path = f"model.path={world / 'model'}"
