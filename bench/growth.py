@@ -10,8 +10,8 @@ One small model in mixed bf16, eight answers of 64 tokens to each prompt of 64, 
 
 Time should grow as the tokens do, and with the vocabulary along a straight line, because the head is the only part that
 knows it. Memory is the highest that a process had. It should not grow with a step's tokens, of which 4,096 are computed
-at a time; with the vocabulary it should grow by what the rows of embedding and head cost, and little else, because the
-logits are computed in pieces.
+at a time; with the vocabulary it grows by what the rows of embedding and head cost, and by what they leave between them
+where the process keeps what it frees (docs/measurements.md).
 """
 
 from __future__ import annotations

@@ -9,7 +9,14 @@ import socket
 import sys
 from pathlib import Path
 
-__all__ = ["cache_directory", "etude_command", "for_one_machine", "memory_is_chosen", "required_components"]
+__all__ = [
+    "bound_kernel_caches",
+    "cache_directory",
+    "etude_command",
+    "for_one_machine",
+    "memory_is_chosen",
+    "required_components",
+]
 
 
 def required_components() -> frozenset[str]:
@@ -38,6 +45,13 @@ def cache_directory() -> Path:
 def memory_is_chosen() -> bool:
     """Whether the environment says how freed memory is kept, or who allocates it."""
     return any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
+
+
+def bound_kernel_caches(kernels: int) -> None:
+    """Have oneDNN, and torch in front of it, keep so many of the kernels that they compile, unless the environment says
+    how many. Both read it at their first kernel."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(kernels))
 
 
 def for_one_machine() -> dict[str, str]:

@@ -10,8 +10,8 @@ from etude.config import env
 
 
 def test_it_offers_only_what_is_used() -> None:
-    offered = ["cache_directory", "etude_command", "for_one_machine", "memory_is_chosen", "required_components"]
-    assert env.__all__ == offered
+    offered = ["bound_kernel_caches", "cache_directory", "etude_command", "for_one_machine", "memory_is_chosen"]
+    assert env.__all__ == [*offered, "required_components"]
 
 
 def test_required_components(monkeypatch: pytest.MonkeyPatch) -> None:
