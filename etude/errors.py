@@ -16,7 +16,9 @@
     ├── RunError                          a run directory that cannot be used: in use, missing, not a run
     ├── TrainingError                     an update that cannot be taken; the weights are as they were
     ├── StoreError                        the journal cannot be opened, read or written as asked; names the file
-    │   └── IllegalMoveError (ValueError) an event that may not follow what is recorded; names both states
+    │   ├── IllegalMoveError (ValueError) an event that may not follow what is recorded; names both states
+    │   └── UnknownError (LookupError)    something that the store has never heard of; names it
+    ├── KeyRefusedError                   a key that does not open what was asked for; says whose it is
     ├── CrewError                         processes that work together cannot start or go on; names the rank
     ├── EngineError (RuntimeError)         an inference engine cannot go on; says which knob to turn
     └── MissingPackageError (ImportError) an optional package is absent; names the extra to install
@@ -39,6 +41,7 @@ __all__ = [
     "EnvError",
     "EtudeError",
     "IllegalMoveError",
+    "KeyRefusedError",
     "MissingColumnError",
     "MissingPackageError",
     "PlugInError",
@@ -47,6 +50,7 @@ __all__ = [
     "StoreError",
     "TrainingError",
     "UnknownChoiceError",
+    "UnknownError",
     "UnknownKeyError",
 ]
 
@@ -117,6 +121,14 @@ class StoreError(EtudeError):
 
 class IllegalMoveError(StoreError, ValueError):
     """An event that may not follow what is recorded."""
+
+
+class UnknownError(StoreError, LookupError):
+    """Something that the store has never heard of."""
+
+
+class KeyRefusedError(EtudeError):
+    """A key that is missing, wrong, expired, or another's."""
 
 
 class CrewError(EtudeError):
