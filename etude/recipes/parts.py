@@ -14,9 +14,9 @@ from etude.checkpoint import Checkpoint, Checkpoints
 from etude.data.collate import collate
 from etude.observe import Last, Max, Mean, Metrics, RunLog, Sum, get_log
 from etude.protocols import Crew, Generate
+from etude.recipes.collecting import Collector, Groups, Watch
 from etude.recipes.evaluate import Answer, Evaluator, scores, write_answers
 from etude.recipes.saving import Saver
-from etude.recipes.sources import EngineSource, Groups, Watch
 from etude.recipes.workers import PolicyWorker
 from etude.records import Sample
 from etude.store import Journal, events
@@ -159,7 +159,7 @@ class Parts:
 
     directory: Path
     log: RunLog
-    source: EngineSource
+    source: Collector
     learners: Learners
     evaluate: Scoring
     checkpoint: Saver

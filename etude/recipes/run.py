@@ -18,12 +18,12 @@ from etude.algorithms.losses.supervised import Value
 from etude.config import Choice, Config
 from etude.data import Data
 from etude.errors import ConfigError
+from etude.recipes.collecting import Collection
 from etude.recipes.environment import EnvConfig
 from etude.recipes.evaluate import Evaluation
 from etude.recipes.names import KNOWN_AS
 from etude.recipes.recipe import Recipe, Reference, Teacher
 from etude.recipes.sampling import Sampling
-from etude.recipes.sources import Collection
 from etude.rewards import REWARDS, Judging, RewardFunction
 from etude.rollout import EngineConfig
 from etude.train import Train

@@ -1,108 +1,32 @@
-"""Where the groups of a step come from: an engine that answers the tasks of a dataset, each answer judged as it ends.
-
-    scheduler ─Issue─► play, judge ─► journal ─► scheduler ─Admit─► samples and rollouts
-
-Every rollout is written to the journal before it counts, and so is the admission that ends a step. A run that was
-killed therefore takes up exactly what it had: admitted steps are replayed from the journal, scored rollouts are used,
-and those that were under way are issued again with the numbers they would have drawn.
-"""
+"""Where rollouts are made: by an engine that answers the tasks of a dataset, each answer judged as it ends."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Sequence
 
-from pydantic import Field
-
-from etude.config import Config
 from etude.data import Dataset, Order
-from etude.data.adapt import samples as rows_of_turns
-from etude.errors import CollectionError, RunError
-from etude.observe import Bar, Mean, Metrics, unwatched
 from etude.protocols import Generate
+from etude.recipes.collecting import Collection, Collector, Ended, row_of
 from etude.recipes.episodes import Episodes
-from etude.recipes.play import Played, Player, PromptIds
+from etude.recipes.play import Player, PromptIds
 from etude.recipes.sampling import Sampling, derived_seed
-from etude.recipes.scheduler import Admit, Decision, Drop, Failed, Finished, Issue, Opened, Scheduler
-from etude.recipes.tally import Notices, Tally
-from etude.records import Outcome, Rollout, Sample, Task, Turn
+from etude.recipes.scheduler import Issue
+from etude.records import Outcome
 from etude.rewards import Judge
-from etude.store import Journal, Phase, RolloutState, Status, TaskState, events
+from etude.store import Journal, RolloutState, Status, events
 
-__all__ = ["Collection", "EngineSource", "Groups", "Source"]
+__all__ = ["EngineSource"]
 
 INTERRUPTED = "The run was stopped while this was under way."
 """The error of an attempt that a kill ended; it says nothing of the rollout, and does not count against it."""
 
-Watch = Callable[[str, float], AbstractContextManager[Bar]]
 
-
-class Collection(Config):
-    """Which rollouts a step trains on."""
-
-    tasks: int = Field(32, ge=1, description="tasks a step, each answered by a group")
-    group_size: int = Field(8, ge=1, description="rollouts of a task, compared with each other")
-    refill: int = Field(
-        0,
-        ge=0,
-        description="replace groups in which all earned the same, with at most this many times `tasks` new ones; 0 "
-        "keeps them",
-    )
-    retries: int = Field(1, ge=0, description="further attempts at a rollout that failed")
-    timeout: float = Field(
-        1800.0,
-        gt=0,
-        description="seconds to draw an answer in; neither its wait in line nor judging counts",
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class Groups:
-    """What a step trains on: whole groups, scored."""
-
-    samples: Sequence[Sample]
-    rollouts: Sequence[Rollout]
-    metrics: Metrics
-    replayed: bool = False
-    """Whether they were read from the journal instead of sampled."""
-
-
-class Source(Protocol):
-    """Where groups of scored rollouts come from: an engine and a dataset, or agents."""
-
-    def next(self, step: int) -> Groups:
-        """The groups that this step trains on, within the staleness bound. The wait is bounded."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ended:
-    """How one attempt ended."""
-
-    task: int
-    sample: int
-    played: Played
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Scored:
-    """A rollout that a step may train on."""
-
-    turns: Sequence[Turn]
-    rollout: Rollout
-    total: float
-    """All that it earned, what its turns were paid included."""
-
-
-class EngineSource:
+class EngineSource(Collector):
     """Rollouts by an engine: one answer each, or as many turns as an environment wants.
 
-    Consumes tasks in the run's order. Waits for attempts, which bound themselves (`play`). At most `at_once` answers
-    are asked for at a time, and in the order of issue, so that a group is drawn together. Unblocked by whatever ends
-    first; what ended together is told to the scheduler in the order of ordinals.
+    At most `at_once` answers are asked for at a time, and in the order of issue, so that a group is drawn together.
+    What a kill cut off is drawn again with the numbers that it would have drawn.
     """
 
     def __init__(
@@ -122,11 +46,21 @@ class EngineSource:
         episodes: Episodes | None = None,
         greedy: bool = False,
     ) -> None:
-        """prompt_ids: the ids of a task's prompt, as it is asked. runner: the run's one event loop. episodes: who plays
-        rollouts of several turns. greedy: whether each task is answered greedily too, for the others to be compared
-        with."""
-        self._config, self._sampling, self._seed, self._greedy = collection, sampling, seed, greedy
-        self._dataset, self._order, self._store, self._judge = dataset, order, store, judge
+        """prompt_ids: the ids of a task's prompt, as it is asked. episodes: who plays rollouts of several turns."""
+        super().__init__(
+            collection,
+            seed=seed,
+            dataset=dataset,
+            order=order,
+            judge=judge,
+            store=store,
+            runner=runner,
+            retries=collection.retries,
+            episodic=episodes is not None,
+            greedy=greedy,
+        )
+        self._sampling = sampling
+        self._attempts: dict[int, list[Status]] = {}
         self._player = Player(
             prompt_ids=prompt_ids,
             engine=engine,
@@ -135,146 +69,25 @@ class EngineSource:
             at_once=at_once,
             episodes=episodes,
         )
-        self._tasks: dict[int, Task] = {}
-        self._attempts: dict[int, list[Status]] = {}
-        self._scored: dict[int, _Scored] = {}
-        self._baselines: dict[int, float] = {}
-        """What the greedy answer to each open task earned."""
-        self._replay: dict[int, tuple[int, ...]] = {}
-        self._dropped: dict[int, list[int]] = {}
-        self._left: list[TaskState] = []
-        self._again: list[Issue] = []
-        self._tally = Tally()
-        self._runner = runner
-        self._notices = Notices(one_by_one=judge.one_by_one, pays=judge.pays)
-        self.watch: Watch = unwatched
-        """Shows how far a step's answers have come."""
-        self._scheduler = self._fresh_scheduler(0)
 
-    # -- what the loop asks -------------------------------------------------------------------------------------------
-
-    def next(self, step: int) -> Groups:
-        """The groups of this step: from the journal if it was admitted before, else sampled and judged now."""
-        if step in self._replay:
-            return self._replayed(step, self._replay.pop(step))
-        self._tally = Tally()
-        self._ask_again(self._left)
-        self._left = []
-        wanted = self._config.tasks * self._stride
-        with self.watch(f"step {step}: answers", wanted) as bar:
-            admit = self._runner.run(self._collect(step, bar.advance))
-        ids = [self._id(task, sample) for task, samples in admit.tasks.items() for sample in samples]
-        if not ids:
-            raise CollectionError(
-                f"Step {step} has nothing to train on: each of {self._tally.dropped.total()} tasks failed. "
-                f"The last failure: {self._tally.error} Mend that and start the run again: it goes on from here."
-            )
-        self._store.append([events.Admitted(step, tuple(ids))])
-        scored, level, groups = [self._scored.pop(rollout) for rollout in ids], admit.spare, len(admit.tasks)
-        self._notices.of(step, self._tally, [each.total for each in scored], level=level == groups)
-        metrics = self._tally.metrics(level, groups, episodic=self._player.episodic)
-        metrics.merge(self._judge.spent())
-        return self._groups(scored, metrics)
-
-    @property
-    def replays(self) -> int:
-        """The last step that was admitted before and is read back from the journal; 0 if none is."""
-        return max(self._replay, default=0)
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: how far the order of tasks has come."""
-        return self._order.state()
-
-    def take_up(self, state: Mapping[str, Any] | None, position: int) -> None:
-        """Stand where the checkpoint of this state and position stood (None: at the beginning), and take up what the
-        journal has beyond it: admitted steps will be replayed, scored rollouts used, unfinished ones issued again."""
-        if self._store.position < position:
-            raise RunError(
-                f"The checkpoint speaks of {position} events, and the journal beside it holds {self._store.position}: "
-                f"it is older, or another run's. Bring back the journal.sqlite that belongs to it, with its -wal file."
-            )
-        if state is not None:
-            self._order.restore(state)
-        first = self._order.position
-        for _, event in self._store.read(position, kinds=(events.TaskIssued, events.TaskDropped, events.Admitted)):
-            match event:
-                case events.TaskIssued(task=task):
-                    first = max(first, task + 1)
-                case events.TaskDropped(task=task, step=step):
-                    self._dropped.setdefault(step, []).append(task)
-                case events.Admitted(step=step, rollouts=rollouts):
-                    self._replay[step] = rollouts
-        self._left = self._store.tasks(Phase.OPEN)
-        self._scheduler = self._fresh_scheduler(first)
-        scored, again = self._open_work()
-        dropped = sum(len(tasks) for step, tasks in self._dropped.items() if step not in self._replay)
-        self._again = self._scheduler.resume(scored, again, dropped)
-
-    def _open_work(self) -> tuple[dict[int, dict[int, float]], dict[tuple[int, int], int]]:
-        """Of the tasks that are open: what was scored, and what was not, with how often that has failed."""
-        scored: dict[int, dict[int, float]] = {}
-        again: dict[tuple[int, int], int] = {}
-        interrupted: list[events.Event] = []
-        for left in self._store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
-            last = left.last
-            if left.status is Status.SUCCEEDED and last is not None and last.total is not None:
-                scored.setdefault(left.task, {})[left.sample] = last.total
-                if left.sample < self._config.group_size:
-                    self._scored[left.id] = self._from_journal(left)
-                else:
-                    self._baselines[left.task] = last.total
-            elif left.phase is not Phase.FINISHED:
-                ended = [a for a in left.attempts if a.status is not Status.RUNNING and a.error != INTERRUPTED]
-                again[left.task, left.sample] = len(ended)
-                self._attempts[left.id] = [attempt.status for attempt in left.attempts]
-                if left.status is Status.RUNNING:
-                    attempt = len(left.attempts) - 1
-                    interrupted.append(
-                        events.AttemptEnded(left.id, attempt, Outcome.INFRA_ERROR, INTERRUPTED, retry=True)
-                    )
-                    self._attempts[left.id][-1] = Status.INFRA_ERROR
-        if interrupted:
-            self._store.append(interrupted)
-        return scored, again
-
-    # -- collecting ---------------------------------------------------------------------------------------------------
-
-    async def _collect(self, step: int, told: Callable[[], None]) -> Admit:
-        """Do what the scheduler decides until it admits. What is decided is written before it is done. `told` is called
-        after each answer."""
-        decisions: list[Decision] = [*self._again, *self._scheduler.on(Opened(step))]
-        self._again = []
+    def _begun(self, issue: Issue) -> list[events.Event]:
         written: list[events.Event] = []
-        running: set[asyncio.Task[_Ended]] = set()
-        ended: asyncio.Queue[asyncio.Task[_Ended]] = asyncio.Queue()
-        try:
-            while True:
-                written += self._decided(step, decisions)
-                if written:
-                    self._store.append(written)
-                for decision in decisions:
-                    if isinstance(decision, Admit):
-                        return decision
-                    if isinstance(decision, Issue):
-                        attempt = asyncio.create_task(self._attempt(decision.task, decision.sample))
-                        attempt.add_done_callback(ended.put_nowait)
-                        running.add(attempt)
-                assert running, "the scheduler waits for nothing"
-                done = [await ended.get()]
-                while not ended.empty():
-                    done.append(ended.get_nowait())
-                running.difference_update(done)
-                results = await asyncio.gather(*done)
-                for end in results:
-                    if end.played.verdict.outcome is Outcome.SUCCEEDED:
-                        told()
-                decisions, written = self._settled(sorted(results, key=lambda end: (end.task, end.sample)))
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+        rollout = self._id(issue.task, issue.sample)
+        if issue.task not in self._tasks:
+            new = self._task(issue.task)
+            if rollout not in self._attempts:
+                written.append(events.TaskIssued(issue.task, row_of(new), new.source, new.fields))
+        if rollout not in self._attempts:
+            written.append(events.RolloutQueued(rollout, issue.task, issue.sample))
+        history = self._attempts.setdefault(rollout, [])
+        written.append(events.AttemptStarted(rollout, len(history)))
+        history.append(Status.RUNNING)
+        return written
 
-    async def _attempt(self, task: int, sample: int) -> _Ended:
+    async def _issue(self, issues: Sequence[Issue]) -> None:
+        """The engine takes requests one by one."""
+
+    async def _attempt(self, task: int, sample: int) -> Ended:
         """One attempt at a rollout. Its seeds do not know of attempts that a kill ended: they are made again."""
         history = self._attempts[self._id(task, sample)]
         draw = sum(status not in (Status.RUNNING, Status.INFRA_ERROR) for status in history)
@@ -284,163 +97,29 @@ class EngineSource:
 
         greedy = sample == self._config.group_size
         sampling = self._sampling.model_copy(update={"temperature": 0.0}) if greedy else self._sampling
-        return _Ended(task, sample, await self._player.play(self._task(task), sampling, seed))
+        return Ended(task, sample, await self._player.play(self._task(task), sampling, seed))
 
-    def _settled(self, ended: Sequence[_Ended]) -> tuple[list[Decision], list[events.Event]]:
-        """What follows from attempts that ended, and what is to be written of them."""
-        decisions: list[Decision] = []
-        written: list[events.Event] = []
-        for end in ended:
-            played, verdict, rollout = end.played, end.played.verdict, self._id(end.task, end.sample)
-            attempt = len(self._attempts[rollout]) - 1
-            self._tally.of(played)
-            written += [events.TurnRecorded(rollout, attempt, turn) for turn in played.turns]
-            if verdict.outcome is not Outcome.SUCCEEDED:
-                self._tally.failed[verdict.outcome.value] += 1
-                self._tally.error = verdict.error
-                follows = self._scheduler.on(Failed(end.task, end.sample, verdict.error))
-                self._attempts[rollout][-1] = Status(verdict.outcome.value)
-            else:
-                if verdict.error:  # it failed, and `judging.error_score` stands for what it would have earned
-                    self._tally.failed["given_error_score"] += 1
-                    self._tally.error = verdict.error
-                told = verdict.reward, verdict.parts, played.truncated, played.paid, played.role
-                written.append(events.Rewarded(rollout, attempt, *told))
-                self._keep(end)
-                follows = self._scheduler.on(Finished(end.task, end.sample, played.total))
-            retry = Issue(end.task, end.sample) in follows
-            written.append(events.AttemptEnded(rollout, attempt, verdict.outcome, verdict.error, retry))
-            decisions += follows
-        return decisions, written
+    def _over(self, end: Ended, retry: bool) -> list[events.Event]:
+        played, verdict, rollout = end.played, end.played.verdict, self._id(end.task, end.sample)
+        attempt = len(self._attempts[rollout]) - 1
+        written: list[events.Event] = [events.TurnRecorded(rollout, attempt, turn) for turn in played.turns]
+        if verdict.outcome is Outcome.SUCCEEDED:
+            told = verdict.reward, verdict.parts, played.truncated, played.paid, played.role
+            written.append(events.Rewarded(rollout, attempt, *told))
+        else:
+            self._attempts[rollout][-1] = Status(verdict.outcome.value)
+        return [*written, events.AttemptEnded(rollout, attempt, verdict.outcome, verdict.error, retry)]
 
-    def _keep(self, end: _Ended) -> None:
-        """Keep what a rollout earned: to be trained on, or to be compared with."""
-        played, verdict, id = end.played, end.played.verdict, self._id(end.task, end.sample)
-        if end.sample == self._config.group_size:
-            self._baselines[end.task] = played.total
-            return
-        told = verdict.reward, verdict.parts, Outcome.SUCCEEDED, played.truncated, played.role
-        self._scored[id] = _Scored(played.turns, Rollout(id, end.task, end.task, *told), played.total)
-
-    def _decided(self, step: int, decisions: Sequence[Decision]) -> list[events.Event]:
-        """What is to be written of decisions: tasks first asked for, attempts begun, tasks left out."""
-        written: list[events.Event] = []
-        for decision in decisions:
-            match decision:
-                case Issue(task, sample):
-                    if task not in self._tasks:
-                        new = self._task(task)
-                        if self._id(task, sample) not in self._attempts:
-                            written.append(events.TaskIssued(task, row_of(new), new.source, new.fields))
-                    rollout = self._id(task, sample)
-                    if rollout not in self._attempts:
-                        written.append(events.RolloutQueued(rollout, task, sample))
-                    history = self._attempts.setdefault(rollout, [])
-                    written.append(events.AttemptStarted(rollout, len(history)))
-                    history.append(Status.RUNNING)
-                case Drop(task, cause):
-                    self._tally.dropped[cause] += 1
-                    written.append(events.TaskDropped(task, step, cause))
-                    earned = [self._scored[id].total for id in self._ids(task) if id in self._scored]
-                    self._order.saw(row_of(self._tasks.pop(task)), earned)
-                    self._forget(task)
-                case Admit(_, tasks):
-                    for task in tasks:
-                        self._forget(task, but=tasks[task])
-        return written
-
-    # -- small parts --------------------------------------------------------------------------------------------------
-
-    def _fresh_scheduler(self, first: int) -> Scheduler:
-        config = self._config
-        return Scheduler(
-            tasks=config.tasks,
-            group_size=config.group_size,
-            refill=config.refill,
-            retries=config.retries,
-            first=first,
-            greedy=self._greedy,
-        )
-
-    @property
-    def _stride(self) -> int:
-        """How many rollouts a task has, the greedy one included."""
-        return self._config.group_size + self._greedy
-
-    def _id(self, task: int, sample: int) -> int:
-        """The run-wide name of a rollout."""
-        return task * self._stride + sample
-
-    def _ids(self, task: int) -> list[int]:
-        """The names of a task's rollouts, the greedy one included."""
-        return [self._id(task, sample) for sample in range(self._stride)]
+    def _lapsed(self, left: RolloutState) -> int:
+        ended = [a for a in left.attempts if a.status is not Status.RUNNING and a.error != INTERRUPTED]
+        self._attempts[left.id] = [attempt.status for attempt in left.attempts]
+        if left.status is Status.RUNNING:
+            attempt = len(left.attempts) - 1
+            self._store.append([events.AttemptEnded(left.id, attempt, Outcome.INFRA_ERROR, INTERRUPTED, retry=True)])
+            self._attempts[left.id][-1] = Status.INFRA_ERROR
+        return len(ended)
 
     def _forget(self, task: int, but: Sequence[int] = ()) -> None:
-        """Let go of what was kept of a task that is settled; of these samples the scores are still wanted."""
-        for sample, id in enumerate(self._ids(task)):
+        super()._forget(task, but)
+        for id in self._ids(task):
             self._attempts.pop(id, None)
-            if sample not in but:
-                self._scored.pop(id, None)
-        if not but:
-            self._baselines.pop(task, None)
-
-    def _ask_again(self, tasks: Sequence[TaskState]) -> None:
-        """Have the order go on behind tasks that it gave out in an earlier life of the run."""
-        for task in tasks:
-            if task.id >= self._order.position:
-                self._order.again(task.id, task.row)
-            self._tasks[task.id] = task.task
-
-    def _task(self, ordinal: int) -> Task:
-        """The task of an ordinal: one that was asked before, or the next in the run's order."""
-        if ordinal not in self._tasks:
-            self._tasks[ordinal] = self._dataset.task(self._order.row(ordinal), ordinal)
-        return self._tasks[ordinal]
-
-    def _from_journal(self, state: RolloutState) -> _Scored:
-        """A scored rollout as the journal has it."""
-        last = state.last
-        assert last is not None and last.reward is not None and last.total is not None
-        told = last.reward, last.parts, Outcome.SUCCEEDED, last.truncated, last.role
-        return _Scored(self._store.turns(state.id), Rollout(state.id, state.task, state.task, *told), last.total)
-
-    def _replayed(self, step: int, ids: Sequence[int]) -> Groups:
-        """A step that was admitted before, with the same rollouts; the order hears of it as it did then."""
-        states = [self._store.rollout(id) for id in ids]
-        dropped = sorted(self._dropped.get(step, ()))
-        self._ask_again([self._store.task(task) for task in sorted({*dropped, *(state.task for state in states)})])
-        for task in dropped:
-            states_of = [self._store.rollout(id) for id in self._store.task(task).rollouts]
-            lasts = [state.last for state in states_of if state.sample < self._config.group_size]
-            earned = [last.total for last in lasts if last is not None and last.total is not None]
-            self._order.saw(row_of(self._tasks.pop(task)), earned)
-        for task in {state.task for state in states} if self._greedy else ():
-            last = self._store.rollout(self._id(task, self._config.group_size)).last
-            assert last is not None and last.total is not None, "a task without its greedy answer is dropped"
-            self._baselines[task] = last.total
-        return self._groups([self._from_journal(state) for state in states], Metrics(), replayed=True)
-
-    def _groups(self, scored: Sequence[_Scored], metrics: Metrics, *, replayed: bool = False) -> Groups:
-        """The records of an admission. The order is told what its rows earned."""
-        samples: list[Sample] = []
-        earned: dict[int, list[float]] = {}
-        rollouts = self._notices.alike([each.rollout for each in scored])
-        for each in scored:
-            samples += rows_of_turns(each.turns, each.rollout.id)
-            earned.setdefault(each.rollout.task, []).append(each.total)
-        if self._player.episodic:
-            metrics.add("turns", Mean.over(sum(len(each.turns) for each in scored), len(scored)))
-        if self._greedy:
-            baselines = {task: self._baselines.pop(task) for task in earned}
-            rollouts = [replace(each, greedy_reward=baselines[each.task]) for each in rollouts]
-            metrics.add("greedy_reward", Mean.over(sum(baselines.values()), len(baselines)))
-        for task, rewards in earned.items():
-            self._order.saw(row_of(self._tasks.pop(task)), rewards)
-        return Groups(samples, rollouts, metrics, replayed)
-
-
-def row_of(task: Task) -> int:
-    """The row of the dataset that a task is."""
-    row = task.fields["row"]
-    assert isinstance(row, int)
-    return row

@@ -21,10 +21,11 @@ from etude.data.collate import collate
 from etude.envs import Observation, TextEnv
 from etude.errors import CollectionError, EngineError, RewardError
 from etude.protocols import Ids
+from etude.recipes.collecting import Collection, Groups
 from etude.recipes.environment import EnvConfig
 from etude.recipes.episodes import Episodes
 from etude.recipes.sampling import Sampling
-from etude.recipes.sources import Collection, EngineSource, Groups
+from etude.recipes.sources import EngineSource
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, Judging
 from etude.store import Event, Journal, Phase, Rewarded, Status, TaskDropped, TurnRecorded, open_store
