@@ -28,7 +28,7 @@ from etude.recipes.scheduler import Admit, Decision, Drop, Failed, Finished, Iss
 from etude.recipes.tally import Notices, Tally
 from etude.records import Outcome, Rollout, Sample, Task, Turn
 from etude.rewards import Judge
-from etude.store import Journal, Phase, RolloutState, Status, TaskState, events
+from etude.store import Journal, Phase, RolloutState, TaskState, events
 
 __all__ = ["Collection", "Collector", "Ended", "Groups", "Scored", "Source", "Watch", "row_of"]
 
@@ -153,8 +153,13 @@ class Collector(ABC):
         """What is written of an attempt that ended."""
 
     @abstractmethod
-    def _lapsed(self, left: RolloutState) -> int:
-        """Make ready to try a rollout again that a run left unfinished; how many attempts at it have failed."""
+    def _lapsed(self, left: RolloutState) -> int | None:
+        """Make ready to try a rollout again that a run left without a score; how many attempts at it have failed. None
+        is not to be tried."""
+
+    def _metrics(self) -> Metrics:
+        """What else there is to tell of a step's rollouts."""
+        return Metrics()
 
     # -- what the loop asks -------------------------------------------------------------------------------------------
 
@@ -179,6 +184,7 @@ class Collector(ABC):
         self._notices.of(step, self._tally, [each.total for each in scored], level=level == groups)
         metrics = self._tally.metrics(level, groups, episodic=self._episodic)
         metrics.merge(self._judge.spent())
+        metrics.merge(self._metrics())
         return self._groups(scored, metrics)
 
     @property
@@ -221,14 +227,14 @@ class Collector(ABC):
         again: dict[tuple[int, int], int] = {}
         for left in self._store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
             last = left.last
-            if left.status is Status.SUCCEEDED and last is not None and last.total is not None:
+            if left.phase is Phase.FINISHED and last is not None and last.total is not None:
                 scored.setdefault(left.task, {})[left.sample] = last.total
                 if left.sample < self._config.group_size:
                     self._scored[left.id] = self._from_journal(left)
                 else:
                     self._baselines[left.task] = last.total
-            elif left.phase is not Phase.FINISHED:
-                again[left.task, left.sample] = self._lapsed(left)
+            elif (failed := self._lapsed(left)) is not None:
+                again[left.task, left.sample] = failed
         return scored, again
 
     # -- collecting ---------------------------------------------------------------------------------------------------

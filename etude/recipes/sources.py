@@ -1,4 +1,4 @@
-"""Where rollouts are made: by an engine that answers the tasks of a dataset, each answer judged as it ends."""
+"""Where rollouts are made: by an engine that answers the tasks of a dataset, or by agents that are given them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 from etude.data import Dataset, Order
+from etude.observe import Metrics
 from etude.protocols import Generate
+from etude.recipes.agents import Agents
 from etude.recipes.collecting import Collection, Collector, Ended, row_of
 from etude.recipes.episodes import Episodes
 from etude.recipes.play import Player, PromptIds
@@ -14,9 +16,9 @@ from etude.recipes.sampling import Sampling, derived_seed
 from etude.recipes.scheduler import Issue
 from etude.records import Outcome
 from etude.rewards import Judge
-from etude.store import Journal, RolloutState, Status, events
+from etude.store import Journal, Phase, RolloutState, Status, events
 
-__all__ = ["EngineSource"]
+__all__ = ["AgentSource", "EngineSource"]
 
 INTERRUPTED = "The run was stopped while this was under way."
 """The error of an attempt that a kill ended; it says nothing of the rollout, and does not count against it."""
@@ -110,7 +112,9 @@ class EngineSource(Collector):
             self._attempts[rollout][-1] = Status(verdict.outcome.value)
         return [*written, events.AttemptEnded(rollout, attempt, verdict.outcome, verdict.error, retry)]
 
-    def _lapsed(self, left: RolloutState) -> int:
+    def _lapsed(self, left: RolloutState) -> int | None:
+        if left.phase is Phase.FINISHED:
+            return None  # it failed for good, and its task was to be dropped
         ended = [a for a in left.attempts if a.status is not Status.RUNNING and a.error != INTERRUPTED]
         self._attempts[left.id] = [attempt.status for attempt in left.attempts]
         if left.status is Status.RUNNING:
@@ -123,3 +127,63 @@ class EngineSource(Collector):
         super()._forget(task, but)
         for id in self._ids(task):
             self._attempts.pop(id, None)
+
+
+class AgentSource(Collector):
+    """Rollouts by agents: each is asked for at the desk, played by a runner, and read back when it has ended.
+
+    The desk writes what becomes of attempts, and tries again; what is written here is what the run makes of them: the
+    reward, where the agent gives none, the admission, the drop. What a kill of the trainer left queued or running is
+    not made again: its runner may still be at it.
+    """
+
+    def __init__(
+        self,
+        collection: Collection,
+        agents: Agents,
+        *,
+        seed: int,
+        dataset: Dataset,
+        order: Order,
+        judge: Judge,
+        store: Journal,
+        runner: asyncio.Runner,
+    ) -> None:
+        super().__init__(
+            collection,
+            seed=seed,
+            dataset=dataset,
+            order=order,
+            judge=judge,
+            store=store,
+            runner=runner,
+            retries=0,
+            episodic=True,
+        )
+        self._agents = agents
+
+    def _begun(self, issue: Issue) -> list[events.Event]:
+        self._task(issue.task)  # the order goes on
+        return []
+
+    async def _issue(self, issues: Sequence[Issue]) -> None:
+        asked = [(self._id(each.task, each.sample), self._task(each.task), each.sample) for each in issues]
+        await self._agents.ask(asked)
+
+    async def _attempt(self, task: int, sample: int) -> Ended:
+        return Ended(task, sample, await self._agents.played(self._id(task, sample), self._task(task)))
+
+    def _over(self, end: Ended, retry: bool) -> list[events.Event]:
+        assert not retry, "the desk tries again, not the scheduler"
+        rollout, verdict = self._id(end.task, end.sample), end.played.verdict
+        state = self._store.rollout(rollout)
+        if verdict.outcome is not Outcome.SUCCEEDED or state.last is None or state.last.reward is not None:
+            return []
+        told = verdict.reward, verdict.parts, end.played.truncated, 0.0, end.played.role
+        return [events.Rewarded(rollout, len(state.attempts) - 1, *told)]
+
+    def _lapsed(self, left: RolloutState) -> int:  # noqa: ARG002
+        return 0
+
+    def _metrics(self) -> Metrics:
+        return self._agents.spent()
