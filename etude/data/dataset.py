@@ -47,17 +47,18 @@ AS_THEY_ARE = Columns()
 class Dataset(Table):
     """Rows of one or several files, in their order. A row becomes a `Task` when it is asked for."""
 
-    def __init__(self, parts: Sequence[Rows], columns: Columns) -> None:
+    def __init__(self, parts: Sequence[Rows], columns: Columns, *, prompted: bool = True) -> None:
+        """prompted: whether every row asks something of the model itself; what an agent is given need not."""
         super().__init__(parts)
-        self._columns = columns
+        self._columns, self._prompted = columns, prompted
 
     @classmethod
-    def load(cls, data: Source, columns: Columns = AS_THEY_ARE) -> Self:
+    def load(cls, data: Source, columns: Columns = AS_THEY_ARE, *, prompted: bool = True) -> Self:
         """Files, one after the other, each a path or `module:Name`; or a Python iterable of mappings.
 
         What is asked for and not there is told now, as far as the first row of each file shows it.
         """
-        dataset = cls(opened(data), columns)
+        dataset = cls(opened(data), columns, prompted=prompted)
         for row in dataset.firsts:
             dataset.task(row, 0)
         return dataset
@@ -65,9 +66,9 @@ class Dataset(Table):
     def task(self, row: int, ordinal: int) -> Task:
         """The task of a row, as the `ordinal`-th of a run."""
         values = self.row(row)
-        prompt = plain_prompt(self._needed(values, self._columns.prompt, row), self.where(row))
+        prompt = self._needed(values, self._columns.prompt, row) if self._prompted else values.get("prompt")
         fields = values | {
-            "prompt": prompt,
+            "prompt": plain_prompt(prompt, self.where(row)) if self._prompted else prompt,
             "ground_truth": self._answer(values, row),
             "extra_info": values.get("extra_info") or {},
             "row": row,

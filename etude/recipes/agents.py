@@ -6,22 +6,30 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pydantic import Field
 
+from etude.chat import Tokenizer, retold
 from etude.config import Config
 from etude.errors import CollectionError
 from etude.observe import Mean, Metrics, Sum, format_seconds, get_log
-from etude.recipes.play import Played
+from etude.recipes.play import Played, Seeds
+from etude.recipes.sampling import Sampling
 from etude.records import Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
-from etude.store import RolloutState, Status
+from etude.store import Journal, RolloutState, Status, TaskDropped
 from etude.store.desk import Desk, Find, Limits, Wanted
 
-__all__ = ["AgentConfig", "Agents", "Losses"]
+__all__ = ["SCORED", "AgentConfig", "Agents", "Losses", "Scorings"]
 
+SCORED = 2**40
+"""From this ordinal on tasks are asked only to score the model; no step trains on them."""
+MOST_SAMPLES, MOST_TASKS = 2**10, 2**30
+"""Answers to one task, and answers in all, by which a step is scored at most."""
+ADDED = ("prompt", "row", "ground_truth", "extra_info")
+"""Fields that a task has beside those of its file."""
 LISTENING = 5.0
 """Seconds after which it is looked whether anybody is there to play."""
 PAGE = 256
@@ -83,10 +91,12 @@ class Agents:
     `patience` seconds that is a `CollectionError` which says so.
     """
 
-    def __init__(self, config: AgentConfig, retries: int, desk: Desk, judge: Judge, cursor: int = 0) -> None:
+    def __init__(
+        self, config: AgentConfig, retries: int, desk: Desk, judge: Judge, tokenizer: Tokenizer, cursor: int = 0
+    ) -> None:
         """retries: further attempts at a rollout that failed. cursor: where the desk stands; what ended before is
         looked up when it is asked for."""
-        self._config, self._desk, self._judge = config, desk, judge
+        self._config, self._desk, self._judge, self._tokenizer = config, desk, judge, tokenizer
         self._limits = Limits(config.timeout, config.silence, max_attempts=1 + retries)
         self._ends: dict[int, asyncio.Future[RolloutState]] = {}
         self._cursor = cursor
@@ -97,6 +107,10 @@ class Agents:
         """What became of the rollouts that ended since this was last asked."""
         found, self._losses = self._losses.metrics(), Losses()
         return found
+
+    def retold(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
+        """What was said after the first prompt, in its order."""
+        return retold(self._tokenizer, turns)
 
     async def ask(self, wanted: Sequence[tuple[int, Task, int]], use: Literal["train", "val"] = "train") -> None:
         """Have rollouts made: the id of each, its task, and which try at it is meant. Asking again does no harm."""
@@ -217,3 +231,37 @@ def rows(turns: Sequence[Turn]) -> int:
         else:
             heads[goes_on] = whole
     return len(heads)
+
+
+class Scorings:
+    """Plays attempts that score the model: under names of their own, and set aside as soon as they are over."""
+
+    def __init__(self, agents: Agents, store: Journal) -> None:
+        self._agents, self._store = agents, store
+        self._step = 0
+        self._asked: Counter[int] = Counter()
+
+    def scores(self, step: int) -> None:
+        """The attempts that follow are made to score this step."""
+        self._step = step
+        self._asked.clear()
+
+    def asked(self, task: Task) -> object:
+        """The prompt, or whatever else the task says."""
+        prompt = task.fields.get("prompt")
+        return prompt if prompt is not None else {name: task.fields[name] for name in task.fields if name not in ADDED}
+
+    def retold(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
+        """What was said after the first prompt, in its order."""
+        return self._agents.retold(turns)
+
+    async def play(self, task: Task, sampling: Sampling, seeds: Seeds) -> Played:  # noqa: ARG002
+        """One attempt. How it is sampled is said at the endpoint."""
+        sample = self._asked[task.ordinal]
+        self._asked[task.ordinal] += 1
+        ordinal = SCORED + self._step * MOST_TASKS + task.ordinal * MOST_SAMPLES + sample
+        named = replace(task, ordinal=ordinal)
+        await self._agents.ask([(ordinal, named, 0)], "val")
+        played = await self._agents.played(ordinal, named)
+        self._store.append([TaskDropped(ordinal, self._step, "it was asked to score the model")])
+        return played

@@ -25,7 +25,7 @@ from etude.protocols import Crew, Generate, Ids
 from etude.recipes.episodes import Episodes
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.interrupt import Interrupt
-from etude.recipes.play import PromptIds
+from etude.recipes.play import Player, PromptIds
 from etude.recipes.sources import EngineSource
 from etude.records import Task
 from etude.rewards import Judge, RewardFunction
@@ -272,18 +272,17 @@ def evaluator_of(
     if not run.data.val:
         return None
     dataset, _ = tasks(run, chat, "data.val", run.data.val)
-    return Evaluator(
-        run.evaluate,
-        sampling=run.evaluate.sampling.beside(run.sampling),
-        seed=run.seed,
-        dataset=dataset,
+    player = Player(
         prompt_ids=prompts(run, chat),
         engine=engine,
         judge=judge,
         timeout=run.collect.timeout,
-        runner=runner,
         at_once=run.rollout.max_running * run.ranks,
         episodes=episodes,
+    )
+    sampling = run.evaluate.sampling.beside(run.sampling)
+    return Evaluator(
+        run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, runner=runner
     )
 
 

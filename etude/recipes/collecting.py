@@ -23,6 +23,7 @@ from etude.data import Dataset, Order
 from etude.data.adapt import samples as rows_of_turns
 from etude.errors import CollectionError, RunError
 from etude.observe import Bar, Mean, Metrics, unwatched
+from etude.recipes.agents import SCORED
 from etude.recipes.play import Played
 from etude.recipes.scheduler import Admit, Decision, Drop, Failed, Finished, Issue, Opened, Scheduler
 from etude.recipes.tally import Notices, Tally
@@ -209,13 +210,13 @@ class Collector(ABC):
         first = self._order.position
         for _, event in self._store.read(position, kinds=(events.TaskIssued, events.TaskDropped, events.Admitted)):
             match event:
-                case events.TaskIssued(task=task):
+                case events.TaskIssued(task=task) if task < SCORED:
                     first = max(first, task + 1)
-                case events.TaskDropped(task=task, step=step):
+                case events.TaskDropped(task=task, step=step) if task < SCORED:
                     self._dropped.setdefault(step, []).append(task)
                 case events.Admitted(step=step, rollouts=rollouts):
                     self._replay[step] = rollouts
-        self._left = self._store.tasks(Phase.OPEN)
+        self._left = [task for task in self._store.tasks(Phase.OPEN) if task.id < SCORED]
         self._scheduler = self._fresh_scheduler(first)
         scored, again = self._open_work()
         dropped = sum(len(tasks) for step, tasks in self._dropped.items() if step not in self._replay)
@@ -226,6 +227,8 @@ class Collector(ABC):
         scored: dict[int, dict[int, float]] = {}
         again: dict[tuple[int, int], int] = {}
         for left in self._store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
+            if left.task >= SCORED:
+                continue
             last = left.last
             if left.phase is Phase.FINISHED and last is not None and last.total is not None:
                 scored.setdefault(left.task, {})[left.sample] = last.total

@@ -23,9 +23,7 @@ from pydantic import Field
 from etude.config import Config
 from etude.data import Dataset
 from etude.observe import Mean, Metrics, Sum
-from etude.protocols import Generate
-from etude.recipes.episodes import Episodes
-from etude.recipes.play import Player, PromptIds
+from etude.recipes.play import Plays
 from etude.recipes.sampling import Sampling, ScoringSampling, derived_seed
 from etude.records import Outcome, Task
 from etude.rewards import Judge
@@ -72,8 +70,7 @@ class Answer:
 class Evaluator:
     """Asks, judges and reports.
 
-    Waits for attempts, which bound themselves (`play`). At most `at_once` answers are asked for at a time. One that
-    fails earns nothing, and is counted.
+    Waits for attempts, which bound themselves. One that fails earns nothing, and is counted.
     """
 
     def __init__(
@@ -83,21 +80,14 @@ class Evaluator:
         sampling: Sampling,
         seed: int,
         dataset: Dataset,
-        prompt_ids: PromptIds,
-        engine: Generate,
+        player: Plays,
         judge: Judge,
-        timeout: float,
         runner: asyncio.Runner,
-        at_once: int,
-        episodes: Episodes | None = None,
     ) -> None:
-        """runner: the event loop of the run, in which its judge lives too. episodes: who plays rollouts of several
-        turns."""
+        """player: who answers. runner: the event loop of the run, in which its judge lives too."""
         self._config, self._sampling, self._seed = config, sampling, seed
         self._dataset, self._runner, self._judge = dataset, runner, judge
-        self._player = Player(
-            prompt_ids=prompt_ids, engine=engine, judge=judge, timeout=timeout, at_once=at_once, episodes=episodes
-        )
+        self._player = player
 
     @property
     def tasks(self) -> int:
@@ -122,11 +112,12 @@ class Evaluator:
         other._sampling = self._sampling.model_copy(update=changes)
         return other
 
-    def answers(self, told: Callable[[], None] = lambda: None) -> list[Answer]:
+    def answers(self, told: Callable[[], None] = lambda: None, *, step: int = 0) -> list[Answer]:
         """Every answer to every task, in order. The same weights draw the same answers at any step.
 
-        told: is called after each.
+        told: is called after each. step: the one that is scored.
         """
+        self._player.scores(step)
         return self._runner.run(self._all(told))
 
     def spent(self) -> Metrics:
@@ -156,7 +147,7 @@ class Evaluator:
         return Answer(
             task.ordinal,
             task.source,
-            task.fields["prompt"],
+            self._player.asked(task),
             "" if last is None else last.text,
             0.0 if failed else played.total,
             verdict.parts,

@@ -104,7 +104,7 @@ class Scoring:
             try:
                 wanted = self.evaluator.tasks * self.evaluator.samples
                 with self.watch(f"step {step}: answers to score", wanted) as bar:
-                    answers = self.evaluator.answers(bar.advance)
+                    answers = self.evaluator.answers(bar.advance, step=step)
             except Exception as error:
                 self.failure = error
                 return Metrics()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from etude.protocols import Generate, Ids
 from etude.recipes.episodes import ENVIRONMENT, EndedError, Episode, Episodes
@@ -13,7 +14,7 @@ from etude.recipes.sampling import Sampling
 from etude.records import Completion, Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
 
-__all__ = ["ANSWER", "Played", "Player", "PromptIds", "Seeds"]
+__all__ = ["ANSWER", "Played", "Player", "Plays", "PromptIds", "Seeds"]
 
 ANSWER = "answer"
 """The part of a reward that the reward function gives as a bare number, where an environment pays as well."""
@@ -50,6 +51,26 @@ class Played:
         return self.verdict.reward + self.paid
 
 
+class Plays(Protocol):
+    """Whoever makes attempts at tasks."""
+
+    async def play(self, task: Task, sampling: Sampling, seeds: Seeds) -> Played:
+        """One attempt. What goes wrong with it is an outcome."""
+        ...
+
+    def retold(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
+        """What was said in an attempt of several turns; nothing where an attempt is one answer."""
+        ...
+
+    def asked(self, task: Task) -> object:
+        """What a task asks, to be shown to people."""
+        ...
+
+    def scores(self, step: int) -> None:
+        """The attempts that follow are made to score this step."""
+        ...
+
+
 class Player:
     """Plays attempts, any number of them at a time.
 
@@ -81,6 +102,13 @@ class Player:
     def retold(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
         """What was said in an attempt of several turns; nothing where an attempt is one answer."""
         return [] if self._episodes is None else self._episodes.retold(turns)
+
+    def asked(self, task: Task) -> object:
+        """The prompt."""
+        return task.fields["prompt"]
+
+    def scores(self, step: int) -> None:
+        """Attempts are the same, whatever they are made for."""
 
     async def play(self, task: Task, sampling: Sampling, seeds: Seeds) -> Played:
         """One attempt: ask, judge. What goes wrong with it is an outcome; what goes wrong with the engine is raised."""

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from etude.data import Dataset
 from etude.protocols import Ids
 from etude.recipes.evaluate import Answer, Evaluation, Evaluator, best_of, scores, write_answers
+from etude.recipes.play import Player
 from etude.recipes.sampling import Sampling, ScoringSampling, derived_seed
 from etude.records import Completion, SamplingParams, Task
 from etude.rewards import Judge
@@ -109,17 +110,12 @@ def slowly(task: Task, answer: str) -> float:
 def test_a_clock_counts_the_drawing_and_no_wait_in_line(seconds: float, expected: float) -> None:
     engine = Slow(seconds)
     with Judge(slowly) as judge, asyncio.Runner() as runner:
+        player = Player(
+            prompt_ids=lambda _: np.ones(3, np.int32), engine=engine, judge=judge, timeout=0.1, at_once=3, episodes=None
+        )
+        dataset = Dataset.load([{"prompt": "2+2="}] * 12)
         found = Evaluator(
-            Evaluation(),
-            sampling=Sampling(),
-            seed=0,
-            dataset=Dataset.load([{"prompt": "2+2="}] * 12),
-            prompt_ids=lambda _: np.ones(3, np.int32),
-            engine=engine,
-            judge=judge,
-            timeout=0.1,
-            runner=runner,
-            at_once=3,
+            Evaluation(), sampling=Sampling(), seed=0, dataset=dataset, player=player, judge=judge, runner=runner
         ).answers()
     assert engine.most == 3 and engine.under_way == 0
     assert {a.reward for a in found} == {expected} and {a.failed for a in found} == {not expected}
