@@ -180,8 +180,9 @@ class Answering:
         self._meter.counts["upstream_failed"] += 1
         if not isinstance(error, EngineError):
             get_log("agents").error(f"Sampling failed: {error!r}")
-        await self._notary.note(call, "upstream_failed", {"error": str(error) or repr(error)})
-        return Refusal(f"The model cannot answer now: {error or repr(error)}", "failed")
+        told = str(error) or repr(error)
+        await self._notary.note(call, "upstream_failed", {"error": told})
+        return Refusal(f"The model cannot answer now: {told}", "failed")
 
     def _finished(self, call: Call, said: Sequence[Said]) -> None:
         if call.asked.keep:

@@ -120,7 +120,7 @@ class Sitting:
     def _found(self, ids: Ids, spoken: bool) -> Prompt:
         """What is known of a prompt. spoken: whether the model has spoken in it."""
         running, at, continued = blake2b(digest_size=16), 0, False
-        data = memoryview(np.ascontiguousarray(ids)).cast("B")
+        data = ids.tobytes()
         for length in sorted(length for length in self._served if length <= len(ids)):
             running.update(data[at * ids.itemsize : length * ids.itemsize])
             at = length

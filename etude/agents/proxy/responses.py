@@ -42,7 +42,7 @@ class Responses:
         for name in ("background", "conversation", "prompt", "context_management", "max_tool_calls"):
             fields.only(name, False, why="is not supported by this endpoint; leave it out.")
         fields.only("truncation", "disabled", why="can be 'disabled' alone: what the model reads is never cut.")
-        echo = {"instructions": instructions or None, "previous_response_id": previous or None}
+        echo: dict[str, Any] = {"instructions": instructions or None, "previous_response_id": previous or None}
         echo |= {"tools": list(body.get("tools") or ()), "tool_choice": body.get("tool_choice") or "auto"}
         asked = Asked(
             model=model,
@@ -215,8 +215,9 @@ def _items(reply: Reply, said: Said) -> Iterator[dict[str, Any]]:
 
 
 def _item(id: str, kind: str, text: str, scores: Sequence[Body]) -> dict[str, Any]:
-    base = {"type": kind, "id": f"{_NAMES[kind]}{id}", "status": "completed", "content": [_part(kind, text, scores)]}
-    return base | ({"role": "assistant"} if kind == "message" else {"summary": []})
+    more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+    part = _part(kind, text, scores)
+    return {"type": kind, "id": f"{_NAMES[kind]}{id}", "status": "completed", "content": [part], **more}
 
 
 def _part(kind: str, text: str, scores: Sequence[Body]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 import numpy as np
@@ -47,6 +47,6 @@ class Upstream(Protocol):
         be sampled now, an `EngineError`."""
         ...
 
-    def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncIterator[Gained]:
-        """The same, as it comes."""
+    def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Gained, None]:
+        """The same, as it comes. Closing it ends the sampling."""
         ...
