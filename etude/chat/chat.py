@@ -76,29 +76,59 @@ class Chat:
         """The form in which the model calls tools, as its template teaches it; None for one that is not known here."""
         return self._calls
 
-    def parse(self, completion: Ids, prompt: Ids | None = None, tools: Tools = ()) -> Message:
-        """What the model said. A malformed tool call stays text.
+    @property
+    def reasons(self) -> bool:
+        """Whether its template knows of reasoning."""
+        return self._reasons
+
+    def shown(self, ids: Sequence[int] | Ids) -> list[int]:
+        """Those of the ids that an answer is read from: all but special tokens, of which it keeps what marks reasoning
+        and calls."""
+        return [id for id in map(int, ids) if id not in self.tokenizer.special_ids or id in self._markup]
+
+    def read(self, completion: Ids, stops: Sequence[str] = ()) -> tuple[str, str | None]:
+        """The text that the model wrote, with what marks its reasoning and calls, up to the stop string that ended it;
+        and that string. It is the first that ends within the last token: one that stood there before did not count."""
+        kept = self.shown(completion)
+        text = self.tokenizer.decode(kept, special=True)
+        if not stops:
+            return text, None
+        before = len(self.tokenizer.decode(kept[:-1], special=True).rstrip("\ufffd"))
+        found = [(at, stop) for stop in stops if stop and (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
+        at, stop = min(found, default=(len(text), None))
+        return text[:at], stop
+
+    def parse(
+        self,
+        completion: Ids,
+        prompt: Ids | None = None,
+        tools: Tools = (),
+        *,
+        stops: Sequence[str] = (),
+        calls: bool = True,
+    ) -> Message:
+        """What the model said. A malformed tool call stays text; unless `calls` are looked for, each does.
 
         Given the prompt, it is known whether that has opened the reasoning already, and calls made in answer to
         different prompts have different ids. Given the tools, the arguments of a call have the types these declare,
-        where the model writes arguments without types.
+        where the model writes arguments without types. Given the `stops` of the request, what it said ends before the
+        one that ended it.
         """
-        kept = [id for id in map(int, completion) if id not in self.tokenizer.special_ids or id in self._markup]
-        content, reasoning = self.tokenizer.decode(kept, special=True), ""
+        content, reasoning = self.read(completion, stops)[0], ""
         if self._reasons:
-            opened = prompt is not None and self._opens(prompt)
+            opened = prompt is not None and self.opens(prompt)
             reasoning, content = split_reasoning(content, opened)
-        calls: Found = []
-        if self._calls is not None:
-            content, calls = FORMATS[self._calls](content, tools)
+        found: Found = []
+        if self._calls is not None and calls:
+            content, found = FORMATS[self._calls](content, tools)
         seed = blake2b(b"" if prompt is None else np.ascontiguousarray(prompt, np.int32).tobytes(), digest_size=12)
         seed.update(np.ascontiguousarray(completion, np.int32).tobytes())
-        ids = (f"call_{seed.hexdigest()}{index:x}" for index in range(len(calls)))
+        ids = (f"call_{seed.hexdigest()}{index:x}" for index in range(len(found)))
         return Message(
             "assistant",
             content,
             reasoning=reasoning,
-            tool_calls=tuple(ToolCall(id, name, text) for id, (name, text) in zip(ids, calls, strict=True)),
+            tool_calls=tuple(ToolCall(id, name, text) for id, (name, text) in zip(ids, found, strict=True)),
         )
 
     def completion_ids(
@@ -144,7 +174,8 @@ class Chat:
         """A conversation that keeps the very ids it was served with."""
         return Conversation(self.tokenizer, self.text, self.history)
 
-    def _opens(self, prompt: Ids) -> bool:
+    def opens(self, prompt: Ids) -> bool:
+        """Whether a prompt ends in the midst of reasoning that it has opened."""
         return self.tokenizer.decode(prompt[-_TAIL:], special=True).rstrip().endswith(OPEN)
 
     def _template(self, tools: Tools) -> Template:

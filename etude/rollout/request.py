@@ -30,6 +30,7 @@ class Delta:
 
     ids: Ids  # [t] new tokens
     logp: NDArray[np.float32]  # [t]
+    version: Ids  # [t] of the weights that drew each
     text: str
     """New text; it may lag behind the tokens by what could still become a stop string or part of a character."""
     finish: str | None = None
@@ -148,7 +149,8 @@ class Request:
         ids = self.tokens[self.prompt_length + self._told[0] : self.length].copy()
         logp = np.array(self._logp[self._told[0] :], dtype=np.float32)
         finish = completion.finish if completion else None
-        self._listener(Delta(ids, logp, self._text[self._told[1] :], finish, completion))
+        version = np.array(self._versions[self._told[0] :], dtype=np.int32)
+        self._listener(Delta(ids, logp, version, self._text[self._told[1] :], finish, completion))
         self._told = tokens, text
 
     def _completion(self, how: str) -> Completion:

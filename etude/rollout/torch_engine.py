@@ -20,7 +20,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -121,7 +121,7 @@ class TorchEngine:
             self._leave(request)
             raise
 
-    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncIterator[Delta]:
+    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
         """The same, token by token. Leaving the iteration aborts the request."""
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()

@@ -1,0 +1,209 @@
+"""How a call is answered: it gets its place, the upstream samples, the turn is written, and the answer is given.
+
+Nothing of an answer's end is given before its turn is acknowledged. What ends otherwise leaves something too: a stream
+that its client dropped, or that took too long, is an aborted turn with what was sampled; an engine that failed is a
+note.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from etude.agents.proxy.asked import Body, Refusal, Said, Writer
+from etude.agents.proxy.gate import Gate
+from etude.agents.proxy.meter import Meter
+from etude.agents.proxy.notary import Call, Notary
+from etude.agents.proxy.policy import Seeds
+from etude.agents.proxy.reading import Piece, Reading
+from etude.agents.proxy.upstream import Gained, Upstream
+from etude.chat import Chat
+from etude.errors import ConfigError, DataError, EngineError
+from etude.observe import get_log
+from etude.records import Completion, Message, SamplingParams
+
+__all__ = ["Answering", "Write"]
+
+T = TypeVar("T")
+Write = Callable[[bytes], Awaitable[None]]
+
+
+class Answering:
+    """Answers calls. Any number may be under way; each may be cancelled at any await."""
+
+    def __init__(
+        self,
+        chat: Chat,
+        upstream: Upstream,
+        gate: Gate,
+        meter: Meter,
+        notary: Notary,
+        seeds: Seeds,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._chat, self._upstream, self._gate, self._meter = chat, upstream, gate, meter
+        self._notary, self._seeds, self._timeout = notary, seeds, timeout_s
+
+    async def whole(self, call: Call) -> Body:
+        """The answers to a call in one piece."""
+        async with self._under_way(call):
+            began = time.perf_counter()
+            async with self._gate.entered(call.asked.n):
+                completions = await _all([self._sampled(call, params) for params in self._params(call)])
+            sampled = time.perf_counter() - began
+            said = [await self._heard(call, each, None) for each in completions]
+        self._finished(call, said)
+        body = call.dialect.whole(call.reply(self._chat.tokenizer), said)
+        self._meter.took(time.perf_counter() - call.began, sampled)
+        return body
+
+    async def stream(self, call: Call, start: Callable[[], Awaitable[None]], write: Write) -> None:
+        """Write the answers as they come. `start` is called before the first byte, once the call has its place: what
+        goes wrong before is raised, what goes wrong later is written in the dialect's words."""
+        writer = call.dialect.writer(call.reply(self._chat.tokenizer))
+        started = False
+        try:
+            async with self._under_way(call):
+                async with self._gate.entered(call.asked.n):
+                    await start()
+                    started = True
+                    await write(writer.begin())
+                    params = self._params(call)
+                    said = await _all([self._streamed(call, writer, n, each, write) for n, each in enumerate(params)])
+                self._finished(call, said)
+                self._meter.took(time.perf_counter() - call.began)
+                await write(writer.close(said))
+        except Refusal as refusal:
+            if not started:
+                raise
+            await write(writer.failed(refusal))
+
+    @asynccontextmanager
+    async def _under_way(self, call: Call) -> AsyncIterator[None]:
+        """A call within its time, and within that of its attempt."""
+        task = asyncio.current_task()
+        assert task is not None, "calls are answered on an event loop"
+        self._meter.counts["calls"] += 1
+        call.sitting.under_way.add(task)
+        try:
+            async with asyncio.timeout(self._timeout):
+                yield
+        except TimeoutError as error:
+            self._meter.counts["timed_out"] += 1
+            told = f"The call took longer than {self._timeout:g} seconds, waiting for its turn included."
+            raise Refusal(told, "timeout") from error
+        finally:
+            call.sitting.under_way.discard(task)
+
+    def _params(self, call: Call) -> list[SamplingParams]:
+        """The parameters of each answer. Where the agent's seed holds, its further answers count on from it."""
+        (rollout, attempt), prompt, own = call.sitting.key, call.prompt, call.sampling.seed
+        if own is not None:
+            seeds = [(own + n) % 2**63 for n in range(call.asked.n)]
+        else:
+            asked = range(call.asked.n)
+            seeds = [self._seeds(rollout, attempt, prompt.hash, call.sitting.occurrence(prompt)) for _ in asked]
+        return [replace(call.sampling, seed=seed) for seed in seeds]
+
+    async def _sampled(self, call: Call, params: SamplingParams) -> Completion:
+        try:
+            return await self._upstream.generate(call.shown, params)
+        except Exception as error:
+            raise await self._failed(call, error) from error
+        except BaseException:  # the client has gone, or time is up
+            self._notary.aborted(call, (), self._chat)
+            raise
+
+    async def _streamed(self, call: Call, writer: Writer, index: int, params: SamplingParams, write: Write) -> Said:
+        """One answer, written as it comes up to its end, then recorded, then ended."""
+        reading = self._reading(call)
+        gained: list[Gained] = []
+        completion = None
+        try:
+            async with aclosing(self._upstream.stream(call.shown, params)) as stream:
+                async for each in stream:
+                    gained.append(each)
+                    completion = each.completion
+                    if completion is None:
+                        await _given(write, writer, index, reading.push(each.ids))
+        except Exception as error:
+            self._notary.aborted(call, gained, self._chat)
+            raise await self._failed(call, error) from error
+        except BaseException:  # the client has gone, or time is up
+            self._notary.aborted(call, gained, self._chat)
+            raise
+        assert completion is not None, "a stream ends with the whole"
+        said = await self._heard(call, completion, reading)
+        await _given(write, writer, index, reading.rest)
+        await write(writer.end(index, said))
+        return said
+
+    def _reading(self, call: Call) -> Reading:
+        plain = call.asked.prompt is not None
+        reading = Reading(
+            self._chat, call.prompt.ids, stops=call.sampling.stop, calls=call.calls and not plain, plain=plain
+        )
+        if len(call.opened):
+            reading.hold()
+        return reading
+
+    async def _heard(self, call: Call, completion: Completion, reading: Reading | None) -> Said:
+        """Read an answer, and write its turn down. An answer is given only once that is acknowledged."""
+        asked, stops = call.asked, call.sampling.stop
+        whole = np.concatenate([call.opened, completion.ids]) if len(call.opened) else completion.ids
+        text, stop = self._chat.read(whole, stops)
+        if asked.prompt is not None:
+            message = Message("assistant", text)
+        else:
+            message = self._chat.parse(whole, call.prompt.ids, asked.tools, stops=stops, calls=call.calls)
+        if reading is not None:
+            message = reading.whole(message, text)
+        turn = await self._notary.turn(call, completion)
+        if completion.finish == "abort":
+            raise Refusal("The engine gave this answer up. Try again.", "failed")
+        await call.sitting.heard(asked, call.shown, completion, message)
+        return Said(message, completion, len(call.shown), stop, turn)
+
+    async def _failed(self, call: Call, error: Exception) -> Refusal:
+        """What the upstream says, as a refusal."""
+        if isinstance(error, Refusal):
+            return error
+        if isinstance(error, DataError | ConfigError):
+            return Refusal(str(error))
+        self._meter.counts["upstream_failed"] += 1
+        if not isinstance(error, EngineError):
+            get_log("agents").error(f"Sampling failed: {error!r}")
+        told = str(error) or repr(error)
+        await self._notary.note(call, "upstream_failed", {"error": told})
+        return Refusal(f"The model cannot answer now: {told}", "failed")
+
+    def _finished(self, call: Call, said: Sequence[Said]) -> None:
+        if call.asked.keep:
+            call.sitting.keep(call.id, (*call.asked.messages[call.asked.lead :], said[0].message))
+        self._meter.counts["answered"] += 1
+
+
+async def _given(write: Write, writer: Writer, index: int, piece: Piece) -> None:
+    if piece.reasoning or piece.content:
+        await write(writer.piece(index, piece.reasoning, piece.content))
+
+
+async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What some coroutines return. Where one fails, the others are cancelled, and have ended."""
+    if len(works) == 1:
+        return [await works[0]]
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

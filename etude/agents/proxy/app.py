@@ -1,0 +1,249 @@
+"""The routes of the model endpoint: an app of its own, or a router on another's.
+
+app = FastAPI()                       # or the store's own
+app.include_router(router(endpoint))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NoReturn, TypeVar
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.types import Receive, Scope, Send
+
+from etude.agents.proxy.anthropic import Anthropic
+from etude.agents.proxy.asked import Body, Dialect, Refusal
+from etude.agents.proxy.chat_completions import ChatCompletions
+from etude.agents.proxy.completions import Completions
+from etude.agents.proxy.endpoint import Endpoint
+from etude.agents.proxy.notary import Call
+from etude.agents.proxy.responses import Responses
+from etude.observe import get_log
+from etude.store.desk import Key
+
+__all__ = ["app", "router"]
+
+T = TypeVar("T")
+ROUTES: dict[str, Dialect] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/completions": Completions(),
+    "/v1/responses": Responses(),
+    "/v1/messages": Anthropic(),
+}
+COUNTING = Anthropic(counting=True)
+
+
+class GoneError(Exception):
+    """The client is not there any more."""
+
+
+def app(endpoint: Endpoint) -> FastAPI:
+    """The endpoint alone, as an app that tends to it while it runs."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with endpoint:
+            yield
+
+    made = FastAPI(title="Etude's model endpoint", lifespan=lifespan)
+    made.include_router(router(endpoint))
+    return made
+
+
+def router(endpoint: Endpoint) -> APIRouter:
+    """Its routes. Whoever includes them enters the endpoint (`async with endpoint`) for as long as they are served."""
+    routes = APIRouter()
+    for path, dialect in ROUTES.items():
+        name = path.removeprefix("/v1/").replace("/", "_")
+        routes.add_api_route(path, _answering(endpoint, dialect), methods=["POST"], name=name, response_model=None)
+
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens a request to /v1/messages would show the model."""
+        try:
+            key = _entitled(endpoint, request)
+            body = await _body(request, endpoint.config.max_body_mib)
+            return _json({"input_tokens": await endpoint.count(COUNTING, key, body)})
+        except Refusal as refusal:
+            return _refused(COUNTING, refusal)
+
+    async def models(request: Request) -> Response:
+        """The one model there is."""
+        dialect: Dialect = COUNTING if "anthropic-version" in request.headers else ROUTES["/v1/chat/completions"]
+        try:
+            _entitled(endpoint, request)
+            wanted = request.path_params.get("model", endpoint.model)
+            if wanted != endpoint.model:
+                raise Refusal(f"There is no model '{wanted}' here; there is '{endpoint.model}'.", "not_found")
+        except Refusal as refusal:
+            return _refused(dialect, refusal)
+        one = _model(endpoint.model)
+        listed = {"object": "list", "data": [one], "has_more": False, "first_id": one["id"], "last_id": one["id"]}
+        return _json(one if "model" in request.path_params else listed)
+
+    routes.add_api_route("/v1/messages/count_tokens", count_tokens, methods=["POST"], response_model=None)
+    routes.add_api_route("/v1/models", models, methods=["GET"], response_model=None)
+    routes.add_api_route("/v1/models/{model}", models, methods=["GET"], response_model=None, name="model")
+    return routes
+
+
+def _answering(endpoint: Endpoint, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        """Answer one call, and record it."""
+        began = time.perf_counter()
+        try:
+            key = _entitled(endpoint, request)
+            body = await _body(request, endpoint.config.max_body_mib)
+            tags = [tag for each in request.headers.get("x-etude-tags", "").split(",") if (tag := each.strip())]
+            call = await endpoint.open(dialect, key, body, tags, began)
+            if call.asked.stream:
+                return _Streamed(endpoint, call)
+            told = await _unless_gone(request.receive, endpoint.answer(call))
+            return _json(told, headers=_headers(call))
+        except Refusal as refusal:
+            return _refused(dialect, refusal)
+        except GoneError:
+            return Response(status_code=499)
+        except Exception as error:
+            return _refused(dialect, _broken(error))
+
+    return answer
+
+
+class _Streamed(Response):
+    """Events as they come; an error as any other response, as long as nothing has come."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, endpoint: Endpoint, call: Call) -> None:
+        super().__init__(headers={**_headers(call), "cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._endpoint, self._call = endpoint, call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        one = asyncio.Lock()
+        started = False
+        raw = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+
+        async def start() -> None:
+            nonlocal started
+            started = True
+            await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+        async def write(data: bytes) -> None:
+            async with one:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        try:
+            await _unless_gone(receive, self._endpoint.stream(self._call, start, write))
+        except GoneError:
+            return
+        except Exception as error:
+            refusal = error if isinstance(error, Refusal) else _broken(error)
+            if not started:
+                await _refused(self._call.dialect, refusal)(scope, receive, send)
+                return
+            writer = self._call.dialect.writer(self._call.reply(self._endpoint.chat.tokenizer))
+            await write(writer.failed(refusal))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What comes of some work, which is cancelled when the client goes. `GoneError` if it has."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done() and not task.cancelled():
+            return task.result()
+        if task.done():  # its attempt has ended
+            raise Refusal("The attempt that asked has ended.", "forbidden", code="attempt_over")
+        raise GoneError
+    finally:
+        for each in (task, gone):
+            if not each.done():
+                each.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await each
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _entitled(endpoint: Endpoint, request: Request) -> Key:
+    return endpoint.entitled(request.headers.get("authorization"), request.headers.get("x-api-key"))
+
+
+async def _body(request: Request, most_mib: float) -> Body:
+    """The JSON object that came."""
+    most = int(most_mib * 2**20)
+    large = Refusal(f"The request is larger than {most_mib:g} MiB, the most that is read here.", "too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > most:
+        raise large
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > most:
+            raise large
+    try:
+        text = data.decode()
+        body = json.loads(text, parse_constant=_no_number)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise Refusal(f"The body is not valid UTF-8 (at byte {error.start}).") from error
+    except UnicodeEncodeError as error:
+        raise Refusal(f"A text in the body has half a character in it ({error.reason}). Leave it out.") from error
+    except RecursionError as error:
+        raise Refusal("The body is nested too deeply.") from error
+    except ValueError as error:
+        raise Refusal(f"The body is not valid JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise Refusal("The body must be a JSON object.")
+    return body
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a JSON number")
+
+
+def _json(body: Body, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return Response(data, status, headers, "application/json")
+
+
+def _refused(dialect: Dialect, refusal: Refusal) -> Response:
+    headers = {"retry-after": str(refusal.wait)} if refusal.wait else None
+    return _json(dialect.error(refusal), refusal.status, headers)
+
+
+def _broken(error: Exception) -> Refusal:
+    """Something that nobody foresaw: a mistake of ours, or a store that cannot be written."""
+    get_log("agents").error("A call to the model endpoint failed", exc_info=error)
+    return Refusal(f"The endpoint could not answer ({type(error).__name__}); its log says more.", "failed")
+
+
+def _headers(call: Call) -> dict[str, str]:
+    """What an agent may like to know: its attempt, and which of its parameters were not followed."""
+    key = call.sitting.key
+    told = {"x-etude-rollout": str(key.rollout), "x-etude-attempt": str(key.attempt)}
+    return told | ({"x-etude-ignored": ", ".join(call.ignored)} if call.ignored else {})
+
+
+def _model(name: str) -> dict[str, Any]:
+    """A model, as both dialects read it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "etude",
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }

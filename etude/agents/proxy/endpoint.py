@@ -1,0 +1,274 @@
+"""The model endpoint: every call of an agent, answered and recorded as one turn, with the very tokens.
+
+    key ─► whose ─► what is asked ─► the prompt's ids ─► a place ─► sampling ─► the turn is written ─► the answer
+
+This file goes as far as the prompt's ids; the rest is `answering`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from typing import Self
+
+from pydantic import Field
+
+from etude.agents.proxy.answering import Answering, Write
+from etude.agents.proxy.asked import Asked, Body, Dialect, Refusal
+from etude.agents.proxy.gate import Gate
+from etude.agents.proxy.meter import Meter
+from etude.agents.proxy.notary import Call, Notary, over
+from etude.agents.proxy.opening import opening
+from etude.agents.proxy.policy import Parameters, Policy, Seeds, seeds_of
+from etude.agents.proxy.record import Prompt, Sitting
+from etude.agents.proxy.upstream import Upstream
+from etude.chat import Chat
+from etude.chat.tokenizer import Ids
+from etude.config import Config
+from etude.errors import ChatError, ConfigError, KeyRefusedError
+from etude.observe import get_log
+from etude.records import SamplingParams
+from etude.store.desk import Desk, Find, Key, Use
+from etude.store.keys import Keyring
+from etude.store.states import LIVE
+
+__all__ = ["Endpoint", "EndpointConfig"]
+
+SWEEP = 15.0
+"""Seconds between two looks for attempts that have ended."""
+SILENT = 30.0
+"""Seconds without a call, after which it is asked whether an attempt has ended."""
+AT_ONCE = 100
+"""Of how many attempts that is asked at a time."""
+
+
+class EndpointConfig(Config):
+    """The model endpoint."""
+
+    max_running: int = Field(256, ge=1, description="most answers sampled at once; more calls wait")
+    max_waiting: int = Field(2048, ge=0, description="most calls that wait; the next is answered 429, with Retry-After")
+    timeout_s: float = Field(600.0, gt=0, description="seconds for a call, waiting included; then it is answered 504")
+    max_body_mib: float = Field(16.0, gt=0, description="MiB of the largest request; a larger one is answered 413")
+    parameters: Parameters = Field(
+        "force", description="force: the run's sampling parameters hold; default: the agent's own, where it sets them"
+    )
+    compare: bool = Field(True, description="count the tokens that rendering conversations anew would have changed")
+
+
+class Endpoint:
+    """Answers the calls of all attempts. It lives on one event loop; `async with` has it tend to what has ended."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        keyring: Keyring,
+        chat: Chat,
+        upstream: Upstream,
+        *,
+        model: str = "policy",
+        context: int | None = None,
+        train: SamplingParams | None = None,
+        val: SamplingParams | None = None,
+        seeds: Seeds | None = None,
+        config: EndpointConfig | None = None,
+    ) -> None:
+        """context: the model's longest sequence, where the upstream does not say it. train, val: what answers are
+        drawn with in attempts of either use; validation's are training's unless they are given."""
+        self.config = config or EndpointConfig()
+        self.desk, self.keyring, self.chat, self.upstream, self.model = desk, keyring, chat, upstream, model
+        training = train or SamplingParams()
+        self._policy = Policy(training, val or training, self.config.parameters)
+        self._context = context
+        self._gate = Gate(self.config.max_running, self.config.max_waiting)
+        self._meter = Meter()
+        self._notary = Notary(desk, model, self._meter, self.forget)
+        self._answering = Answering(
+            chat,
+            upstream,
+            self._gate,
+            self._meter,
+            self._notary,
+            seeds or seeds_of(0),
+            timeout_s=self.config.timeout_s,
+        )
+        self._sittings: dict[Key, Sitting] = {}
+        self._tending: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._tending = asyncio.create_task(self._tend(), name="etude-endpoint")
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        if self._tending is not None:
+            self._tending.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._tending
+        await self._notary.close()
+
+    def metrics(self) -> Mapping[str, float]:
+        """Counts since it was made, percentiles of its last calls' times in seconds, and how many are under way."""
+        now = {
+            "endpoint/running": self._gate.taken,
+            "endpoint/waiting": self._gate.waiting,
+            "endpoint/attempts": len(self._sittings),
+        }
+        return self._meter.told() | now
+
+    def forget(self, key: Key) -> None:
+        """An attempt has ended: its calls are ended, and what it said is let go of."""
+        found = self._sittings.pop(key, None)
+        for task in found.under_way if found is not None else ():
+            task.cancel()
+
+    # -- before sampling ----------------------------------------------------------------------------------------------
+
+    def entitled(self, authorization: str | None, api_key: str | None = None) -> Key:
+        """Whose key it is that came as `Authorization: Bearer …` or as `x-api-key`."""
+        text = api_key
+        if authorization is not None and authorization[:7].lower() == "bearer ":
+            text = authorization[7:].strip()
+        if not text:
+            raise Refusal(
+                "A key is needed: the attempt's model key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'. Agents "
+                "find it in OPENAI_API_KEY and ANTHROPIC_API_KEY.",
+                "unauthorized",
+                code="invalid_api_key",
+            )
+        try:
+            grant = self.keyring.read(text)
+        except KeyRefusedError as error:
+            raise Refusal(str(error), "unauthorized", code="invalid_api_key") from error
+        if grant.scope != "model" or grant.key is None:
+            raise Refusal(f"This is a key for {grant.scope}; calling the model takes a model key.", "forbidden")
+        return grant.key
+
+    async def open(
+        self, dialect: Dialect, key: Key, body: Body, tags: Sequence[str] = (), began: float | None = None
+    ) -> Call:
+        """Understand a call, and find the ids that it asks to go on from."""
+        began = time.perf_counter() if began is None else began
+        asked = self._known(dialect.parse(body))
+        sitting = await self._sitting(key)
+        asked = _joined(asked, sitting)
+        sampling, ignored = self._policy.params(asked, sitting.use)
+        prompt, opened = await self._prompt(sitting, asked)
+        sitting.calls += 1
+        id = f"{dialect.prefix}{key.rollout}-{key.attempt}-{sitting.calls}"
+        call = Call(id, dialect, asked, sitting, prompt, opened, sampling, ignored, tuple(tags), began)
+        if self._context is not None and len(call.shown) >= self._context:
+            raise await self._too_long(call, self._context)
+        return call
+
+    async def count(self, dialect: Dialect, key: Key, body: Body) -> int:
+        """How many tokens a call would show the model."""
+        asked = self._known(dialect.parse(body))
+        prompt, opened = await self._prompt(await self._sitting(key), asked)
+        return len(prompt.ids) + len(opened)
+
+    def _known(self, asked: Asked) -> Asked:
+        if asked.model != self.model:
+            raise Refusal(
+                f"There is no model '{asked.model}' here; there is '{self.model}'.",
+                "not_found",
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    async def _prompt(self, sitting: Sitting, asked: Asked) -> tuple[Prompt, Ids]:
+        try:
+            prompt = await sitting.prompt(asked, self.config.compare)
+            opened = opening(self.chat, prompt.ids, asked)
+        except UnicodeEncodeError as error:
+            raise Refusal(f"A text has half a character in it ({error.reason}). Leave it out.") from error
+        except (ChatError, ConfigError, RecursionError) as error:
+            raise Refusal(str(error), param="messages") from error
+        if not len(prompt.ids):
+            raise Refusal("The prompt is empty: a model continues at least one token.", param="prompt")
+        return prompt, opened
+
+    async def _sitting(self, key: Key) -> Sitting:
+        """The attempt at the endpoint. At its first call, the desk is asked whether it runs, and what for."""
+        found = self._sittings.get(key)
+        if found is None:
+            use = await self._use(key)
+            found = self._sittings.setdefault(key, Sitting(key, use, self.chat))
+        found.spoke = time.monotonic()
+        return found
+
+    async def _use(self, key: Key) -> Use:
+        page = await self.desk.find(Find(ids=(key.rollout,), limit=1))
+        attempts = page.rollouts[0].attempts if page.rollouts else ()
+        if not 0 <= key.attempt < len(attempts):
+            raise Refusal(f"The store knows no attempt {key.attempt} at rollout {key.rollout}.", "forbidden")
+        if attempts[key.attempt].status not in LIVE:
+            raise over(key)
+        return page.rollouts[0].use
+
+    async def _too_long(self, call: Call, context: int) -> Refusal:
+        """A prompt that the model cannot be shown, noted."""
+        tokens = len(call.shown)
+        self._meter.counts["context_length"] += 1
+        await self._notary.note(call, "context_length_exceeded", {"tokens": tokens, "context": context})
+        return Refusal(
+            f"prompt is too long: {tokens} tokens > {context - 1} maximum; this model's maximum context length is "
+            f"{context} tokens, and at least one is to follow. Shorten the messages.",
+            "context",
+            param="messages",
+            code="context_length_exceeded",
+        )
+
+    # -- answering ----------------------------------------------------------------------------------------------------
+
+    async def answer(self, call: Call) -> Body:
+        """The answers to a call in one piece."""
+        return await self._answering.whole(call)
+
+    async def stream(self, call: Call, start: Callable[[], Awaitable[None]], write: Write) -> None:
+        """Write the answers as they come, after `start`: what goes wrong before it is raised, what goes wrong later is
+        written in the dialect's words."""
+        await self._answering.stream(call, start, write)
+
+    # -- what has ended -----------------------------------------------------------------------------------------------
+
+    async def _tend(self) -> None:
+        """From time to time, let go of attempts that have ended."""
+        while True:
+            await asyncio.sleep(SWEEP)
+            try:
+                await self.sweep(SILENT)
+            except Exception as error:  # a store that is away for a while
+                get_log("agents").warning(f"The endpoint could not ask which attempts have ended: {error}")
+
+    async def sweep(self, silent: float = 0.0) -> None:
+        """Ask the desk about the attempts that have not called for so many seconds, and forget those that ended."""
+        now = time.monotonic()
+        quiet = iter([key for key, each in self._sittings.items() if now - each.spoke >= silent])
+        while keys := list(islice(quiet, AT_ONCE)):
+            ids = tuple({key.rollout for key in keys})
+            page = await self.desk.find(Find(ids=ids, limit=len(ids)))
+            attempts = {each.id: each.attempts for each in page.rollouts}
+            for key in keys:
+                known = attempts.get(key.rollout, ())
+                if key.attempt >= len(known) or known[key.attempt].status not in LIVE:
+                    self.forget(key)
+
+
+def _joined(asked: Asked, sitting: Sitting) -> Asked:
+    """With the conversation that it goes on from, where it names an answer instead of repeating it."""
+    if not asked.previous:
+        return asked
+    earlier = sitting.earlier(asked.previous)
+    if earlier is None:
+        raise Refusal(
+            f"This attempt has no answer '{asked.previous}' to go on from. Answers are kept for the attempt that asked "
+            "for them, unless it said 'store': false.",
+            "not_found",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return replace(asked, messages=(*asked.messages[: asked.lead], *earlier, *asked.messages[asked.lead :]))

@@ -1,0 +1,297 @@
+"""OpenAI's /v1/responses: a conversation as items, which may go on from an earlier answer by its name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from etude.agents.proxy import openai
+from etude.agents.proxy.asked import Asked, Body, Fields, Refusal, Reply, Said
+from etude.chat.messages import message_of
+from etude.records import Message
+
+__all__ = ["Responses"]
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class Responses:
+    """The dialect of OpenAI's Agents SDK. Reasoning goes as an item of its own, before the message and the calls."""
+
+    prefix = "resp_"
+
+    def parse(self, body: Body) -> Asked:
+        """What a request asks for."""
+        fields = Fields(body)
+        model, instructions = fields.text("model"), fields.text("instructions", "")
+        tools = openai.tools_of(fields.many("tools"), flat=True)
+        choice, named = openai.choice_of(fields, tools)
+        lead = [Message("system", instructions)] if instructions else []
+        previous = fields.text("previous_response_id", "")
+        include = fields.texts("include", 16)
+        unknown = [each for each in include if each not in (LOGPROBS, "reasoning.encrypted_content")]
+        if unknown:
+            raise fields.refuse("include", f"asks for '{unknown[0]}', which there is none of here.")
+        format_of = Fields(fields.any("text") or {}, "text")
+        openai.plain_format(format_of, "format")
+        format_of.nothing_else()
+        thinking = Fields(fields.any("reasoning") or {}, "reasoning")
+        thinking.ignore("summary", "generate_summary")
+        thinking.nothing_else()
+        for name in ("background", "conversation", "prompt", "context_management", "max_tool_calls"):
+            fields.only(name, False, why="is not supported by this endpoint; leave it out.")
+        fields.only("truncation", "disabled", why="can be 'disabled' alone: what the model reads is never cut.")
+        echo: dict[str, Any] = {"instructions": instructions or None, "previous_response_id": previous or None}
+        echo |= {"tools": list(body.get("tools") or ()), "tool_choice": body.get("tool_choice") or "auto"}
+        asked = Asked(
+            model=model,
+            messages=(*lead, *_messages(fields.any("input"))),
+            tools=tools,
+            choice=choice,
+            named=named,
+            sampling=_sampling(fields),
+            stream=fields.flag("stream"),
+            logprobs=LOGPROBS in include,
+            previous=previous,
+            lead=len(lead),
+            keep=fields.flag("store", True),
+            echo=echo,
+        )
+        fields.ignore(*openai.HARMLESS, "stream_options")
+        fields.nothing_else()
+        return asked
+
+    def whole(self, reply: Reply, said: Sequence[Said]) -> Body:
+        """The answer in one piece."""
+        only = said[0]
+        cut = only.finish == "length"
+        items = list(_items(reply, only))
+        return response(reply, "incomplete" if cut else "completed", items, only)
+
+    def writer(self, reply: Reply) -> ItemWriter:
+        """The answer piece by piece."""
+        return ItemWriter(self, reply)
+
+    def error(self, refusal: Refusal) -> Body:
+        """Why there is none."""
+        return openai.error(refusal)
+
+
+class ItemWriter:
+    """Writes an answer as the events of its items."""
+
+    def __init__(self, dialect: Responses, reply: Reply) -> None:
+        self._dialect, self._reply, self._id = dialect, reply, reply.id
+        self._number = 0
+        self._at = -1
+        self._open = ""
+        self._text = ""
+
+    def begin(self) -> bytes:
+        """The response, without output."""
+        empty = response(self._reply, "in_progress", [], None)
+        return self._event("response.created", response=empty) + self._event("response.in_progress", response=empty)
+
+    def piece(self, _index: int, reasoning: str, content: str) -> bytes:
+        """New text."""
+        return (self._more("reasoning", reasoning) if reasoning else b"") + (
+            self._more("message", content) if content else b""
+        )
+
+    def end(self, _index: int, said: Said) -> bytes:
+        """Its calls."""
+        written = self._done()
+        for item in _items(self._reply, said):
+            if item["type"] == "function_call":
+                self._at += 1
+                place = {"item_id": item["id"], "output_index": self._at}
+                begun = {**item, "arguments": "", "status": "in_progress"}
+                written += self._event("response.output_item.added", output_index=self._at, item=begun)
+                for name, key in (("delta", "delta"), ("done", "arguments")):
+                    told = {key: item["arguments"], **({"name": item["name"]} if name == "done" else {})}
+                    written += self._event(f"response.function_call_arguments.{name}", **place, **told)
+                written += self._event("response.output_item.done", output_index=self._at, item=item)
+        return written
+
+    def close(self, said: Sequence[Said]) -> bytes:
+        """The whole response."""
+        whole = self._dialect.whole(self._reply, said)
+        return self._event(f"response.{whole['status']}", response=whole)
+
+    def failed(self, refusal: Refusal) -> bytes:
+        """Nothing more will come."""
+        code = {"busy": "rate_limit_exceeded", "failed": "server_error", "timeout": "server_error"}
+        told = {"code": code.get(refusal.kind, "invalid_prompt"), "message": refusal.message}
+        failed = {**response(self._reply, "failed", [], None), "error": told}
+        return self._event("response.failed", response=failed)
+
+    def _event(self, kind: str, **told: Any) -> bytes:
+        self._number += 1
+        return openai.event({"type": kind, "sequence_number": self._number - 1, **told}, kind)
+
+    def _more(self, kind: str, text: str) -> bytes:
+        """Text of an item, which begins with it unless it is the one being written."""
+        written = b""
+        if self._open != kind:
+            written = self._done()
+            self._at, self._open, self._text = self._at + 1, kind, ""
+            item = {**_item(self._id, kind, "", ()), "content": [], "status": "in_progress"}
+            written += self._event("response.output_item.added", output_index=self._at, item=item)
+            written += self._event("response.content_part.added", **self._place(), part=_part(kind, "", ()))
+        self._text += text
+        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        return written + self._event(
+            f"response.{_part(kind, '', ())['type']}.delta", **self._place(), delta=text, **more
+        )
+
+    def _done(self) -> bytes:
+        """The end of the item being written."""
+        if not self._open:
+            return b""
+        kind, self._open = self._open, ""
+        part = _part(kind, self._text, ())
+        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        place = {**self._place(), "item_id": f"{_NAMES[kind]}{self._id}"}
+        written = self._event(f"response.{part['type']}.done", **place, text=self._text, **more)
+        written += self._event("response.content_part.done", **place, part=part)
+        item = _item(self._id, kind, self._text, ())
+        return written + self._event("response.output_item.done", output_index=self._at, item=item)
+
+    def _place(self) -> dict[str, Any]:
+        name = _NAMES.get(self._open, "")
+        return {"item_id": f"{name}{self._id}", "output_index": self._at, "content_index": 0}
+
+
+_NAMES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
+
+
+def response(reply: Reply, status: str, items: Sequence[Body], said: Said | None) -> Body:
+    """A response, as far as it has come."""
+    asked = reply.asked
+    told = {
+        "id": reply.id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status,
+        "model": asked.model,
+        "output": list(items),
+        "parallel_tool_calls": True,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "metadata": {},
+        "store": asked.keep,
+        **asked.echo,
+    }
+    if said is not None:
+        read, written = said.prompt_tokens, len(said.completion.ids)
+        told["usage"] = {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": read + written,
+        }
+    return told
+
+
+def _items(reply: Reply, said: Said) -> Iterator[dict[str, Any]]:
+    """The items of an answer."""
+    message, id = said.message, reply.id
+    if message.reasoning:
+        yield _item(id, "reasoning", message.reasoning, ())
+    if message.content or not (message.reasoning or message.tool_calls):
+        scores = openai.logprobs(said.completion, reply.tokenizer) if reply.asked.logprobs else ()
+        yield _item(id, "message", str(message.content), scores)
+    for n, call in enumerate(message.tool_calls):
+        yield {
+            "type": "function_call",
+            "id": f"fc_{id}_{n}",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+
+
+def _item(id: str, kind: str, text: str, scores: Sequence[Body]) -> dict[str, Any]:
+    more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+    part = _part(kind, text, scores)
+    return {"type": kind, "id": f"{_NAMES[kind]}{id}", "status": "completed", "content": [part], **more}
+
+
+def _part(kind: str, text: str, scores: Sequence[Body]) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(scores)}
+
+
+def _sampling(fields: Fields) -> dict[str, Any]:
+    numbers = {
+        "temperature": fields.number("temperature", 0, 2),
+        "top_p": fields.number("top_p", 1e-9, 1),
+        "max_tokens": fields.whole("max_output_tokens", 1, 2**31 - 1),
+        "top_logprobs": fields.whole("top_logprobs", 0, 20),
+        "seed": fields.whole("seed", -(2**63), 2**63 - 1),
+    }
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+def _messages(given: Any) -> list[Message]:
+    """The conversation of a request. What the model said in one answer comes as several items, and is one message."""
+    if isinstance(given, str):
+        return [Message("user", given)]
+    if not isinstance(given, list):
+        raise Refusal("'input' must be a text or a list of items.", param="input")
+    messages: list[Message] = []
+    answer: dict[str, Any] | None = None
+    for n, form in enumerate(given):
+        where = f"input[{n}]"
+        fields = Fields(form, where)
+        kind = fields.text("type", "message")
+        role = fields.text("role", "") if kind == "message" else ""
+        if kind in ("reasoning", "function_call") or role == "assistant":
+            if answer is not None and _starts_another(kind, answer):
+                messages.append(message_of(answer))
+                answer = None
+            answer = answer or {"role": "assistant", "content": "", "reasoning": "", "tool_calls": []}
+            _say(answer, kind, fields, where)
+            continue
+        if answer is not None:
+            messages.append(message_of(answer))
+            answer = None
+        messages.append(_other(kind, role, form, fields, where))
+    return [*messages, message_of(answer)] if answer is not None else messages
+
+
+def _starts_another(kind: str, answer: Body) -> bool:
+    """Whether an item cannot belong to the answer before it: items come in the order reasoning, message, calls."""
+    if kind == "reasoning":
+        return True
+    return kind == "message" and bool(answer["content"] or answer["tool_calls"])
+
+
+def _say(answer: dict[str, Any], kind: str, fields: Fields, where: str) -> None:
+    """Add an item to what the model said."""
+    if kind == "function_call":
+        function = {"name": fields.text("name"), "arguments": fields.text("arguments", "{}")}
+        answer["tool_calls"].append({"id": fields.text("call_id"), "function": function})
+    elif kind == "reasoning":
+        for n, part in enumerate(fields.many("content")):
+            answer["reasoning"] += Fields(part, f"{where}.content[{n}]").text("text")
+    else:
+        answer["content"] += openai.text_of(fields.any("content"), f"{where}.content")
+
+
+def _other(kind: str, role: str, form: Any, fields: Fields, where: str) -> Message:
+    """What others said."""
+    if kind == "function_call_output":
+        text = openai.text_of(fields.any("output"), f"{where}.output")
+        return Message("tool", text, tool_call_id=fields.text("call_id"))
+    if kind != "message":
+        raise fields.refuse(
+            "type",
+            f"is '{kind}'; an item is a message, reasoning, a function_call or a function_call_output.",
+            "unsupported_item",
+        )
+    return openai.message({**form, "role": role}, where)

@@ -1,0 +1,189 @@
+"""What agents send back continues what they were served, to the token: whatever the dialect, streamed or not.
+
+The upstream writes character by character, and Qwen3's template drops earlier thinking: no conversation that is
+rendered anew has the tokens that were sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import numpy as np
+import openai
+import pytest
+
+from etude.records import SamplingParams, Turn
+from tests.agents.proxy.world import Scripted, World, chat_of, serving
+from tests.chat.conversations import WEATHER
+
+CALL = '<think>\nI must look. \n</think>\n\nLet me look.\n\n<tool_call>\n{{"name": "weather", "arguments": {{"city":  "{}"}}}}\n</tool_call>'
+SCRIPT = [CALL.format("Bern"), CALL.format("Zürich"), "<think>\nWell.\n</think>\n\nRain 🌧, in both. ", "Bye."]
+FLAT = {"type": "function", **WEATHER["function"]}
+CLAUDE = {
+    "name": "weather",
+    "description": WEATHER["function"]["description"],
+    "input_schema": WEATHER["function"]["parameters"],
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    chat = chat_of("qwen3")
+    upstream = Scripted(
+        chat.tokenizer, lambda prompt: SCRIPT[min(prompt.count("<|im_start|>assistant") - 1, 3)] + "<|im_end|>"
+    )
+    with serving(upstream, chat, train=SamplingParams(max_tokens=400)) as world:
+        yield world
+
+
+def assert_exact(world: World, turns: list[Turn]) -> None:
+    """Every turn begins with all of the one before."""
+    assert len(turns) == 4
+    for before, after in zip(turns, turns[1:], strict=False):
+        whole = np.concatenate([before.prompt, before.completion.ids])
+        assert len(after.prompt) > len(whole)
+        assert np.array_equal(after.prompt[: len(whole)], whole)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_chat_completions(world: World, streamed: bool) -> None:
+    claim, before = world.attempt(), dict(world.endpoint.metrics())
+    messages: list[Any] = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Weather?"}]
+    with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+        for n in range(4):
+            given: dict[str, Any] = {"model": "policy", "messages": messages, "tools": [WEATHER]}
+            if streamed:
+                with client.chat.completions.stream(**given) as stream:
+                    answer = stream.get_final_completion().choices[0]
+            else:
+                answer = client.chat.completions.create(**given).choices[0]
+            assert answer.finish_reason == ("tool_calls" if n < 2 else "stop")
+            sent = answer.message.model_dump(exclude_none=True)
+            if n % 2:
+                sent.pop("reasoning_content", None)  # as many agents do
+            if sent.get("tool_calls"):  # as agents do that read the arguments and write them again
+                function = sent["tool_calls"][0]["function"]
+                function.pop("parsed_arguments", None)
+                assert "  " in function["arguments"], "the very text that the model wrote"
+                function["arguments"] = json.dumps(json.loads(function["arguments"]))
+            messages.append(sent)
+            if answer.message.tool_calls:
+                call = answer.message.tool_calls[0]
+                assert call.function.name == "weather"
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
+            else:
+                messages.append({"role": "user", "content": "Thanks."})
+    turns, told = world.turns(claim.key), world.endpoint.metrics()
+    assert_exact(world, turns)
+    assert answer.message.content == "Bye."
+    assert told["endpoint/turns_continued"] - before.get("endpoint/turns_continued", 0) == 3
+    assert told["endpoint/turns_begun"] - before.get("endpoint/turns_begun", 0) == 1
+    assert told["endpoint/tokens_rerendered"] - before.get("endpoint/tokens_rerendered", 0) > 100
+
+
+def test_what_is_streamed_is_what_is_answered_whole(world: World) -> None:
+    claim = world.attempt()
+    with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+        given: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "?"}], "tools": [WEATHER]}
+        whole = client.chat.completions.create(**given).choices[0].message
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**given, stream=True)]
+    thoughts = [each.reasoning_content for each in deltas if getattr(each, "reasoning_content", None)]  # type: ignore[attr-defined]
+    texts = [each.content for each in deltas if each.content]
+    assert len(thoughts) > 5 and len(texts) > 5, "as they come, and not at the end"
+    assert "".join(thoughts) == whole.reasoning_content == "I must look. "  # type: ignore[attr-defined]
+    assert "".join(texts) == whole.content == "Let me look.\n"
+    calls = [call for each in deltas for call in each.tool_calls or []]
+    assert whole.tool_calls is not None and calls[0].function is not None
+    assert calls[0].function.arguments == whole.tool_calls[0].function.arguments  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_responses(world: World, streamed: bool, named: bool) -> None:
+    """Sent back as items, or named by the last answer's id."""
+    claim = world.attempt()
+    items: list[Any] = [{"role": "user", "content": "Weather?"}]
+    previous: str | None = None
+    with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+        for _ in range(4):
+            given: dict[str, Any] = {"model": "policy", "instructions": "Be kind.", "tools": [FLAT], "input": items}
+            if named and previous is not None:
+                given["previous_response_id"] = previous
+            if streamed:
+                with client.responses.stream(**given) as stream:
+                    answer = stream.get_final_response()
+            else:
+                answer = client.responses.create(**given)
+            previous = answer.id
+            kept = [] if named else [*items, *(item.model_dump(exclude_none=True) for item in answer.output)]
+            calls = [item for item in answer.output if item.type == "function_call"]
+            items = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
+            items = [*kept, *(items or [{"role": "user", "content": "Thanks."}])]
+    assert answer.output_text == "Bye."
+    assert_exact(world, world.turns(claim.key))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_anthropic(world: World, streamed: bool) -> None:
+    claim = world.attempt()
+    messages: list[Any] = [{"role": "user", "content": "Weather?"}]
+    with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
+        for n in range(4):
+            given: dict[str, Any] = {"model": "policy", "max_tokens": 400, "messages": messages, "tools": [CLAUDE]}
+            if streamed:
+                with client.messages.stream(**given, system="Be kind.") as stream:
+                    answer = stream.get_final_message()
+            else:
+                answer = client.messages.create(**given, system="Be kind.")
+            assert answer.stop_reason == ("tool_use" if n < 2 else "end_turn")
+            messages.append({"role": "assistant", "content": [block.model_dump() for block in answer.content]})
+            calls = [block for block in answer.content if block.type == "tool_use"]
+            results = [{"type": "tool_result", "tool_use_id": call.id, "content": "rain"} for call in calls]
+            messages.append({"role": "user", "content": results or "Thanks."})
+    kinds = [block["type"] for block in messages[1]["content"]]
+    assert kinds == ["thinking", "text", "tool_use"]
+    assert messages[1]["content"][2]["input"] == {"city": "Bern"}
+    assert_exact(world, world.turns(claim.key))
+
+
+def test_a_history_that_an_agent_rewrote_branches(world: World) -> None:
+    claim, before = world.attempt(), dict(world.endpoint.metrics())
+    asked: list[Any] = [{"role": "user", "content": "?"}]
+    with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+        client.chat.completions.create(model="policy", messages=asked)
+        rewritten = [*asked, {"role": "assistant", "content": "Nothing."}, {"role": "user", "content": "!"}]
+        client.chat.completions.create(model="policy", messages=rewritten)
+    first, second = world.turns(claim.key)
+    assert not np.array_equal(second.prompt[: len(first.prompt) + 5], np.append(first.prompt, first.completion.ids[:5]))
+    assert np.array_equal(second.prompt, world.endpoint.chat.prompt_ids(rewritten))
+    told = world.endpoint.metrics()
+    assert told["endpoint/turns_branched"] - before.get("endpoint/turns_branched", 0) == 1
+
+
+def test_a_call_is_forced(world: World) -> None:
+    """The beginning of the call is context, and what the model writes goes on from it."""
+    claim = world.attempt()
+    upstream = Scripted(world.endpoint.chat.tokenizer, lambda _: '{"city": "Bern"}}\n</tool_call><|im_end|>')
+    with serving(upstream, chat_of("qwen3")) as world:
+        claim = world.attempt()
+        messages: list[Any] = [{"role": "user", "content": "Weather?"}]
+        choice = {"type": "function", "function": {"name": "weather"}}
+        with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+            given: dict[str, Any] = {"model": "policy", "tools": [WEATHER], "tool_choice": choice}
+            whole = client.chat.completions.create(**given, messages=messages).choices[0].message
+            assert whole.tool_calls is not None
+            messages += [whole.model_dump(exclude_none=True)]
+            messages += [{"role": "tool", "tool_call_id": whole.tool_calls[0].id, "content": "rain"}]
+            chunks = list(client.chat.completions.create(**given, messages=messages, stream=True))
+        first, second = world.turns(claim.key)
+        decode = world.endpoint.chat.tokenizer.decode
+        assert decode(first.prompt, special=True).endswith('<tool_call>\n{"name": "weather", "arguments": ')
+        assert whole.tool_calls[0].function.arguments == '{"city": "Bern"}'  # type: ignore[union-attr]
+        seen = np.concatenate([first.prompt, first.completion.ids])
+        assert np.array_equal(second.prompt[: len(seen)], seen)
+        calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+        assert calls[0].function is not None and calls[0].function.arguments == '{"city": "Bern"}'
+        assert not any(chunk.choices[0].delta.content for chunk in chunks)

@@ -1,0 +1,170 @@
+"""A model endpoint on a real socket: a desk, attempts with keys, and somebody who samples."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import numpy as np
+import uvicorn
+
+from etude.agents.proxy import Endpoint, Upstream
+from etude.agents.proxy.app import app
+from etude.chat import Chat, Tokenizer
+from etude.chat.tokenizer import Ids
+from etude.records import Completion, SamplingParams, Task, Turn
+from etude.rollout.request import Delta
+from etude.store.desk import Claim, Key, Limits, Use, Wanted
+from etude.store.keys import Keyring
+from etude.store.local_desk import LocalDesk
+from etude.store.memory import MemoryJournal
+from tests.chat.made import byte_level, ends_of, published, save
+
+T = TypeVar("T")
+END = "<|im_end|>"
+
+
+@cache
+def chat_of(name: str = "qwen3", history: str = "served") -> Chat:
+    """A chat with a published template and a small tokenizer."""
+    template, ends = published()[name], ends_of(name)
+    with TemporaryDirectory(prefix="etude-chat-") as directory:
+        tokenizer = Tokenizer.load(save(Path(directory), byte_level(template, ends), template, ends))
+    return Chat(tokenizer, "template" if history == "template" else "served")
+
+
+class Scripted:
+    """Says what it is told to say, in tokens that no tokenizer would make of it: character by character.
+
+    An upstream like any other, for answers that no small model gives. `says` is asked with the text of the prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, says: Callable[[str], str], *, pause: float = 0.0) -> None:
+        self._tokenizer, self._says, self._pause = tokenizer, says, pause
+        self.asked: list[SamplingParams] = []
+        self.streamed = 0
+        """How many tokens were given out one by one."""
+
+    def _said(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+        self.asked.append(sampling)
+        text, ends = self._says(self._tokenizer.decode(prompt, special=True)), self._tokenizer.ends
+        ids: list[int] = []
+        finish = "length"
+        while text and len(ids) < sampling.max_tokens:
+            special = next((each for each in (*ends, *_markup(self._tokenizer)) if text.startswith(each)), text[0])
+            text = text[len(special) :]
+            ids += self._tokenizer.encode(special).tolist()
+            said = self._tokenizer.decode(ids)
+            if special in ends or any(stop in said for stop in sampling.stop):
+                finish = "stop"
+                break
+        said = min((said[: said.index(stop)] for stop in sampling.stop if stop in said), key=len, default=said)
+        count = len(ids)
+        top = np.tile(np.arange(sampling.top_logprobs, dtype=np.int32), (count, 1)) if sampling.top_logprobs else None
+        return Completion(
+            ids=np.array(ids, np.int32),
+            logp=np.linspace(-1, -0.5, count, dtype=np.float32),
+            version=np.full(count, 7, np.int32),
+            finish=finish,
+            text=said,
+            top_ids=top,
+            top_logp=None if top is None else -1 - top.astype(np.float32),
+        )
+
+    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+        """Say it at once."""
+        await asyncio.sleep(self._pause)
+        return self._said(prompt, sampling)
+
+    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
+        """Say it token by token."""
+        whole = self._said(prompt, sampling)
+        for n in range(len(whole.ids)):
+            await asyncio.sleep(self._pause)
+            self.streamed += 1
+            last = n == len(whole.ids) - 1
+            columns = whole.ids[n : n + 1], whole.logp[n : n + 1], whole.version[n : n + 1]
+            yield Delta(*columns, "", whole.finish if last else None, whole if last else None)
+
+
+def _markup(tokenizer: Tokenizer) -> Sequence[str]:
+    names = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    return [name for name in names if tokenizer.id(name) is not None]
+
+
+@dataclass
+class World:
+    """The endpoint as a test sees it."""
+
+    root: str
+    endpoint: Endpoint
+    desk: LocalDesk
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def url(self) -> str:
+        """What OpenAI's clients are pointed at."""
+        return f"{self.root}/v1"
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do something on the endpoint's own loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+
+    def attempt(self, use: Use = "train") -> Claim:
+        """A new attempt that runs."""
+
+        async def claimed() -> Claim:
+            (id,) = await self.desk.enqueue([Wanted(Task(self._next(), {}), use=use, limits=Limits(max_attempts=1))])
+            (claim,) = await self.desk.claim("tests", 1, 5)
+            assert claim.key.rollout == id
+            return claim
+
+        return self.do(claimed())
+
+    def turns(self, key: Key) -> list[Turn]:
+        """What is recorded of an attempt."""
+        return self.do(self.desk.turns(*key))
+
+    def notes(self, key: Key) -> list[dict[str, Any]]:
+        """What is noted of it."""
+        return self.do(self.desk.events(*key))
+
+    def _next(self) -> int:
+        self._count = getattr(self, "_count", -1) + 1
+        return self._count
+
+
+@contextmanager
+def serving(upstream: Upstream, chat: Chat, **options: Any) -> Iterator[World]:
+    """Serve on loopback while the block runs."""
+    keyring = Keyring(b"a secret of tests alone")
+    desk = LocalDesk(MemoryJournal(), keyring)
+    endpoint = Endpoint(desk, keyring, chat, upstream, **options)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app(endpoint), log_level="warning", timeout_graceful_shutdown=5))
+        loop = asyncio.new_event_loop()
+        began = threading.Event()
+
+        async def serve() -> None:
+            loop.call_later(0.01, began.set)
+            await server.serve(sockets=[listening])
+            await desk.close()
+
+        thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+        thread.start()
+        began.wait(10)
+        try:
+            yield World(f"http://127.0.0.1:{listening.getsockname()[1]}", endpoint, desk, loop)
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            loop.close()
