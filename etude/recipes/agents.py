@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pydantic import Field
 
+from etude.agents.proxy.endpoint import EndpointConfig
 from etude.chat import Tokenizer, retold
 from etude.config import Config
 from etude.errors import CollectionError
@@ -53,6 +54,7 @@ class AgentConfig(Config):
         "drop", description="what an attempt counts for that fails for good: nothing, or this reward"
     )
     tags: tuple[str, ...] = Field((), description="learn from turns with one of these tags alone; by default from all")
+    endpoint: EndpointConfig = Field(EndpointConfig(), description="the model endpoint that agents call")
     port: int = Field(0, ge=0, le=65535, description="where the endpoint and the store listen; 0 is a free port")
     host: str = Field("127.0.0.1", description="and on which address; any but the loopback needs a key")
 
@@ -102,6 +104,8 @@ class Agents:
         self._cursor = cursor
         self._waiter: asyncio.Task[None] | None = None
         self._losses = Losses()
+        self.check: Callable[[], None] = lambda: None
+        """Raises what ended the runners, where none of those is left that were started."""
 
     def spent(self) -> Metrics:
         """What became of the rollouts that ended since this was last asked."""
@@ -191,6 +195,7 @@ class Agents:
         try:
             while True:
                 self._cursor, ended = await self._desk.wait(self._cursor, LISTENING)
+                self.check()
                 self._tell(ended)
                 if ended or await self._desk.runners():
                     alone, warned = time.monotonic(), False

@@ -26,13 +26,15 @@ from etude.recipes.episodes import Episodes
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.play import Player, PromptIds
-from etude.recipes.sources import EngineSource
+from etude.recipes.sources import AgentSource, EngineSource
 from etude.records import Task
 from etude.rewards import Judge, RewardFunction
-from etude.store import open_store
+from etude.store import Journal, open_store
 
 if TYPE_CHECKING:
+    from etude.agents.agent import Agent
     from etude.models import Model
+    from etude.recipes.agents import Agents
     from etude.recipes.parts import Engine, Parts
     from etude.recipes.recipe import Recipe
     from etude.recipes.run import Run
@@ -43,21 +45,25 @@ __all__ = ["build", "chat_of", "episodes_of", "evaluator_of", "model_of", "polic
 
 
 @contextmanager
-def build(run: Run, interrupt: Interrupt | None = None) -> Iterator[Parts]:
+def build(run: Run, interrupt: Interrupt | None = None, agent: Agent | None = None) -> Iterator[Parts]:
     """Every part of the run, checked against each other, open; and closed again in the end.
 
     Nothing is written of a run that cannot begin. One that somebody asked to stop ends in a `KeyboardInterrupt`.
-    `interrupt`: who listens for that already, where several runs follow each other.
+    `interrupt`: who listens for that already, where several runs follow each other. `agent`: who plays rollouts, in
+    place of what `agent.path` names.
     """
     from etude.recipes import checks
     from etude.recipes.frame import framed
 
     kept = "; the answers drawn since are kept"
-    with framed(run, _assembled, interrupt, checked=checks.before, looks=("plot", "answers"), kept=kept) as parts:
+    assembled = partial(_assembled, agent=agent)
+    with framed(run, assembled, interrupt, checked=checks.before, looks=("plot", "answers"), kept=kept) as parts:
         yield parts
 
 
-def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack) -> Parts:
+def _assembled(
+    run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack, agent: Agent | None = None
+) -> Parts:
     """The parts, each open until the stack closes; and the run written down, once all of them are there."""
     from etude.checkpoint import Checkpoints
     from etude.recipes import checks, folder, inputs
@@ -70,28 +76,34 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
 
     chat = chat_of(run)
     _can_call(run, chat)
-    train, overlong = tasks(run, chat, "data.train", run.data.train)
+    agentic = run.agent.path is not None
+    train, overlong = (given(run, run.data.train), 0) if agentic else tasks(run, chat, "data.train", run.data.train)
     judge = stack.enter_context(Judge(live(run.reward, device_of(run)), run.judging))
     crew, engine = _crew(run, chat, directory, stack)
     runner = stack.enter_context(asyncio.Runner())
-    episodes = episodes_of(run, crew.call(PolicyWorker.longest), chat)
-    evaluator = evaluator_of(run, chat, engine, judge, runner, episodes)
+    longest = crew.call(PolicyWorker.longest)
     store = stack.enter_context(closing(open_store(directory / "journal.sqlite")))
-    source = EngineSource(
-        run.collect,
-        run.sampling,
-        seed=run.seed,
-        dataset=train,
-        order=run.data.sampler.start(len(train), run.seed, train.sources),
-        prompt_ids=prompts(run, chat),
-        engine=engine,
-        judge=judge,
-        store=store,
-        runner=runner,
-        at_once=run.rollout.max_running * run.ranks,
-        episodes=episodes,
-        greedy="greedy_reward" in run.needs(),
-    )
+    order = run.data.sampler.start(len(train), run.seed, train.sources)
+    common: dict[str, Any] = {"seed": run.seed, "dataset": train, "order": order, "judge": judge, "store": store}
+    source: AgentSource | EngineSource
+    if agentic:
+        agents = _agents(run, chat, engine, judge, store, directory, longest, stack, agent)
+        source = AgentSource(run.collect, agents, runner=runner, **common)
+        evaluator = scorer_of(run, agents, judge, store, runner)
+    else:
+        episodes = episodes_of(run, longest, chat)
+        evaluator = evaluator_of(run, chat, engine, judge, runner, episodes)
+        source = EngineSource(
+            run.collect,
+            run.sampling,
+            prompt_ids=prompts(run, chat),
+            engine=engine,
+            runner=runner,
+            at_once=run.rollout.max_running * run.ranks,
+            episodes=episodes,
+            greedy="greedy_reward" in run.needs(),
+            **common,
+        )
     kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
     learners = Learners(crew, checks.from_the_models(run), run.updates, run.loss.split_unit)
     step = taken_up(run.checkpoint, kept, learners, source, run.steps)
@@ -116,6 +128,46 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     if run.train.offload:
         learners.make_room = lambda: crew.call(PolicyWorker.make_room)
     return Parts(directory, log, source, learners, scoring, saver, engine, store, runner, overlong)
+
+
+def _agents(
+    run: Run,
+    chat: Chat,
+    engine: Any,
+    judge: Judge,
+    store: Journal,
+    directory: Path,
+    longest: int,
+    stack: ExitStack,
+    agent: Agent | None,
+) -> Agents:
+    """Who asks agents for rollouts; and the agents, at work."""
+    from etude.recipes.agency import agency
+    from etude.recipes.agents import Agents
+
+    cursor = store.position
+    found = stack.enter_context(agency(run, chat, engine, store, directory, longest, agent))
+    agents = Agents(run.agent, run.collect.retries, found.desk, judge, chat.tokenizer, cursor)
+    agents.check = found.check
+    return agents
+
+
+def scorer_of(run: Run, agents: Agents, judge: Judge, store: Journal, runner: asyncio.Runner) -> Evaluator | None:
+    """Whoever has agents score the policy on `data.val`, if there are such tasks."""
+    from etude.recipes.agents import Scorings
+
+    if not run.data.val:
+        return None
+    dataset, player = given(run, run.data.val), Scorings(agents, store)
+    sampling = run.evaluate.sampling.beside(run.sampling)
+    return Evaluator(
+        run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, runner=runner
+    )
+
+
+def given(run: Run, files: Sequence[str]) -> Dataset:
+    """Tasks as agents are given them: whatever their rows hold."""
+    return Dataset.load(files, run.data.columns, prompted=False)
 
 
 def _crew(run: Run, chat: Chat, directory: Path, stack: ExitStack) -> tuple[Crew, Engine]:

@@ -62,6 +62,7 @@ def before(run: Run) -> None:
             "`reward=nothing` gives every answer 0, and this advantage reads the reward: nothing would be learned. "
             "Choose a reward, or `advantage=distillation`."
         )
+    _agent(run)
     _environment(run)
     algorithm(run)
     for warning in _idle_options(run):
@@ -178,6 +179,32 @@ def _refuse_idle_models(run: Run) -> None:
         )
 
 
+def _agent(run: Run) -> None:
+    """Refuse what cannot be asked of agents, and options that would need one."""
+    if run.agent.path is None:
+        if run.agent != type(run.agent)():
+            raise ConfigError(
+                "`agent` has options, and names no agent: they would do nothing. Give `agent.path=my_agent.py:solve`, "
+                "or leave them out."
+            )
+        return
+    if run.env.asked:
+        raise ConfigError(
+            "`agent.path` has an agent make the rollouts, and `env` an environment: one of them would do nothing. "
+            "Leave one out; an agent may speak with whatever it likes."
+        )
+    if run.ranks > 1:
+        raise ConfigError(
+            f"`ranks={run.ranks}` have an engine each, and the endpoint that agents call has one: agents are trained "
+            f"by one rank so far. Leave `ranks` out."
+        )
+    if "greedy_reward" in run.needs():
+        raise ConfigError(
+            "This advantage compares with a greedy answer to each task, which agents are not asked for. Choose "
+            "another, such as `advantage=grpo`."
+        )
+
+
 def _environment(run: Run) -> None:
     """Refuse an environment that cannot be made, and options that would need one."""
     missing = sorted(run.needs() & BY_AN_ENVIRONMENT)
@@ -192,7 +219,7 @@ def _environment(run: Run) -> None:
                 f"This algorithm needs the column `{missing[0]}`: the states in which turns began, which an "
                 f"environment tells. Give one with `env.path` or `env.tools`, or choose another advantage."
             )
-    if run.env.path is None and not run.reward.judges:
+    if run.env.path is None and run.agent.path is None and not run.reward.judges:
         raise ConfigError(
             "`reward=environment` leaves rewards to the environment, and there is none that pays. Give one with "
             "`env.path`, or choose a reward."

@@ -19,6 +19,7 @@ from etude.config import Choice, Config
 from etude.data import Data
 from etude.errors import ConfigError
 from etude.recipes.collecting import Collection
+from etude.recipes.agents import AgentConfig
 from etude.recipes.environment import EnvConfig
 from etude.recipes.evaluate import Evaluation
 from etude.recipes.names import KNOWN_AS
@@ -37,6 +38,9 @@ FREE = (
     *("critic.train.compile", "critic.train.offload", "ranks", "device", "crew.silence", "crew.timeout"),
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
     *("env.timeout", "env.at_once"),
+    *("agent.strategy", "agent.runners", "agent.at_once", "agent.timeout", "agent.silence", "agent.patience"),
+    *("agent.port", "agent.host", "agent.endpoint.max_running", "agent.endpoint.max_waiting"),
+    *("agent.endpoint.timeout_s", "agent.endpoint.max_body_mib", "agent.endpoint.compare"),
     *("reward.at_once", "reward.prices", "reward.requests_per_minute", "reward.tokens_per_minute"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, how much memory
@@ -75,6 +79,7 @@ class Run(Recipe, Algorithm):
     critic: Critic = Field(Critic(), description="what `advantage=gae` compares with")
     data: Data = Field(Data(), description="the tasks")
     env: EnvConfig = Field(EnvConfig(), description="whom it speaks with, where a rollout is more than one answer")
+    agent: AgentConfig = Field(AgentConfig(), description="who plays rollouts, where an agent does")
     reward: Annotated[RewardFunction, Choice(REWARDS)] = Field(
         REWARDS["exact"](),
         description="what an answer earns; `function` calls one of your own, `combined` adds several, `environment` "

@@ -1,0 +1,121 @@
+"""Where agents are at work for a run: the desk over its journal, the model endpoint, their server, and the runners.
+
+    journal ◄─ desk ◄─ server ─► endpoint ─► engine
+                ▲                   ▲
+              runners ──► agents ───┘
+
+All of it is there before the first rollout is asked for, and gone, in the reverse order, when the run is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from etude.agents.agent import Agent, load_agent
+from etude.agents.execution.processes import ProcessRunners
+from etude.agents.execution.threads import ThreadRunners
+from etude.agents.proxy.app import router
+from etude.agents.proxy.endpoint import Endpoint
+from etude.agents.proxy.policy import seeds_of
+from etude.agents.proxy.upstream import Upstream
+from etude.chat import Chat
+from etude.observe import Last, Metrics, get_log
+from etude.recipes.run import Run
+from etude.records import SamplingParams
+from etude.store import Journal
+from etude.store.keys import Keyring
+from etude.store.local_desk import LocalDesk
+from etude.store.server import serve
+
+__all__ = ["Agency", "agency"]
+
+SECRET = "keys.secret"
+"""The file in a run's directory that its keys are made of, so that runners elsewhere keep theirs over a restart."""
+
+
+class Runners(Protocol):
+    """Those that were started here."""
+
+    def check(self) -> None:
+        """Raise what ended the last of them, if none is left."""
+        ...
+
+
+@dataclass
+class Agency:
+    """What a run has of it."""
+
+    desk: LocalDesk
+    endpoint: Endpoint
+    url: str
+    check: Callable[[], None]
+
+    def metrics(self) -> Metrics:
+        """How the endpoint does."""
+        return Metrics({name: Last.of(value) for name, value in self.endpoint.metrics().items()})
+
+
+@contextmanager
+def agency(
+    run: Run, chat: Chat, engine: Upstream, journal: Journal, directory: Path, longest: int, agent: Agent | None = None
+) -> Iterator[Agency]:
+    """Everything that agents need, at work. agent: who plays, where it is not to be loaded by `agent.path`."""
+    asked = run.agent
+    if agent is None and asked.path is not None:
+        agent = load_agent(asked.path)
+    keyring = Keyring(_secret(directory / SECRET))
+    with ExitStack() as stack:
+        desk = LocalDesk(journal, keyring)
+        stack.callback(lambda: asyncio.run(desk.close()))
+        endpoint = Endpoint(
+            desk,
+            keyring,
+            chat,
+            engine,
+            context=longest,
+            train=_unseeded(run.sampling.params(0)),
+            val=_unseeded(run.evaluate.sampling.beside(run.sampling).params(0)),
+            seeds=seeds_of(run.seed),
+            config=asked.endpoint,
+        )
+        serving = stack.enter_context(
+            serve(desk, keyring, host=asked.host, port=asked.port, routers=[router(endpoint)], beside=[endpoint])
+        )
+        asyncio.run(desk.put("endpoint", {"base_url": f"{serving.url}/v1", "model": endpoint.model}))
+        check: Callable[[], None] = lambda: None
+        if agent is not None and asked.runners:
+            started: ThreadRunners | ProcessRunners
+            if asked.strategy == "shm":
+                started = ThreadRunners(desk, agent, asked.runners, max_concurrency=asked.at_once, store_url=serving.url)
+            else:
+                logs = directory / "runners"
+                started = ProcessRunners(
+                    agent, serving.url, keyring.runner, asked.runners, logs=logs, max_concurrency=asked.at_once
+                )
+            check = stack.enter_context(started).check
+        else:
+            told = "Runners may join: `etude runner %s --url %s`, with the key in %s."
+            get_log("recipes").info(told, asked.path or "AGENT", serving.url, directory / SECRET)
+        yield Agency(desk, endpoint, serving.url, check)
+
+
+def _unseeded(params: SamplingParams) -> SamplingParams:
+    return replace(params, seed=None)
+
+
+def _secret(path: Path) -> bytes:
+    """What keys are made of: read, or made and kept where nobody else reads it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(32))
+    except FileExistsError:
+        pass
+    return path.read_text(encoding="utf-8").strip().encode()
