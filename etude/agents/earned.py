@@ -23,7 +23,7 @@ def earned(value: Any, what: str) -> Reward:
         if not isinstance(name, str):
             raise AgentError(f"{what} a part named {name!r}; the names of parts are text.")
     parts = {name: _number(part, f"{what} the part `{name}`,") for name, part in value.items()}
-    _number(math.fsum(parts.values()), f"{what} parts that add up to")
+    _number(sum(parts.values()), f"{what} parts that add up to")
     return parts
 
 
