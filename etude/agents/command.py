@@ -23,11 +23,12 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 from etude.agents.agent import Agent, Wants, llm_of
 from etude.agents.guard import Guard
@@ -86,9 +87,8 @@ class Command(Agent):
         if not self.words or not self.words[0].strip():
             raise AgentError("A command was given nothing to run; name a program: etude.command('python agent.py').")
         if self.task not in get_args(TaskIn):
-            raise AgentError(
-                f"A command is given its task by {', '.join(get_args(TaskIn))}; '{self.task}' was asked for."
-            )
+            ways = ", ".join(get_args(TaskIn))
+            raise AgentError(f"A command is given its task by one of {ways}; '{self.task}' was asked for.")
         for name in ("timeout_s", "cpu_s", "memory_mb", "output_kb", "grace_s", "max_concurrency"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -240,10 +240,43 @@ class _Run:
 
     async def over(self) -> int:
         """Run it to its end, and end all that it started; its exit code, or minus the number of the signal."""
+        process, loop = self._begun(), asyncio.get_running_loop()
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        try:
+            feed, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
+            feed.write(f"go\n{self._text}".encode())
+            feed.close()  # once all is written; the program need not read it
+            outputs = [await _reader(process.stdout), await _reader(process.stderr)]
+            kept = (self.output, self.errors)
+            readers = [asyncio.create_task(tail.read(reader)) for tail, (reader, _) in zip(kept, outputs, strict=True)]
+            ended = _ended(process, loop)
+            try:
+                await asyncio.shield(ended)
+            except asyncio.CancelledError:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGTERM)
+                await asyncio.wait({ended}, timeout=self._asked.grace_s)
+                raise
+            finally:
+                _kill(process)
+                await asyncio.wait(readers, timeout=CLOSING)
+                for reader, (_, transport) in zip(readers, outputs, strict=True):
+                    reader.cancel()
+                    transport.close()
+                if feed.get_write_buffer_size():
+                    feed.abort()
+        finally:
+            _kill(process)
+            guard.remove(process.pid)
+            process.wait()
+        return process.returncode
+
+    def _begun(self) -> subprocess.Popen[bytes]:
+        """The program, which waits for its first line, in a group that the guard knows."""
         asked = self._asked
         limits = "".join(f"ulimit {each} || exit 125; " for each in _limits(asked.cpu_s, asked.memory_mb))
-        process = await asyncio.create_subprocess_exec(
-            *("/bin/sh", "-c", _BEGIN.format(limits=limits), "etude", *asked.words),
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", _BEGIN.format(limits=limits), "etude", *asked.words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -252,38 +285,7 @@ class _Run:
             start_new_session=True,
         )
         guard.add(process.pid)
-        assert process.stdout is not None and process.stderr is not None
-        readers = [
-            asyncio.create_task(self.output.read(process.stdout)),
-            asyncio.create_task(self.errors.read(process.stderr)),
-            asyncio.create_task(self._feed(process)),
-        ]
-        try:
-            return await process.wait()
-        except asyncio.CancelledError:
-            await self._asked_to_end(process)
-            raise
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            guard.remove(process.pid)
-            _, open_still = await asyncio.wait(readers, timeout=CLOSING)
-            for reader in open_still:
-                reader.cancel()
-
-    async def _asked_to_end(self, process: asyncio.subprocess.Process) -> None:
-        with suppress(TimeoutError, ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGTERM)
-            async with asyncio.timeout(self._asked.grace_s):
-                await process.wait()
-
-    async def _feed(self, process: asyncio.subprocess.Process) -> None:
-        """Let it begin, and give it what it reads; it need not read it."""
-        assert process.stdin is not None
-        with suppress(ConnectionError):
-            process.stdin.write(f"go\n{self._text}".encode())
-            await process.stdin.drain()
-        process.stdin.close()
+        return process
 
     def note(self) -> None:
         """Keep what it wrote."""
@@ -298,9 +300,44 @@ class _Run:
             scope.say(lambda desk, key: desk.note(key, "output", told))
 
 
+async def _reader(pipe: IO[bytes]) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    return reader, transport
+
+
+def _ended(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+    """Done when the program has ended, whoever still holds its pipes. Where the system can, its number stays taken, so
+    that no other group is killed in its place."""
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def watch() -> None:
+        if hasattr(os, "waitid"):
+            with suppress(ChildProcessError):  # it was waited for after all, and is gone
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            process.wait()
+        with suppress(RuntimeError):  # a loop that is closed has nobody who waits
+            loop.call_soon_threadsafe(tell)
+
+    threading.Thread(target=watch, name="etude-command", daemon=True).start()
+    return ended
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def _limits(cpu_s: int | None, memory_mb: int | None) -> list[str]:
     """What the shell's `ulimit` is given. The soft limit on seconds is below the hard one, so that it is told apart."""
-    limits = [] if cpu_s is None else [f"-H -t {cpu_s + 2}", f"-S -t {cpu_s}"]
+    limits = [] if cpu_s is None else [f"-S -t {cpu_s}", f"-H -t {cpu_s + 2}"]
     return limits if memory_mb is None else [*limits, f"-v {memory_mb << 10}"]
 
 

@@ -75,7 +75,12 @@ async def play(
     try:
         if meanwhile is not None:
             await meanwhile(desk, runner)
-        played.states = await ends(desk, len(ids))
+        waiting = asyncio.create_task(ends(desk, len(ids)))
+        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            waiting.cancel()
+            await running
+        played.states = await waiting
         played.events = [await desk.events(id) if state.attempts else [] for id, state in zip(ids, played.states)]
     finally:
         runner.stop()
