@@ -15,10 +15,14 @@ from etude.store.blobs import Blobs
 from etude.store.events import (
     Admitted,
     AttemptEnded,
+    AttemptReady,
     AttemptStarted,
     Evaluated,
     Event,
+    LateEnd,
+    Noted,
     Published,
+    ResourcePut,
     Rewarded,
     RolloutCancelled,
     RolloutEvent,
@@ -26,24 +30,30 @@ from etude.store.events import (
     RolloutQueued,
     TaskDropped,
     TaskIssued,
+    TurnPaid,
     TurnRecorded,
 )
 from etude.store.journal import Journal
 from etude.store.memory import MemoryJournal
-from etude.store.states import AttemptState, Phase, RolloutState, Status, TaskState
+from etude.store.states import AttemptState, Phase, ResourceState, RolloutState, Status, TaskState
 
 __all__ = [
     "Admitted",
     "AttemptEnded",
+    "AttemptReady",
     "AttemptStarted",
     "AttemptState",
     "Blobs",
     "Evaluated",
     "Event",
     "Journal",
+    "LateEnd",
     "MemoryJournal",
+    "Noted",
     "Phase",
     "Published",
+    "ResourcePut",
+    "ResourceState",
     "Rewarded",
     "RolloutCancelled",
     "RolloutEvent",
@@ -54,6 +64,7 @@ __all__ = [
     "TaskDropped",
     "TaskIssued",
     "TaskState",
+    "TurnPaid",
     "TurnRecorded",
     "open_store",
 ]

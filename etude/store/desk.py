@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from etude.records import Outcome, Task, Turn
+from etude.store.limits import Limits, Use
 from etude.store.states import RolloutState, Status
 
 __all__ = ["Claim", "Desk", "Ended", "Find", "Key", "Limits", "Page", "Reward", "RunnerState", "Use", "Wanted"]
 
-Use: TypeAlias = Literal["train", "val"]
-"""What a rollout is for: to be learned from, or to see how well the model does."""
 Reward: TypeAlias = "float | Mapping[str, float]"
 """A number, or named parts that are added up."""
 
@@ -35,22 +34,6 @@ class Key(NamedTuple):
 
     rollout: int
     attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How long a rollout may take, and how often it is tried. None is without a limit."""
-
-    timeout_s: float | None = 1800.0
-    """An attempt, from the claim on."""
-    unresponsive_s: float = 60.0
-    """Without a word from its runner."""
-    queue_timeout_s: float | None = None
-    """In the queue, each time it waits there."""
-    max_attempts: int = 2
-    retry_on: tuple[Outcome, ...] = (Outcome.FAILED, Outcome.TIMED_OUT, Outcome.UNRESPONSIVE)
-    """After which of these it is queued again. An infrastructure error is nobody's attempt: it is always tried again,
-    and does not count, up to ten times."""
 
 
 @dataclass(frozen=True, slots=True)

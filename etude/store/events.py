@@ -1,8 +1,8 @@
 """What happens in a run, as frozen typed events, and the form they are written in.
 
 A task is issued; rollouts of it are queued; an attempt at one starts, records its turns, is rewarded, and ends; a group
-is admitted to a step, or its task dropped. Beside these a run notes its evaluations and publishings. Nothing else is
-ever written, and nothing written is ever changed: every status is derived from these (`transitions`).
+is admitted to a step, or its task dropped. Beside these a run notes its evaluations, publishings and resources. Nothing
+else is ever written, and nothing written is ever changed: every status is derived from these (`transitions`).
 
 An event is written as a `Record`: its kind, JSON of its fields, and a payload of bytes for what is large (the token
 arrays of a turn, the samples of an evaluation). A field added later needs a default, and old records are read with it.
@@ -11,27 +11,30 @@ arrays of a turn, the samples of an evaluation). A field added later needs a def
 from __future__ import annotations
 
 import json
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
-import numpy as np
-
-from etude.errors import DataError, RewardError, StoreError
+from etude.errors import DataError, StoreError
 from etude.records import Completion, Outcome, Turn
 from etude.store.blobs import pack_turn, unpack_turn
+from etude.store.limits import RETRIED, Limits, Use
+from etude.store.plain import finite, plain
 
 __all__ = [
     "EVENTS",
     "Admitted",
     "AttemptEnded",
+    "AttemptReady",
     "AttemptStarted",
     "Evaluated",
     "Event",
+    "LateEnd",
+    "Noted",
     "Published",
     "Record",
+    "ResourcePut",
     "Rewarded",
     "RolloutCancelled",
     "RolloutEvent",
@@ -39,13 +42,11 @@ __all__ = [
     "RolloutQueued",
     "TaskDropped",
     "TaskIssued",
+    "TurnPaid",
     "TurnRecorded",
     "decode",
     "encode",
 ]
-
-RETRIED = frozenset({Outcome.FAILED, Outcome.TIMED_OUT, Outcome.UNRESPONSIVE, Outcome.INFRA_ERROR})
-"""The outcomes after which a rollout may be tried again."""
 
 
 class Event:
@@ -86,7 +87,7 @@ class TaskIssued(Event):
     fields: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fields", _plain(self.fields, f"Task {self.task}: fields"))
+        object.__setattr__(self, "fields", plain(self.fields, f"Task {self.task}: fields"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,20 @@ class RolloutQueued(RolloutEvent):
     task: int
     sample: int
     """Which try of its group it is, from 0."""
+    use: Use = "train"
+    limits: Limits | None = None
+    """What a desk holds it to; None where whoever queued it watches over it."""
+
+    def document(self) -> dict[str, Any]:
+        """The fields, as they go into JSON."""
+        told = {name: getattr(self, name) for name in ("rollout", "task", "sample", "use")}
+        return told | {"limits": self.limits and self.limits.document()}
+
+    @classmethod
+    def restored(cls, document: dict[str, Any], payload: bytes) -> RolloutQueued:  # noqa: ARG003
+        """The event that was written so."""
+        limits = document.get("limits")
+        return cls(**document | {"limits": limits and Limits.restored(limits)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +164,17 @@ class AttemptStarted(RolloutEvent):
 
     attempt: int
     """From 0, one more for each retry."""
+    runner: str = ""
+    """Who claimed it, and prepares it now; without one it runs at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptReady(RolloutEvent):
+    """An attempt that was prepared runs now. Its first turn, reward or note says so as well."""
+
+    kind = "attempt_ready"
+
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,10 +229,45 @@ class Rewarded(RolloutEvent):
 
     def __post_init__(self) -> None:
         where = f"Attempt {self.attempt} of rollout {self.rollout}: reward"
-        object.__setattr__(self, "reward", _finite(self.reward, where))
-        object.__setattr__(self, "paid", _finite(self.paid, f"{where} of its turns"))
-        parts = {name: _finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
+        object.__setattr__(self, "reward", finite(self.reward, where))
+        object.__setattr__(self, "paid", finite(self.paid, f"{where} of its turns"))
+        parts = {name: finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
         object.__setattr__(self, "parts", parts)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPaid(RolloutEvent):
+    """One turn of an attempt earned something, beside the reward of the whole. Several of a turn add up."""
+
+    kind = "turn_paid"
+
+    attempt: int
+    turn: int
+    """The index of one that was recorded."""
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        where = f"Attempt {self.attempt} of rollout {self.rollout}: reward of turn {self.turn}"
+        object.__setattr__(self, "reward", finite(self.reward, where))
+        parts = {name: finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
+        object.__setattr__(self, "parts", parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Noted(RolloutEvent):
+    """Something about an attempt that somebody will want to look at; nothing follows from it."""
+
+    kind = "noted"
+
+    attempt: int
+    name: str
+    data: Any = None
+    """As JSON has it."""
+
+    def __post_init__(self) -> None:
+        where = f"Attempt {self.attempt} of rollout {self.rollout}: the note '{self.name}'"
+        object.__setattr__(self, "data", plain(self.data, where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +281,8 @@ class AttemptEnded(RolloutEvent):
     error: str = ""
     """For anything but success: what happened, in words."""
     retry: bool = False
+    watched: bool = False
+    """Whether it was ended by who watches over it, and not by who played it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outcome", Outcome(self.outcome))
@@ -228,6 +291,26 @@ class AttemptEnded(RolloutEvent):
                 f"Attempt {self.attempt} of rollout {self.rollout} ended {self.outcome}, which cannot be retried; "
                 f"what can: {', '.join(sorted(RETRIED))}."
             )
+
+
+@dataclass(frozen=True, slots=True)
+class LateEnd(RolloutEvent):
+    """An attempt was handed in after it was over by another's word: this is kept, and changes nothing."""
+
+    kind = "late_end"
+
+    attempt: int
+    outcome: Outcome
+    error: str = ""
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        where = f"Attempt {self.attempt} of rollout {self.rollout}: late reward"
+        object.__setattr__(self, "outcome", Outcome(self.outcome))
+        object.__setattr__(self, "reward", None if self.reward is None else finite(self.reward, where))
+        parts = {name: finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
+        object.__setattr__(self, "parts", parts)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
@@ -261,7 +344,7 @@ class Evaluated(Event):
     def __post_init__(self) -> None:
         where = f"The evaluation '{self.name}' of step {self.step}"
         object.__setattr__(self, "scores", {name: float(score) for name, score in self.scores.items()})
-        object.__setattr__(self, "samples", tuple(_plain(list(self.samples), f"{where}: samples")))
+        object.__setattr__(self, "samples", tuple(plain(list(self.samples), f"{where}: samples")))
 
     def document(self) -> dict[str, Any]:
         """The fields without the samples."""
@@ -287,6 +370,22 @@ class Published(Event):
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class ResourcePut(Event):
+    """A new version of what rollouts share. Example: `ResourcePut("endpoint", 1, {"base_url": "http://…/v1"})`."""
+
+    kind = "resource_put"
+
+    name: str
+    version: int
+    """From 1, one more for each put."""
+    value: Any
+    """As JSON has it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", plain(self.value, f"Version {self.version} of the resource '{self.name}'"))
+
+
 # -- the written form -------------------------------------------------------------------------------------------------
 
 EVENTS: dict[str, type[Event]] = {
@@ -294,8 +393,8 @@ EVENTS: dict[str, type[Event]] = {
     for event in (
         *(TaskIssued, TaskDropped),
         *(RolloutQueued, RolloutCancelled, RolloutExpired),
-        *(AttemptStarted, TurnRecorded, Rewarded, AttemptEnded),
-        *(Admitted, Evaluated, Published),
+        *(AttemptStarted, AttemptReady, TurnRecorded, TurnPaid, Rewarded, Noted, AttemptEnded, LateEnd),
+        *(Admitted, Evaluated, Published, ResourcePut),
     )
 }
 
@@ -325,27 +424,3 @@ def decode(row: Record) -> Event:
             "it. Read the journal with that version."
         )
     return EVENTS[row.kind].restored(json.loads(row.body), row.payload)
-
-
-def _finite(value: float, where: str) -> float:
-    if not math.isfinite(value):
-        raise RewardError(f"{where} is {value}; a reward must be a finite number.")
-    return float(value)
-
-
-def _plain(value: Any, where: str) -> Any:
-    """A value as JSON has it: numpy's numbers and arrays become Python's, and what JSON cannot hold is named."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        if odd := [key for key in value if not isinstance(key, str)]:
-            raise DataError(f"{where} has the key {odd[0]!r}, which is not text; in a journal every key is text.")
-        return {key: _plain(entry, f"{where}.{key}") for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry, f"{where}[{place}]") for place, entry in enumerate(value)]
-    if isinstance(value, np.generic | np.ndarray) and not isinstance(value, np.longdouble | np.clongdouble):
-        return _plain(value.tolist(), where)
-    raise DataError(
-        f"{where} is a {type(value).__name__}, which a journal cannot hold: it takes text, numbers, lists and "
-        "mappings. Drop the column, or convert it."
-    )

@@ -13,20 +13,22 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from heapq import merge
 from operator import itemgetter
 from threading import RLock
 from typing import NamedTuple
 
-from etude.errors import StoreError
+from etude.errors import UnknownError
 from etude.records import Turn
 from etude.store.blobs import Blobs
-from etude.store.events import EVENTS, Admitted, Event, Record, TurnRecorded, decode, encode
-from etude.store.states import STATES, Phase, RolloutState, S, State, TaskState
+from etude.store.events import EVENTS, Admitted, Event, Record, TurnPaid, TurnRecorded, decode, encode
+from etude.store.shield import undisturbed
+from etude.store.states import STATES, Phase, ResourceState, RolloutState, S, State, TaskState
 from etude.store.transitions import Fold
 
-__all__ = ["Journal", "Written", "written"]
+__all__ = ["Journal", "Writing", "Written", "written"]
 
 PAGE = 64
 """How many events a reader holds at once: few, as each may have a payload of megabytes."""
@@ -42,6 +44,26 @@ class Written(NamedTuple):
     """JSON."""
 
 
+class Writing:
+    """What is about to be written: batches that were taken, and where everything stands because of them."""
+
+    def __init__(self, start: int, fold: Fold) -> None:
+        self.start, self.fold = start, fold
+        self.records: list[Record] = []
+
+    def take(self, events: Sequence[Event]) -> int:
+        """Take these, all or none, and return the position that the last one will have. An event that may not follow
+        what is recorded, and was taken, is an `IllegalMoveError`, and then it is as if these had not been given."""
+        records = [encode(event) for event in events]
+        self.fold.extend(events)
+        self.records += records
+        return self.start + len(self.records)
+
+    def state(self, kind: type[S], id: int) -> S | None:
+        """Where one stands because of what was taken, if it is known."""
+        return self.fold.get(kind, id)
+
+
 class Journal(ABC):
     """A run's journal. Every method may be called from any thread; a write waits for the one before it."""
 
@@ -49,6 +71,8 @@ class Journal(ABC):
 
     def __init__(self) -> None:
         self._lock = RLock()
+        self._open: dict[tuple[str, int], State] = {}
+        """The states that are soon asked for again: open rollouts, and their tasks."""
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -58,15 +82,30 @@ class Journal(ABC):
         When it returns, they survive the death of the process. An event that may not follow what is recorded is an
         `IllegalMoveError`, and then nothing of the batch is written.
         """
-        records = [encode(event) for event in events]
-        with self._lock, self._transaction():
-            start = self.position
-            fold = Fold(self._load)
-            fold.extend(events)
-            numbered = dict(enumerate(records, start + 1))
-            self.blobs.put({position: record.payload for position, record in numbered.items() if record.payload})
-            self._write(numbered, [written(state) for state in fold.changed.values()])
-            return start + len(records)
+        with self.writing() as writing:
+            return writing.take(events)
+
+    @contextmanager
+    def writing(self) -> Iterator[Writing]:
+        """Several batches in one transaction: each is taken whole or refused, and what was taken is written at the end,
+        all or none. Nobody else writes meanwhile."""
+        with undisturbed(), self._lock:
+            writing = Writing(self.position, Fold(self._known))
+            yield writing
+            if writing.records:
+                self._commit(writing)
+
+    def _commit(self, writing: Writing) -> None:
+        changed = writing.fold.changed.values()
+        numbered = dict(enumerate(writing.records, writing.start + 1))
+        try:
+            with self._transaction():
+                self.blobs.put({at: record.payload for at, record in numbered.items() if record.payload})
+                self._write(numbered, [written(state) for state in changed])
+            self._remember(changed)
+        except BaseException:  # whatever was interrupted: what is not remembered is read
+            self._open.clear()
+            raise
 
     @abstractmethod
     def flush(self) -> None:
@@ -122,10 +161,39 @@ class Journal(ABC):
         return self._in(TaskState, phases)
 
     def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
-        """The turns of an attempt in order; by default of the last one, the one that counts."""
+        """The turns of an attempt in order, each with what it was paid; by default of the last one, which counts."""
         wanted = len(self.rollout(rollout).attempts) - 1 if attempt is None else attempt
-        recorded = (event for _, event in self.read(kinds=(TurnRecorded,), rollout=rollout))
-        return [event.turn for event in recorded if isinstance(event, TurnRecorded) and event.attempt == wanted]
+        turns: list[Turn] = []
+        paid: dict[int, float] = {}
+        for _, event in self.read(kinds=(TurnRecorded, TurnPaid), rollout=rollout):
+            if isinstance(event, TurnRecorded) and event.attempt == wanted:
+                turns.append(event.turn)
+            elif isinstance(event, TurnPaid) and event.attempt == wanted:
+                paid[event.turn] = paid.get(event.turn, 0.0) + event.reward
+        for index, reward in paid.items():
+            turns[index] = replace(turns[index], reward=(turns[index].reward or 0.0) + reward)
+        return turns
+
+    def resource(self, name: str) -> ResourceState | None:
+        """The newest version of what rollouts share, if there is one."""
+        return self.some(ResourceState, [ResourceState.id_of(name)]).get(ResourceState.id_of(name))
+
+    def some(self, kind: type[S], ids: Sequence[int]) -> dict[int, S]:
+        """The states of a kind with these ids, those that are there."""
+        with self._lock:
+            return dict(self._load(kind, ids))
+
+    def listed(self, kind: type[S], after: int | None = None, *, backwards: bool = False) -> Iterator[S]:
+        """The states of a kind in the order of their ids, or against it, behind this one; read a page at a time."""
+        while True:
+            with self._lock:
+                bodies = self._listed(kind.kind, after, PAGE, backwards)
+            for body in bodies:
+                state = _restored(kind, body)
+                after = state.id
+                yield state
+            if len(bodies) < PAGE:
+                return
 
     def admitted(self, position: int = 0) -> dict[int, tuple[int, ...]]:
         """Which rollouts each step trained on, for the steps that were admitted after a position."""
@@ -141,6 +209,36 @@ class Journal(ABC):
             fold.extend([event])
         return fold.changed
 
+    def _known(self, kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:
+        """As `_load`, without reading what was remembered. It is never handed out: nobody may change it."""
+        found: dict[int, S] = {}
+        missing = []
+        for id in ids:
+            state = self._open.get((kind.kind, id))
+            if isinstance(state, kind):
+                found[id] = state
+            else:
+                missing.append(id)
+        return {**found, **self._load(kind, missing)} if missing else found
+
+    def _remember(self, changed: Iterable[State]) -> None:
+        """Keep at hand what is open, and let go of what is not."""
+        tasks = set()
+        for state in changed:
+            if isinstance(state, RolloutState):
+                tasks.add(state.task)
+                if state.phase in (Phase.QUEUED, Phase.RUNNING):
+                    self._open["rollout", state.id] = state
+                else:
+                    self._open.pop(("rollout", state.id), None)
+            elif isinstance(state, TaskState):
+                tasks.add(state.id)
+                self._open["task", state.id] = state
+        for id in tasks:
+            task = self._open.get(("task", id))
+            if isinstance(task, TaskState) and not any(("rollout", each) in self._open for each in task.rollouts):
+                del self._open["task", id]
+
     def _load(self, kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:
         bodies = self._states(kind.kind, list(ids))
         return {id: _restored(kind, body) for id, body in bodies.items()}
@@ -149,7 +247,7 @@ class Journal(ABC):
         with self._lock:
             found = self._load(kind, [id])
         if id not in found:
-            raise StoreError(f"The journal has no {kind.kind} {id}.")
+            raise UnknownError(f"The journal has no {kind.kind} {id}.")
         return found[id]
 
     def _in(self, kind: type[S], phases: Sequence[Phase]) -> list[S]:
@@ -180,6 +278,10 @@ class Journal(ABC):
     @abstractmethod
     def _found(self, kind: str, phases: Sequence[str]) -> list[str]:
         """The states in these phases, by id."""
+
+    @abstractmethod
+    def _listed(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
+        """The first states behind this id, by id, or against that order."""
 
 
 def _nothing(kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:  # noqa: ARG001

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +24,7 @@ class MemoryJournal(Journal):
         self._of_kind: defaultdict[str, list[int]] = defaultdict(list)
         self._of_rollout: defaultdict[int, list[int]] = defaultdict(list)
         self._kept: dict[tuple[str, int], Written] = {}
+        self._ids: defaultdict[str, list[int]] = defaultdict(list)
         self._in_phase: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
 
     def flush(self) -> None:
@@ -52,6 +53,8 @@ class MemoryJournal(Journal):
             key = (state.kind, state.id)
             if key in self._kept:
                 self._in_phase[state.kind, self._kept[key].phase].discard(state.id)
+            else:
+                insort(self._ids[state.kind], state.id)
             self._in_phase[state.kind, state.phase].add(state.id)
             self._kept[key] = state
 
@@ -74,3 +77,13 @@ class MemoryJournal(Journal):
     def _found(self, kind: str, phases: Sequence[str]) -> list[str]:
         ids = sorted(set().union(*(self._in_phase[kind, phase] for phase in phases)))
         return [self._kept[kind, id].body for id in ids]
+
+    def _listed(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
+        ids = self._ids[kind]
+        if backwards:
+            last = len(ids) if after is None else bisect_left(ids, after)
+            page = ids[max(0, last - limit) : last][::-1]
+        else:
+            first = 0 if after is None else bisect_right(ids, after)
+            page = ids[first : first + limit]
+        return [self._kept[kind, id].body for id in page]

@@ -54,10 +54,12 @@ __all__ = ["SqlJournal"]
 
 SCHEMA = "1"
 """The layout of the tables below. A journal of another layout is refused."""
-DERIVATION = "1"
+DERIVATION = "2"
 """What `transitions` makes of events. States made by another version are made anew when a writer opens the journal."""
 WAIT_S = 30.0
 """How long a statement waits for another process that holds the database."""
+LAST_ID = 2**63 - 1
+"""No id is beyond it."""
 MANY = 10_000
 """Values in one statement, of which SQLite takes 32,766."""
 
@@ -115,6 +117,18 @@ FIND_STATES = select(STATES.c.id, STATES.c.body).where(
 )
 FIND_PHASES = select(STATES.c.id, STATES.c.body).where(  # not ordered, for which SQLite would go through all
     STATES.c.kind == bindparam("kind"), STATES.c.phase.in_(bindparam("phases", expanding=True))
+)
+FIND_LISTED = (
+    select(STATES.c.body)
+    .where(STATES.c.kind == bindparam("kind"), STATES.c.id > bindparam("after"))
+    .order_by(STATES.c.id)
+    .limit(bindparam("limit"))
+)
+FIND_LISTED_BACKWARDS = (
+    select(STATES.c.body)
+    .where(STATES.c.kind == bindparam("kind"), STATES.c.id < bindparam("after"))
+    .order_by(STATES.c.id.desc())
+    .limit(bindparam("limit"))
 )
 FIND_NEWEST = select(func.max(EVENTS.c.position))
 KEEP_EVENT, KEEP_PAYLOAD = insert(EVENTS), insert(BLOBS)
@@ -293,6 +307,12 @@ class SqlJournal(Journal):
         with self._speaking("read"):
             rows = self._connection.execute(FIND_PHASES, {"kind": kind, "phases": phases}).all()
         return [row.body for row in sorted(rows, key=lambda row: row.id)]
+
+    def _listed(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
+        end = LAST_ID if backwards else -LAST_ID
+        given = {"kind": kind, "after": end if after is None else after, "limit": limit}
+        with self._speaking("read"):
+            return list(self._connection.execute(FIND_LISTED_BACKWARDS if backwards else FIND_LISTED, given).scalars())
 
     @contextmanager
     def _speaking(self, done: str) -> Iterator[None]:

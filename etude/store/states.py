@@ -8,17 +8,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from etude.records import Task
+from etude.store.limits import Limits, Use
 
-__all__ = ["STATES", "AttemptState", "Phase", "RolloutState", "S", "State", "Status", "StepState", "TaskState"]
+__all__ = [
+    "LIVE",
+    "STATES",
+    "AttemptState",
+    "Phase",
+    "ResourceState",
+    "RolloutState",
+    "S",
+    "State",
+    "Status",
+    "StepState",
+    "TaskState",
+]
 
 
 class Status(StrEnum):
-    """Where a rollout or an attempt stands; an attempt is never queued."""
+    """Where a rollout or an attempt stands. An attempt is never queued, and a rollout is running while its attempt is
+    being prepared."""
 
     QUEUED = "queued"
+    PREPARING = "preparing"
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -26,6 +42,10 @@ class Status(StrEnum):
     UNRESPONSIVE = "unresponsive"
     CANCELLED = "cancelled"
     INFRA_ERROR = "infra_error"
+
+
+LIVE = frozenset({Status.PREPARING, Status.RUNNING})
+"""An attempt that is not over."""
 
 
 class Phase(StrEnum):
@@ -57,6 +77,12 @@ class AttemptState:
     paid: float = 0.0
     """What its turns were paid beside the reward."""
     role: int = 0
+    runner: str = ""
+    """Who claimed it; empty where whoever queued it plays it."""
+    watched: bool = False
+    """Whether it was ended by who watches over it (a timeout, silence, a cancellation), not by who played it."""
+    late: Mapping[str, Any] | None = None
+    """How it was handed in after that: `outcome`, `error`, `reward`, `parts`. Nothing follows from it."""
 
     @property
     def total(self) -> float | None:
@@ -83,6 +109,9 @@ class RolloutState:
     """Why it was cancelled, or expired."""
     settled: Phase | None = None
     """`ADMITTED` or `DROPPED`, once its task is settled."""
+    use: Use = "train"
+    limits: Limits | None = None
+    """What a desk holds it to."""
 
     @property
     def phase(self) -> Phase:
@@ -99,15 +128,17 @@ class RolloutState:
     def document(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""
         told = {name: getattr(self, name) for name in self.__slots__}
-        return told | {"attempts": [attempt.document() for attempt in self.attempts]}
+        attempts = [attempt.document() for attempt in self.attempts]
+        return told | {"attempts": attempts, "limits": self.limits and self.limits.document()}
 
     @classmethod
     def restored(cls, document: dict[str, Any]) -> RolloutState:
         """The state that was written so."""
         attempts = (AttemptState(**told | {"status": Status(told["status"])}) for told in document["attempts"])
         settled = document["settled"] and Phase(document["settled"])
-        status = Status(document["status"])
-        return cls(**document | {"status": status, "attempts": tuple(attempts), "settled": settled})
+        told = {"status": Status(document["status"]), "attempts": tuple(attempts), "settled": settled}
+        limits = document.get("limits")
+        return cls(**document | told | {"limits": limits and Limits.restored(limits)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +194,40 @@ class StepState:
         return cls(**document)
 
 
-State: TypeAlias = TaskState | RolloutState | StepState
+@dataclass(frozen=True, slots=True)
+class ResourceState:
+    """The newest version of what rollouts share."""
+
+    kind: ClassVar[str] = "resource"
+    phase: ClassVar[Phase] = Phase.OPEN
+
+    id: int
+    """A number made of its name, by which it is found."""
+    name: str
+    version: int
+    value: Any
+
+    @staticmethod
+    def id_of(name: str) -> int:
+        """The number of a name."""
+        return int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "big")
+
+    def document(self) -> dict[str, Any]:
+        """The fields, as they go into JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def restored(cls, document: dict[str, Any]) -> ResourceState:
+        """The state that was written so."""
+        return cls(**document)
+
+
+State: TypeAlias = TaskState | RolloutState | StepState | ResourceState
 S = TypeVar("S", bound=State)
 
-STATES: dict[str, type[TaskState] | type[RolloutState] | type[StepState]] = {
+STATES: dict[str, type[State]] = {
     "task": TaskState,
     "rollout": RolloutState,
     "step": StepState,
+    "resource": ResourceState,
 }

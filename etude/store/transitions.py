@@ -2,15 +2,16 @@
 
 A rollout is queued, runs, and ends as its last attempt ended; where an attempt may be retried the rollout is queued
 again. A terminal status is final. What became of the work is kept apart from how it ended: a rollout is open until its
-task is *settled*, by a step that admits the group or by being dropped, and from then on nothing may be added to it.
+task is *settled*, by a step that admits the group or by being dropped, and from then on nothing may be added to it but
+what nothing follows from: a note, and the result of an attempt that was over.
 
 `Fold` takes a batch of events in, one after the other, and holds the states that they change. It refuses an event that
-may not follow, in which case nothing of the batch is kept by whoever asked.
+may not follow, and is then as if the batch had not been asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Protocol
@@ -19,8 +20,12 @@ from etude.errors import IllegalMoveError
 from etude.store.events import (
     Admitted,
     AttemptEnded,
+    AttemptReady,
     AttemptStarted,
     Event,
+    LateEnd,
+    Noted,
+    ResourcePut,
     Rewarded,
     RolloutCancelled,
     RolloutEvent,
@@ -28,9 +33,21 @@ from etude.store.events import (
     RolloutQueued,
     TaskDropped,
     TaskIssued,
+    TurnPaid,
     TurnRecorded,
 )
-from etude.store.states import AttemptState, Phase, RolloutState, S, State, Status, StepState, TaskState
+from etude.store.states import (
+    LIVE,
+    AttemptState,
+    Phase,
+    ResourceState,
+    RolloutState,
+    S,
+    State,
+    Status,
+    StepState,
+    TaskState,
+)
 
 __all__ = ["ENDS", "MOVES", "Fold", "Load", "Move", "move_of"]
 
@@ -40,8 +57,12 @@ class Move(StrEnum):
 
     QUEUE = "be queued"
     START = "be started"
+    READY = "be ready"
     TURN = "record a turn"
+    PAY = "be paid for a turn"
     REWARD = "be rewarded"
+    NOTE = "be noted about"
+    LATE = "be handed in late"
     RETRY = "be retried"
     SUCCEED = "succeed"
     FAIL = "fail"
@@ -69,8 +90,14 @@ MOVES: dict[tuple[Status | None, Move], Status] = {
     (Status.QUEUED, Move.START): Status.RUNNING,
     (Status.QUEUED, Move.CANCEL): Status.CANCELLED,
     (Status.QUEUED, Move.EXPIRE): Status.FAILED,
+    (Status.QUEUED, Move.NOTE): Status.QUEUED,
+    (Status.QUEUED, Move.LATE): Status.QUEUED,
+    (Status.RUNNING, Move.READY): Status.RUNNING,
     (Status.RUNNING, Move.TURN): Status.RUNNING,
+    (Status.RUNNING, Move.PAY): Status.RUNNING,
     (Status.RUNNING, Move.REWARD): Status.RUNNING,
+    (Status.RUNNING, Move.NOTE): Status.RUNNING,
+    (Status.RUNNING, Move.LATE): Status.RUNNING,
     (Status.RUNNING, Move.RETRY): Status.QUEUED,
     (Status.RUNNING, Move.SUCCEED): Status.SUCCEEDED,
     (Status.RUNNING, Move.FAIL): Status.FAILED,
@@ -78,22 +105,40 @@ MOVES: dict[tuple[Status | None, Move], Status] = {
     (Status.RUNNING, Move.FALL_SILENT): Status.UNRESPONSIVE,
     (Status.RUNNING, Move.BREAK): Status.INFRA_ERROR,
     (Status.RUNNING, Move.CANCEL): Status.CANCELLED,
+    (Status.SUCCEEDED, Move.PAY): Status.SUCCEEDED,
     (Status.SUCCEEDED, Move.REWARD): Status.SUCCEEDED,
+    (Status.SUCCEEDED, Move.NOTE): Status.SUCCEEDED,
+    (Status.SUCCEEDED, Move.LATE): Status.SUCCEEDED,
     (Status.SUCCEEDED, Move.ADMIT): Status.SUCCEEDED,
     (Status.SUCCEEDED, Move.DROP): Status.SUCCEEDED,
+    (Status.FAILED, Move.PAY): Status.FAILED,
     (Status.FAILED, Move.REWARD): Status.FAILED,
+    (Status.FAILED, Move.NOTE): Status.FAILED,
+    (Status.FAILED, Move.LATE): Status.FAILED,
     (Status.FAILED, Move.ADMIT): Status.FAILED,
     (Status.FAILED, Move.DROP): Status.FAILED,
+    (Status.TIMED_OUT, Move.PAY): Status.TIMED_OUT,
     (Status.TIMED_OUT, Move.REWARD): Status.TIMED_OUT,
+    (Status.TIMED_OUT, Move.NOTE): Status.TIMED_OUT,
+    (Status.TIMED_OUT, Move.LATE): Status.TIMED_OUT,
     (Status.TIMED_OUT, Move.ADMIT): Status.TIMED_OUT,
     (Status.TIMED_OUT, Move.DROP): Status.TIMED_OUT,
+    (Status.UNRESPONSIVE, Move.PAY): Status.UNRESPONSIVE,
     (Status.UNRESPONSIVE, Move.REWARD): Status.UNRESPONSIVE,
+    (Status.UNRESPONSIVE, Move.NOTE): Status.UNRESPONSIVE,
+    (Status.UNRESPONSIVE, Move.LATE): Status.UNRESPONSIVE,
     (Status.UNRESPONSIVE, Move.ADMIT): Status.UNRESPONSIVE,
     (Status.UNRESPONSIVE, Move.DROP): Status.UNRESPONSIVE,
+    (Status.CANCELLED, Move.NOTE): Status.CANCELLED,
+    (Status.CANCELLED, Move.LATE): Status.CANCELLED,
     (Status.CANCELLED, Move.DROP): Status.CANCELLED,
+    (Status.INFRA_ERROR, Move.NOTE): Status.INFRA_ERROR,
+    (Status.INFRA_ERROR, Move.LATE): Status.INFRA_ERROR,
     (Status.INFRA_ERROR, Move.DROP): Status.INFRA_ERROR,
 }
 """Every legal move and where it leads. What is not here is refused."""
+NEVER_CLOSED = frozenset({Move.NOTE, Move.LATE})
+"""What may be written of a rollout whose task is settled: nothing follows from it."""
 
 
 class Load(Protocol):
@@ -119,8 +164,12 @@ _MOVE_OF: dict[type[RolloutEvent], Move] = {
     RolloutCancelled: Move.CANCEL,
     RolloutExpired: Move.EXPIRE,
     AttemptStarted: Move.START,
+    AttemptReady: Move.READY,
     TurnRecorded: Move.TURN,
+    TurnPaid: Move.PAY,
     Rewarded: Move.REWARD,
+    Noted: Move.NOTE,
+    LateEnd: Move.LATE,
 }
 
 
@@ -132,10 +181,31 @@ class Fold:
         self._known: dict[tuple[str, int], State | None] = {}
         self.changed: dict[tuple[str, int], State] = {}
         """By kind and id, what is no longer as it was loaded."""
+        self._before: dict[tuple[str, int], tuple[State | None, State | None]] = {}
+        """What this batch has changed so far, as it was known and as it was changed before."""
 
     def extend(self, events: Iterable[Event]) -> None:
-        """Take these in, in order."""
-        events = list(events)
+        """Take these in, in order: all, or none where one may not follow."""
+        self._before = {}
+        try:
+            self._extend(list(events))
+        except BaseException:
+            for key, (known, changed) in self._before.items():
+                self._known[key] = known
+                if changed is None:
+                    del self.changed[key]
+                else:
+                    self.changed[key] = changed
+            raise
+
+    def get(self, kind: type[S], id: int) -> S | None:
+        """A state as what was taken in leaves it, if there is one."""
+        self._fetch(kind, (id,))
+        state = self._known[kind.kind, id]
+        assert state is None or isinstance(state, kind)
+        return state
+
+    def _extend(self, events: Sequence[Event]) -> None:
         self._fetch(TaskState, {event.task for event in events if isinstance(event, TaskIssued | RolloutQueued)})
         self._fetch(RolloutState, {event.rollout for event in events if isinstance(event, RolloutEvent)})
         for event in events:
@@ -147,32 +217,37 @@ class Fold:
                 self._settle({event.task}, frozenset(), event.step, event.cause)
             elif isinstance(event, Admitted):
                 self._admit(event)
+            elif isinstance(event, ResourcePut):
+                self._put(event)
 
     def _rollout(self, event: RolloutEvent) -> None:
-        state = self._get(RolloutState, event.rollout)
+        state = self.get(RolloutState, event.rollout)
         status = _legal(event.rollout, state, move_of(event))
         if isinstance(event, RolloutQueued):
             task = self._task(event.task, f"rollout {event.rollout} cannot be queued for it")
             self._set(replace(task, rollouts=(*task.rollouts, event.rollout)))
-            self._set(RolloutState(event.rollout, event.task, event.sample, status))
+            new = RolloutState(event.rollout, event.task, event.sample, status, use=event.use, limits=event.limits)
+            self._set(new)
         else:
             assert state is not None, "a rollout is only ever queued before it has a state"
-            self._set(_moved(state, status, event))
+            moved = _moved(state, status, event)
+            if moved is not state:
+                self._set(moved)
 
     def _issue(self, event: TaskIssued) -> None:
-        if self._get(TaskState, event.task) is not None:
+        if self.get(TaskState, event.task) is not None:
             raise IllegalMoveError(
                 f"Task {event.task} cannot be issued: it was issued before, and an ordinal is used once."
             )
         self._set(TaskState(event.task, event.row, event.source, event.fields))
 
     def _admit(self, event: Admitted) -> None:
-        if self._get(StepState, event.step) is not None:
+        if self.get(StepState, event.step) is not None:
             raise IllegalMoveError(f"Step {event.step} cannot admit rollouts: it has admitted its own before.")
         if len(set(event.rollouts)) < len(event.rollouts):
             raise IllegalMoveError(f"Step {event.step} cannot admit a rollout twice, and its list names one twice.")
         self._fetch(RolloutState, event.rollouts)
-        states = {rollout: self._get(RolloutState, rollout) for rollout in event.rollouts}
+        states = {rollout: self.get(RolloutState, rollout) for rollout in event.rollouts}
         if missing := [rollout for rollout, state in states.items() if state is None]:
             raise IllegalMoveError(f"Step {event.step} cannot admit rollout {missing[0]}, which was never queued.")
         tasks = {state.task for state in states.values() if state is not None}
@@ -189,15 +264,26 @@ class Fold:
         for state in states:
             self._set(replace(state, phase=phase, step=step, cause=cause))
             for id in state.rollouts:
-                rollout = self._get(RolloutState, id)
+                rollout = self.get(RolloutState, id)
                 assert rollout is not None, f"task {state.id} names rollout {id}, which has no state"
                 move = Move.ADMIT if id in admitted else Move.DROP
                 _legal(id, rollout, move)
                 self._set(replace(rollout, settled=Phase.ADMITTED if id in admitted else Phase.DROPPED))
 
+    def _put(self, event: ResourcePut) -> None:
+        id = ResourceState.id_of(event.name)
+        state = self.get(ResourceState, id)
+        newest = 0 if state is None else state.version
+        if event.version != newest + 1:
+            raise IllegalMoveError(
+                f"The resource '{event.name}' is at version {newest}, so version {event.version} cannot follow, only "
+                f"{newest + 1}."
+            )
+        self._set(ResourceState(id, event.name, event.version, event.value))
+
     def _task(self, ordinal: int, what: str) -> TaskState:
         """An open task."""
-        state = self._get(TaskState, ordinal)
+        state = self.get(TaskState, ordinal)
         if state is None:
             raise IllegalMoveError(f"Task {ordinal} was never issued, so {what}.")
         if state.phase is not Phase.OPEN:
@@ -211,20 +297,16 @@ class Fold:
             found = self._load(kind, unknown)
             self._known.update({(kind.kind, id): found.get(id) for id in unknown})
 
-    def _get(self, kind: type[S], id: int) -> S | None:
-        self._fetch(kind, (id,))
-        state = self._known[kind.kind, id]
-        assert state is None or isinstance(state, kind)
-        return state
-
     def _set(self, state: State) -> None:
-        self._known[state.kind, state.id] = state
-        self.changed[state.kind, state.id] = state
+        key = (state.kind, state.id)
+        if key not in self._before:
+            self._before[key] = self._known.get(key), self.changed.get(key)
+        self._known[key] = self.changed[key] = state
 
 
 def _legal(id: int, state: RolloutState | None, move: Move) -> Status:
     """Where a move leads, if the rollout may make it."""
-    if state is not None and state.settled is not None:
+    if state is not None and state.settled is not None and move not in NEVER_CLOSED:
         raise IllegalMoveError(f"Rollout {id} cannot {move}: its task {state.task} is settled; it was {state.settled}.")
     status = None if state is None else state.status
     if (status, move) not in MOVES:
@@ -238,22 +320,39 @@ def _moved(state: RolloutState, status: Status, event: RolloutEvent) -> RolloutS
     if isinstance(event, AttemptStarted):
         if event.attempt != len(state.attempts):
             raise _misnumbered(state, event.attempt, len(state.attempts))
-        return replace(state, status=status, attempts=(*state.attempts, AttemptState()))
+        attempt = AttemptState(Status.PREPARING if event.runner else Status.RUNNING, runner=event.runner)
+        return replace(state, status=status, attempts=(*state.attempts, attempt))
     if isinstance(event, RolloutCancelled | RolloutExpired):
         attempts = state.attempts
-        if attempts and attempts[-1].status is Status.RUNNING:
-            attempts = (*attempts[:-1], replace(attempts[-1], status=Status.CANCELLED, error=event.why))
+        if attempts and attempts[-1].status in LIVE:
+            over = replace(attempts[-1], status=Status.CANCELLED, error=event.why, watched=True)
+            attempts = (*attempts[:-1], over)
         return replace(state, status=status, attempts=attempts, why=event.why)
-    assert isinstance(event, TurnRecorded | Rewarded | AttemptEnded), f"nothing says what {event.kind} changes"
-    if event.attempt != len(state.attempts) - 1:
-        raise _misnumbered(state, event.attempt, len(state.attempts) - 1)
-    return replace(state, status=status, attempts=(*state.attempts[:-1], _after(state, event)))
+    assert isinstance(event, OfAttempt), f"nothing says what {event.kind} changes"
+    newest = len(state.attempts) - 1
+    if event.attempt != newest and not (isinstance(event, Noted | LateEnd) and 0 <= event.attempt < newest):
+        raise _misnumbered(state, event.attempt, newest)
+    before = state.attempts[event.attempt]
+    after = _after(f"Attempt {event.attempt} of rollout {state.id}", before, event)
+    if after is before and status is state.status:
+        return state
+    attempts = (*state.attempts[: event.attempt], after, *state.attempts[event.attempt + 1 :])
+    return replace(state, status=status, attempts=attempts)
 
 
-def _after(state: RolloutState, event: TurnRecorded | Rewarded | AttemptEnded) -> AttemptState:
-    """The newest attempt of a rollout after something happened to it."""
-    attempt = state.attempts[-1]
-    where = f"Attempt {event.attempt} of rollout {state.id}"
+OfAttempt = AttemptReady | TurnRecorded | TurnPaid | Rewarded | Noted | AttemptEnded | LateEnd
+
+
+def _after(where: str, attempt: AttemptState, event: OfAttempt) -> AttemptState:
+    """An attempt after something happened to it."""
+    if isinstance(event, LateEnd):
+        return _handed_in_late(where, attempt, event)
+    if isinstance(event, AttemptEnded):
+        return replace(attempt, status=Status(event.outcome), error=event.error, watched=event.watched)
+    if isinstance(event, AttemptReady) and attempt.status is not Status.PREPARING:
+        raise IllegalMoveError(f"{where} is {attempt.status} and cannot be ready; only one that is preparing may be.")
+    if attempt.status is Status.PREPARING:
+        attempt = replace(attempt, status=Status.RUNNING)
     if isinstance(event, TurnRecorded):
         if event.turn.index != attempt.turns:
             raise IllegalMoveError(
@@ -261,14 +360,31 @@ def _after(state: RolloutState, event: TurnRecorded | Rewarded | AttemptEnded) -
                 "written once, in order."
             )
         return replace(attempt, turns=attempt.turns + 1)
+    if isinstance(event, TurnPaid):
+        if not 0 <= event.turn < attempt.turns:
+            raise IllegalMoveError(f"{where} cannot be paid for turn {event.turn}: it has {attempt.turns} turns.")
+        return replace(attempt, paid=attempt.paid + event.reward)
     if isinstance(event, Rewarded):
         if attempt.reward is not None:
             raise IllegalMoveError(
                 f"{where} cannot be rewarded {event.reward}: it has {attempt.reward}, which is final."
             )
-        told = {name: getattr(event, name) for name in ("reward", "parts", "truncated", "paid", "role")}
-        return replace(attempt, **told)
-    return replace(attempt, status=Status(event.outcome), error=event.error)
+        told = {name: getattr(event, name) for name in ("reward", "parts", "truncated", "role")}
+        return replace(attempt, **told, paid=attempt.paid + event.paid)
+    return attempt
+
+
+def _handed_in_late(where: str, attempt: AttemptState, event: LateEnd) -> AttemptState:
+    """An attempt that was over before, with what came late."""
+    if not attempt.watched:
+        may = "be handed in" if attempt.status in LIVE else "stay as it was handed in"
+        raise IllegalMoveError(f"{where} is {attempt.status} and cannot be handed in late; it may only {may}.")
+    if attempt.late is not None:
+        raise IllegalMoveError(
+            f"{where} is {attempt.status} and was handed in late before, as {attempt.late['outcome']}; it cannot be "
+            f"handed in once more, as {event.outcome}."
+        )
+    return replace(attempt, late={name: getattr(event, name) for name in ("outcome", "error", "reward", "parts")})
 
 
 def _misnumbered(state: RolloutState, given: int, wanted: int) -> IllegalMoveError:

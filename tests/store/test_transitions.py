@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,21 +13,25 @@ from etude.records import Outcome
 from etude.store.events import (
     EVENTS,
     AttemptEnded,
+    AttemptReady,
     AttemptStarted,
     Event,
+    LateEnd,
+    Noted,
     Rewarded,
     RolloutCancelled,
     RolloutEvent,
     RolloutExpired,
     RolloutQueued,
     TaskIssued,
+    TurnPaid,
     TurnRecorded,
 )
-from etude.store.states import RolloutState, S, Status
-from etude.store.transitions import ENDS, MOVES, Fold, Move, move_of
+from etude.store.states import LIVE, RolloutState, S, Status
+from etude.store.transitions import ENDS, MOVES, NEVER_CLOSED, Fold, Move, move_of
 from tests.store.made import turn
 
-TERMINAL = set(Status) - {Status.QUEUED, Status.RUNNING}
+TERMINAL = set(Status) - {Status.QUEUED} - LIVE
 
 
 def nothing(kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:
@@ -38,7 +43,9 @@ def test_a_terminal_status_is_final() -> None:
 
 
 def test_every_status_is_reached_and_every_move_made() -> None:
-    assert {after for (status, _), after in MOVES.items() if after is not status} == set(Status)
+    assert {after for (status, _), after in MOVES.items() if after is not status} == set(Status) - {
+        Status.PREPARING  # of attempts alone
+    }
     assert {move for _, move in MOVES} == set(Move)
 
 
@@ -47,6 +54,15 @@ def test_only_running_work_records_and_only_finished_work_is_settled() -> None:
     assert {status for status, move in MOVES if move is Move.DROP} == TERMINAL
     trained_on = {status for status, move in MOVES if move is Move.ADMIT}
     assert trained_on == TERMINAL - {Status.CANCELLED, Status.INFRA_ERROR}
+    for earned in (Move.REWARD, Move.PAY):
+        assert {status for status, move in MOVES if move is earned} == trained_on | {Status.RUNNING}
+
+
+def test_what_nothing_follows_from_is_always_taken() -> None:
+    for move in NEVER_CLOSED:
+        assert {status: after for (status, other), after in MOVES.items() if other is move} == {
+            status: status for status in set(Status) - {Status.PREPARING}
+        }
 
 
 def test_every_outcome_is_a_status_with_its_own_move() -> None:
@@ -61,9 +77,13 @@ def test_every_event_of_a_rollout_is_a_move() -> None:
         RolloutCancelled(0, ""),
         RolloutExpired(0, ""),
         AttemptStarted(0, 0),
+        AttemptReady(0, 0),
         TurnRecorded(0, 0, turn()),
+        TurnPaid(0, 0, 0, 1.0),
         Rewarded(0, 0, 1.0),
+        Noted(0, 0, "seen"),
         AttemptEnded(0, 0, Outcome.FAILED),
+        LateEnd(0, 0, Outcome.FAILED),
     ]
     assert {type(event) for event in examples} == {kind for kind in EVENTS.values() if issubclass(kind, RolloutEvent)}
     assert {move_of(event) for event in examples} <= set(Move)
@@ -73,13 +93,18 @@ def test_every_event_of_a_rollout_is_a_move() -> None:
 events = st.one_of(
     st.just(RolloutCancelled(0, "enough")),
     st.just(RolloutExpired(0, "late")),
-    st.builds(AttemptStarted, st.just(0), st.integers(0, 2)),
+    st.builds(AttemptStarted, st.just(0), st.integers(0, 2), st.sampled_from(["", "runner"])),
+    st.builds(AttemptReady, st.just(0), st.integers(0, 2)),
+    st.builds(TurnPaid, st.just(0), st.integers(0, 2), st.integers(0, 2), st.just(0.5)),
+    st.builds(Noted, st.just(0), st.integers(0, 2), st.just("seen")),
+    st.builds(LateEnd, st.just(0), st.integers(0, 2), st.sampled_from(sorted(Outcome))),
     st.builds(lambda attempt, index: TurnRecorded(0, attempt, turn(index)), st.integers(0, 2), st.integers(0, 2)),
     st.builds(Rewarded, st.just(0), st.integers(0, 2), st.just(1.0)),
     st.builds(AttemptEnded, st.just(0), st.integers(0, 2), st.sampled_from(sorted(Outcome))),
     st.builds(
-        lambda attempt: AttemptEnded(0, attempt, Outcome.INFRA_ERROR, "lost", retry=True),
+        lambda attempt, watched: AttemptEnded(0, attempt, Outcome.INFRA_ERROR, "lost", retry=True, watched=watched),
         st.integers(0, 2),
+        st.booleans(),
     ),
 )
 
@@ -101,8 +126,14 @@ def test_any_history_keeps_the_laws(history: list[Event]) -> None:
         after = fold.changed["rollout", 0]
         assert isinstance(before, RolloutState) and isinstance(after, RolloutState)
         assert before.status not in TERMINAL or after.status is before.status
-        assert after.attempts[: len(before.attempts) - 1] == before.attempts[:-1], "only the newest attempt changes"
-        running = [attempt for attempt in after.attempts if attempt.status is Status.RUNNING]
+        if not isinstance(event, LateEnd):
+            assert after.attempts[: len(before.attempts) - 1] == before.attempts[:-1], "only the newest attempt changes"
+        else:
+            assert [replace(each, late=None) for each in after.attempts] == [
+                replace(each, late=None) for each in before.attempts
+            ], "a late end changes nothing else"
+            assert after.attempts[event.attempt].watched and before.attempts[event.attempt].late is None
+        running = [attempt for attempt in after.attempts if attempt.status in LIVE]
         assert len(running) == (after.status is Status.RUNNING)
     end = fold.changed["rollout", 0]
     assert isinstance(end, RolloutState)
@@ -114,3 +145,8 @@ def test_any_history_keeps_the_laws(history: list[Event]) -> None:
         own = [event for event in taken if getattr(event, "attempt", None) == number]
         assert [event.turn.index for event in own if isinstance(event, TurnRecorded)] == list(range(attempt.turns))
         assert len([event for event in own if isinstance(event, Rewarded)]) == (attempt.reward is not None)
+        assert attempt.paid == sum(event.reward for event in own if isinstance(event, TurnPaid))
+        prepared = [event for event in own if isinstance(event, AttemptReady)]
+        assert len(prepared) <= (attempt.runner == "runner")
+        if attempt.status is Status.PREPARING:
+            assert [type(event) for event in own] == [AttemptStarted]

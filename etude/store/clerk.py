@@ -1,0 +1,177 @@
+"""The clerk: one thread that does what many ask, in order, and writes what follows from it in one transaction.
+
+    coroutines of any loop ─ask─► inbox ─► [do, do, do, …] ─► one commit ─► answers, one wake-up for each loop
+
+It consumes asks. It produces events and answers, each answer after what it speaks of is committed. It waits for an ask,
+or for the next time that its duty has something to look after. It is unblocked by either, and by `close`.
+
+Why a thread that owns everything, and not locks: a commit takes as long as many asks, so asks that come meanwhile are
+written together; no event loop ever waits for a disk; and what the duty keeps is touched by one thread alone, in the
+order in which it is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from etude.errors import StoreError
+from etude.observe import get_log
+from etude.store.journal import Journal, Writing
+
+__all__ = ["LATER", "TICK_S", "Clerk", "Duty", "Promise"]
+
+T = TypeVar("T")
+LATER: Any = object()
+"""What is returned by something asked that will be answered in a later round."""
+TICK_S = 1.0
+"""How long the clerk sleeps at most."""
+
+
+class Promise:
+    """Somebody's wait for an answer, in their event loop."""
+
+    __slots__ = ("future", "loop")
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self.loop.create_future()
+
+
+Do: TypeAlias = Callable[[Writing, "Promise | None"], Any]
+Answer: TypeAlias = "tuple[Promise, Any, Exception | None]"
+
+
+class Duty(Protocol):
+    """What the clerk looks after. All of it is called by the clerk's thread."""
+
+    def attend(self, writing: Writing, now: float, answer: Callable[[Promise, Any], None]) -> None:
+        """After all that was asked in a round, before it is committed: what time or circumstances demand."""
+        ...
+
+    def next_due(self) -> float | None:
+        """When to attend again, if nobody asks before."""
+        ...
+
+    def start_over(self) -> None:
+        """A round could not be written: stand where the journal stands."""
+        ...
+
+
+class Clerk:
+    """The thread. Anything may be asked from any thread that runs an event loop."""
+
+    def __init__(self, journal: Journal, duty: Duty) -> None:
+        self._journal, self._duty = journal, duty
+        self._inbox: SimpleQueue[tuple[Promise | None, Do]] = SimpleQueue()
+        self._answers: list[Answer] = []
+        self._closed = False
+        self._broken: Exception | None = None
+        self._thread = Thread(target=self._work, name="etude desk", daemon=True)
+        self._thread.start()
+
+    async def ask(self, do: Callable[[Writing, Promise], T]) -> T:
+        """Have this done, and wait until it is committed. Who stops waiting does not undo it."""
+        promise = Promise()
+        self.post(do, promise)  # type: ignore[arg-type]  # with a promise it is given one
+        answer: T = await promise.future
+        return answer
+
+    def post(self, do: Do, promise: Promise | None = None) -> None:
+        """Have this done, answered to this promise if there is one."""
+        if self._closed:
+            raise StoreError("The desk is closed, and nothing can be asked there any more.")
+        self._inbox.put((promise, do))
+
+    async def close(self) -> None:
+        """Do what was asked so far, and stop. What is still waited for is told that the desk is closed."""
+        if not self._closed:
+            self._closed = True
+            self._inbox.put((None, lambda _writing, _promise: None))
+        await asyncio.to_thread(self._thread.join)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            asks = self._next()
+            closing = self._closed
+            if self._broken is None:
+                self._round(asks)
+            else:
+                self._refuse(asks, self._broken)
+            self._deliver()
+            if closing and self._inbox.empty():
+                return
+
+    def _next(self) -> list[tuple[Promise | None, Do]]:
+        """All that was asked, after something was or it is time to attend."""
+        due = self._duty.next_due()
+        sleep = TICK_S if due is None else min(TICK_S, max(0.0, due - time.monotonic()))
+        try:
+            first = self._inbox.get(timeout=sleep)
+        except Empty:
+            return []
+        return [first, *(self._inbox.get() for _ in range(self._inbox.qsize()))]
+
+    def _round(self, asks: list[tuple[Promise | None, Do]]) -> None:
+        try:
+            with self._journal.writing() as writing:
+                for promise, do in asks:
+                    self._do(writing, promise, do)
+                self._duty.attend(writing, time.monotonic(), self._answer)
+        except Exception as error:
+            self._answers = [(promise, None, error) for promise, _, _ in self._answers]
+            get_log("store").warning("Nothing of %d things asked at the desk was written: %s", len(asks), error)
+            self._start_over()
+
+    def _do(self, writing: Writing, promise: Promise | None, do: Do) -> None:
+        """One thing that was asked. What goes wrong with it is told to who asked, and spoils nothing else."""
+        try:
+            done = do(writing, promise)
+        except Exception as error:
+            if promise is not None:
+                self._answers.append((promise, None, error))
+        else:
+            if promise is not None and done is not LATER:
+                self._answers.append((promise, done, None))
+
+    def _answer(self, promise: Promise, answer: Any) -> None:
+        self._answers.append((promise, answer, None))
+
+    def _start_over(self) -> None:
+        try:
+            self._duty.start_over()
+        except Exception as error:
+            self._broken = StoreError(f"The desk stopped, as its journal can neither be written nor read: {error}")
+            get_log("store").error("%s", self._broken)
+
+    def _refuse(self, asks: list[tuple[Promise | None, Do]], why: Exception) -> None:
+        self._answers += [(promise, None, why) for promise, _ in asks if promise is not None]
+
+    def _deliver(self) -> None:
+        """Wake every loop once, with all its answers."""
+        of_loop: defaultdict[asyncio.AbstractEventLoop, list[Answer]] = defaultdict(list)
+        for answer in self._answers:
+            of_loop[answer[0].loop].append(answer)
+        self._answers = []
+        for loop, answers in of_loop.items():
+            try:
+                loop.call_soon_threadsafe(_hand_over, answers)
+            except RuntimeError:  # the loop is closed, and nobody waits there any more
+                continue
+
+
+def _hand_over(answers: list[Answer]) -> None:
+    for promise, answer, error in answers:
+        if promise.future.done():
+            continue
+        if error is None:
+            promise.future.set_result(answer)
+        else:
+            promise.future.set_exception(error)

@@ -1,0 +1,102 @@
+"""Keys: who may do what at the desk and the model endpoint. Nothing is stored, so any process that knows the secret
+reads them.
+
+A key is a sentence that everybody may read, and a seal that only the secret makes:
+
+    etude.model.12.0.1790000000.Kb0…      calls the model as attempt 0 of rollout 12, until that second
+    etude.reward.12.0.1790000000.p3J…     writes what that attempt earned, and its events
+    etude.runner.9aX…                     claims rollouts and hands them in
+    etude.admin.w7c…                      may do everything
+
+The seal is an HMAC-SHA256 over the sentence before it. Times are those of the clock on the wall, as keys go to other
+machines.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from base64 import urlsafe_b64encode
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+from etude.errors import ConfigError, KeyRefusedError
+from etude.store.desk import Key
+
+__all__ = ["Grant", "Keyring", "Scope"]
+
+Scope: TypeAlias = Literal["admin", "runner", "model", "reward"]
+SCOPES: dict[str, Scope] = {scope: scope for scope in get_args(Scope)}
+LEAST_SECRET = 16
+"""Bytes: fewer can be guessed."""
+
+
+class Grant(NamedTuple):
+    """What a key allows."""
+
+    scope: Scope
+    key: Key | None
+    """The attempt it speaks for; None for those that speak for none."""
+
+
+class Keyring:
+    """Makes keys and reads them, with one secret. Without one it makes up its own, and its keys end with it."""
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        if secret is not None and len(secret) < LEAST_SECRET:
+            raise ConfigError(
+                f"The secret of the keys has {len(secret)} bytes, and one below {LEAST_SECRET} can be guessed. Make "
+                "one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            )
+        self._secret = secrets.token_bytes(32) if secret is None else secret
+
+    def __repr__(self) -> str:
+        return "Keyring(…)"
+
+    @property
+    def admin(self) -> str:
+        """The key that may do everything."""
+        return self._sealed("etude.admin")
+
+    @property
+    def runner(self) -> str:
+        """The key that runners on other machines come with."""
+        return self._sealed("etude.runner")
+
+    def model_key(self, key: Key, expires_s: float) -> str:
+        """Lets an agent call the model as this attempt, for so many seconds."""
+        return self._of_attempt("model", key, expires_s)
+
+    def reward_key(self, key: Key, expires_s: float) -> str:
+        """Lets it write rewards and events of this attempt, for so many seconds."""
+        return self._of_attempt("reward", key, expires_s)
+
+    def read(self, text: str) -> Grant:
+        """What a key allows. One that was not made with this secret, or that is too old, is a `KeyRefusedError`."""
+        told, _, seal = text.rpartition(".")
+        if not hmac.compare_digest(self._seal(told).encode(), seal.encode(errors="replace")):
+            raise KeyRefusedError(
+                "The key was not made here. Give the one that was shown when the server started, or that the attempt "
+                "was given; keys of a server that was started anew with another secret are no longer good."
+            )
+        _, named, *rest = told.split(".")
+        scope = SCOPES[named]
+        if not rest:
+            return Grant(scope, None)
+        rollout, attempt, expires = map(int, rest)
+        if (late := time.time() - expires) > 0:
+            raise KeyRefusedError(
+                f"The {scope} key of attempt {attempt} of rollout {rollout} expired {late:.0f} s ago: it lasts as long "
+                "as an attempt may take. Allow the attempt more time with its limit timeout_s."
+            )
+        return Grant(scope, Key(rollout, attempt))
+
+    def _of_attempt(self, scope: str, key: Key, expires_s: float) -> str:
+        return self._sealed(f"etude.{scope}.{key.rollout}.{key.attempt}.{int(time.time() + expires_s)}")
+
+    def _sealed(self, told: str) -> str:
+        return f"{told}.{self._seal(told)}"
+
+    def _seal(self, told: str) -> str:
+        seal = hmac.digest(self._secret, told.encode(errors="replace"), "sha256")
+        return urlsafe_b64encode(seal).rstrip(b"=").decode()

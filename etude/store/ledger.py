@@ -1,0 +1,492 @@
+"""What every verb of a desk comes to: which events are written, and what is kept at hand of the work that is open.
+
+All of it is called by one thread (`clerk`), inside a round: a verb first has its events taken, which refuses what is
+illegal, and then changes what is kept. Where the round cannot be written, everything kept is made anew from the
+journal, of which it is never more than a part: what waits, what runs, and the last ends.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from etude.errors import DataError, IllegalMoveError, RewardError, UnknownError
+from etude.records import Outcome, Task
+from etude.store.clerk import LATER, TICK_S, Promise
+from etude.store.desk import Ended, Key, RunnerState, Wanted
+from etude.store.events import (
+    AttemptEnded,
+    AttemptReady,
+    AttemptStarted,
+    Event,
+    LateEnd,
+    ResourcePut,
+    Rewarded,
+    RolloutCancelled,
+    RolloutExpired,
+    RolloutQueued,
+    TaskIssued,
+)
+from etude.store.journal import Journal, Writing
+from etude.store.limits import RETRIED, Limits, Use
+from etude.store.open_work import Due, OpenWork
+from etude.store.plain import plain
+from etude.store.states import LIVE, AttemptState, Phase, ResourceState, RolloutState, Status, TaskState
+
+__all__ = ["Ledger", "Lent", "Seat", "Watch", "attempt_of", "earned"]
+
+LAST_ID = 2**63 - 1
+KEPT_ENDS = 4096
+"""How many of the last ends are found without reading the journal."""
+REMEMBERED_S = 300.0
+"""For how long a runner is known after its last word."""
+
+
+class Lent(NamedTuple):
+    """What a claim comes to."""
+
+    key: Key
+    task: Task
+    use: Use
+    limits: Limits
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A runner that waits for work."""
+
+    runner: str
+    n: int
+    until: float
+    promise: Promise | None = None
+    lent: list[Lent] = field(default_factory=list)
+    left: bool = False
+    """Whether it no longer waits."""
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """Somebody who waits for rollouts to end."""
+
+    cursor: int
+    limit: int
+    until: float
+    promise: Promise | None = None
+
+
+@dataclass(slots=True)
+class _Runner:
+    heard: float
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Ledger:
+    """The verbs, and what they keep."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.resources: dict[str, tuple[int, Any]] = {}
+        """The newest version of each, and its number. It is read by other threads, and nobody changes a value."""
+        self._seats: deque[Seat] = deque()
+        self._watches: list[Watch] = []
+        self._runners: dict[str, _Runner] = {}
+        self._attended = time.monotonic()
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Stand where the journal stands. Who has an attempt keeps it, and is given time to say so."""
+        now = time.monotonic()
+        self.resources = {state.name: (state.version, state.value) for state in self._journal.listed(ResourceState)}
+        self._work = OpenWork()
+        self._counts: Counter[Status] = Counter()
+        self._late = self._retries = 0
+        self._next_id = 0
+        for state in self._journal.listed(RolloutState):
+            self._next_id = state.id + 1
+            self._late += sum(attempt.late is not None for attempt in state.attempts)
+            self._retries += _retries(state)
+            if state.status is Status.QUEUED:
+                self._work.wait(state.id, state.limits or Limits(), now)
+            elif state.status is not Status.RUNNING:
+                self._counts[state.status] += 1
+            elif state.attempts[-1].runner:  # without one, whoever queued it plays it
+                key = Key(state.id, len(state.attempts) - 1)
+                self._work.lend(key, state.attempts[-1].runner, state.limits or Limits(), now)
+        self._ends: deque[tuple[int, int]] = deque()
+        self._floor = self._journal.position
+        """Ends up to here are found in the journal only."""
+
+    # -- who wants rollouts -------------------------------------------------------------------------------------------
+
+    def enqueue(self, writing: Writing, wanted: Sequence[Wanted]) -> list[int]:
+        """Queue these, all or none."""
+        events: list[Event] = []
+        tasks: dict[int, Task] = {}
+        new: dict[int, Wanted] = {}
+        ids, next_id = [], self._next_id
+        for one in wanted:
+            ordinal = one.task.ordinal
+            if ordinal not in tasks:
+                events += _issue(writing, one.task)
+            elif not _same(tasks[ordinal], one.task):
+                raise _other_words(f"Task {ordinal}", "issued")
+            tasks[ordinal] = one.task
+            id = next_id if one.id is None else one.id
+            if not 0 <= id <= LAST_ID:
+                raise DataError(f"A rollout cannot be called {id}: its id is a number from 0 to {LAST_ID}.")
+            next_id = max(next_id, id + 1)
+            ids.append(id)
+            if _asked_before(writing, new, id, one):
+                continue
+            new[id] = one
+            events.append(RolloutQueued(id, ordinal, one.sample, one.use, one.limits))
+        writing.take(events)
+        self._next_id = next_id
+        now = time.monotonic()
+        for id, one in new.items():
+            self._work.wait(id, one.limits, now)
+        return ids
+
+    def cancel(self, writing: Writing, rollouts: Sequence[int], why: str) -> None:
+        """Nobody wants these any more."""
+        states = [_rollout(writing, id) for id in dict.fromkeys(rollouts)]
+        events = [RolloutCancelled(state.id, why) for state in states if state.phase in (Phase.QUEUED, Phase.RUNNING)]
+        last = writing.take(events)
+        for place, event in enumerate(events):
+            id = event.rollout
+            self._work.queue.pop(id, None)
+            self._work.leases.pop(Key(id, len(_rollout(writing, id).attempts) - 1), None)
+            self._ended(last - len(events) + 1 + place, id, Status.CANCELLED)
+
+    def watch(self, writing: Writing, watch: Watch, promise: Promise) -> Any:
+        """The ends after a cursor: positions and rollouts, now or as soon as there is one. None if they are older than
+        what is kept: they are in the journal."""
+        if watch.cursor > (newest := writing.start + len(writing.records)):
+            raise UnknownError(f"The journal ends at {newest}, so {watch.cursor} is no cursor of it: begin with 0.")
+        if watch.cursor < self._floor:
+            return None
+        if found := self._ends_after(watch):
+            return found
+        watch.promise = promise
+        self._watches.append(watch)
+        return LATER
+
+    # -- who plays them -----------------------------------------------------------------------------------------------
+
+    def sit(self, seat: Seat, promise: Promise) -> Any:
+        """A runner waits for work; it is answered when there is some."""
+        self._spoke(seat.runner)
+        seat.promise = promise
+        self._seats.append(seat)
+        return LATER
+
+    def leave(self, writing: Writing, seat: Seat) -> None:
+        """A runner went away while it waited. What it was lent and cannot have heard of is queued again."""
+        seat.left = True
+        for lent in seat.lent:
+            if lent.key in self._work.leases:
+                why = f"The runner '{seat.runner}' went away while it was claiming this."
+                self._end(writing, lent.key, Outcome.INFRA_ERROR, why, watched=True)
+
+    def ready(self, writing: Writing, key: Key) -> None:
+        """An attempt runs now; said again, it is as if it had been said once."""
+        if attempt_of(writing, key).status is not Status.RUNNING:
+            writing.take([AttemptReady(*key)])
+        self._work.heard(key, time.monotonic())
+
+    def heartbeat(
+        self, writing: Writing, runner: str, running: Sequence[Key], told: Mapping[str, Any] | None
+    ) -> dict[Key, str]:
+        """What a runner is to stop, of what it has under way."""
+        self._spoke(runner, told)
+        now, stop = time.monotonic(), {}
+        for key in running:
+            lease = self._work.leases.get(key)
+            if lease is not None and lease.runner == runner:
+                lease.heard = now
+            elif lease is not None:
+                stop[key] = f"It is being played by the runner '{lease.runner}'."
+            else:
+                stop[key] = _why_over(writing, key)
+        return stop
+
+    def finish(self, writing: Writing, key: Key, ended: Ended) -> bool:
+        """An attempt is handed in. Whether that is how it ended."""
+        attempt = attempt_of(writing, key)
+        reward, parts = (None, {}) if ended.reward is None else earned(ended.reward, key)
+        rewarded = reward is None or (attempt.reward, attempt.parts) == (reward, parts)
+        if attempt.status in LIVE:
+            events = [] if rewarded else [Rewarded(*key, reward or 0.0, parts)]
+            self._end(writing, key, ended.outcome, ended.error, before=events)
+            return True
+        words = {"outcome": ended.outcome, "error": ended.error, "reward": reward, "parts": parts}
+        if attempt.watched:
+            if attempt.late != words:
+                writing.take([LateEnd(*key, ended.outcome, ended.error, reward, parts)])
+                self._late += 1
+            return False
+        if (attempt.status, attempt.error) != (Status(ended.outcome), ended.error) or not rewarded:
+            raise IllegalMoveError(
+                f"Attempt {key.attempt} of rollout {key.rollout} is {attempt.status} (reward {attempt.reward}), as it "
+                f"was handed in before, and cannot become {ended.outcome} (reward {reward})."
+            )
+        return True
+
+    # -- what is shared -----------------------------------------------------------------------------------------------
+
+    def put(self, writing: Writing, name: str, value: Any) -> int:
+        """A new version of a resource."""
+        newest = writing.state(ResourceState, ResourceState.id_of(name))
+        version = 1 if newest is None else newest.version + 1
+        put = ResourcePut(name, version, value)
+        writing.take([put])
+        self.resources[name] = version, put.value
+        return version
+
+    def runners(self) -> list[RunnerState]:
+        """The runners that spoke lately, and what each has."""
+        now = time.monotonic()
+        running: dict[str, list[Key]] = {name: [] for name in self._runners}
+        for key, lease in self._work.leases.items():
+            if lease.runner in running:
+                running[lease.runner].append(key)
+        return [
+            RunnerState(name, tuple(running[name]), now - runner.heard, runner.told)
+            for name, runner in sorted(self._runners.items())
+        ]
+
+    def statistics(self) -> dict[str, float]:
+        """How much stands where."""
+        now, waiting = time.monotonic(), self._work.queue
+        ended = {str(status): float(self._counts[status]) for status in Status if status in ENDED}
+        return {
+            "queued": float(len(waiting)),
+            "running": float(len(self._work.leases)),
+            **ended,
+            "retries": float(self._retries),
+            "late": float(self._late),
+            "oldest_queued_s": now - next(iter(waiting.values())) if waiting else 0.0,
+        }
+
+    # -- what time demands --------------------------------------------------------------------------------------------
+
+    def attend(self, writing: Writing, now: float, answer: Callable[[Promise, Any], None]) -> None:
+        """End what passed its limits, lend what waits to who waits, and answer those whose wait is over."""
+        if (stalled := now - self._attended - TICK_S) > TICK_S:
+            self._work.forgive(stalled)  # this process stood still, and nobody was heard
+        for due in list(self._work.due(now)):
+            self._pass(writing, due)
+        self._lend(writing, now, answer)
+        self._answer_watches(now, answer)
+        for name in [name for name, runner in self._runners.items() if now - runner.heard > REMEMBERED_S]:
+            del self._runners[name]
+        self._attended = time.monotonic()
+
+    def next_due(self) -> float | None:
+        """When to attend again."""
+        times = [seat.until for seat in self._seats]
+        times += [watch.until for watch in self._watches]
+        if (due := self._work.next_due()) is not None:
+            times.append(due)
+        return min(times, default=None)
+
+    def _pass(self, writing: Writing, due: Due) -> None:
+        """End what passed a limit."""
+        if due.cause == "queue":
+            limit = _limits(_rollout(writing, due.key.rollout)).queue_timeout_s
+            position = writing.take([RolloutExpired(due.key.rollout, f"It waited in the queue for {limit:g} s.")])
+            del self._work.queue[due.key.rollout]
+            self._ended(position, due.key.rollout, Status.FAILED)
+            return
+        lease = self._work.leases.get(due.key)
+        if lease is None:  # it passed both its limits at once
+            return
+        if due.cause == "time":
+            why = f"It was not done {lease.limits.timeout_s:g} s after it was claimed."
+            self._end(writing, due.key, Outcome.TIMED_OUT, why, watched=True)
+        else:
+            why = f"Its runner '{lease.runner}' said nothing for {lease.limits.unresponsive_s:g} s."
+            self._end(writing, due.key, Outcome.UNRESPONSIVE, why, watched=True)
+
+    def _lend(self, writing: Writing, now: float, answer: Callable[[Promise, Any], None]) -> None:
+        """Give those that wait longest to those that wait longest."""
+        still: deque[Seat] = deque()
+        for seat in self._seats:
+            assert seat.promise is not None
+            if seat.left or seat.promise.future.done():
+                continue
+            while self._work.queue and len(seat.lent) < seat.n:
+                seat.lent.append(self._lend_next(writing, seat.runner, now))
+            if seat.lent or seat.until <= now:
+                self._spoke(seat.runner)
+                answer(seat.promise, seat.lent)
+            else:
+                still.append(seat)
+        self._seats = still
+
+    def _lend_next(self, writing: Writing, runner: str, now: float) -> Lent:
+        id = next(iter(self._work.queue))
+        state = _rollout(writing, id)
+        key = Key(id, len(state.attempts))
+        writing.take([AttemptStarted(*key, runner)])
+        del self._work.queue[id]
+        self._work.lend(key, runner, _limits(state), now)
+        task = writing.state(TaskState, state.task)
+        assert task is not None, f"rollout {id} is a try at task {state.task}, which has no state"
+        fields = plain(task.fields, "fields")  # a copy, as whoever plays it may change it
+        return Lent(key, Task(task.id, fields, task.source), state.use, _limits(state))
+
+    def _answer_watches(self, now: float, answer: Callable[[Promise, Any], None]) -> None:
+        still = []
+        for watch in self._watches:
+            assert watch.promise is not None
+            found = self._ends_after(watch)
+            if found or watch.until <= now:
+                answer(watch.promise, found)
+            elif not watch.promise.future.done():
+                still.append(watch)
+        self._watches = still
+
+    # -- small parts --------------------------------------------------------------------------------------------------
+
+    def _end(
+        self,
+        writing: Writing,
+        key: Key,
+        outcome: Outcome,
+        error: str,
+        *,
+        before: Sequence[Event] = (),
+        watched: bool = False,
+    ) -> None:
+        """An attempt is over, and its rollout with it or queued again."""
+        state = _rollout(writing, key.rollout)
+        outcomes = [Outcome(attempt.status) for attempt in state.attempts[:-1]]
+        retry = outcome in RETRIED and _limits(state).allow_another([*outcomes, outcome])
+        position = writing.take([*before, AttemptEnded(*key, outcome, error, retry, watched)])
+        self._work.leases.pop(key, None)
+        if retry:
+            self._retries += 1
+            self._work.wait(key.rollout, _limits(state), time.monotonic())
+        else:
+            self._ended(position, key.rollout, Status(outcome))
+
+    def _ended(self, position: int, rollout: int, status: Status) -> None:
+        self._counts[status] += 1
+        self._ends.append((position, rollout))
+        if len(self._ends) > KEPT_ENDS:
+            self._floor, _ = self._ends.popleft()
+
+    def _ends_after(self, watch: Watch) -> list[tuple[int, int]]:
+        if not self._ends or self._ends[-1][0] <= watch.cursor:
+            return []
+        first = bisect_right(self._ends, (watch.cursor, LAST_ID))
+        return [self._ends[place] for place in range(first, min(len(self._ends), first + watch.limit))]
+
+    def _spoke(self, runner: str, told: Mapping[str, Any] | None = None) -> None:
+        known = self._runners.setdefault(runner, _Runner(0.0))
+        known.heard = time.monotonic()
+        if told is not None:
+            known.told = told
+
+
+ENDED = frozenset(Status) - LIVE - {Status.QUEUED}
+
+
+def earned(reward: Any, key: Key, turn: int | None = None) -> tuple[float, dict[str, float]]:
+    """A reward as a number and its parts."""
+    if not isinstance(reward, Mapping):
+        return float(reward), {}
+    if not reward:
+        raise RewardError(
+            f"Attempt {key.attempt} of rollout {key.rollout} was given a reward without parts{_of(turn)}: give a "
+            "number, or at least one named part."
+        )
+    parts = {str(name): float(value) for name, value in reward.items()}
+    return sum(parts.values()), parts
+
+
+def attempt_of(writing: Writing, key: Key) -> AttemptState:
+    """An attempt that was started."""
+    attempts = _rollout(writing, key.rollout).attempts
+    if not 0 <= key.attempt < len(attempts):
+        raise UnknownError(f"Rollout {key.rollout} has {len(attempts)} attempts, and no attempt {key.attempt}.")
+    return attempts[key.attempt]
+
+
+def _of(turn: int | None) -> str:
+    return "" if turn is None else f" for turn {turn}"
+
+
+def _rollout(writing: Writing, id: int) -> RolloutState:
+    state = writing.state(RolloutState, id)
+    if state is None:
+        raise UnknownError(f"The desk has no rollout {id}.")
+    return state
+
+
+def _limits(state: RolloutState) -> Limits:
+    return state.limits or Limits()
+
+
+def _retries(state: RolloutState) -> int:
+    """How often it was queued again."""
+    last = state.last
+    queued = state.status is Status.QUEUED or (bool(state.why) and last is not None and not last.watched)
+    return max(0, len(state.attempts) - (not queued))
+
+
+def _why_over(writing: Writing, key: Key) -> str:
+    """Why a runner is to stop what it has no lease of."""
+    state = writing.state(RolloutState, key.rollout)
+    if state is None or not 0 <= key.attempt < len(state.attempts):
+        return "Nobody here knows of it."
+    attempt = state.attempts[key.attempt]
+    return attempt.error or f"It is over: {attempt.status}."
+
+
+def _issue(writing: Writing, task: Task) -> list[Event]:
+    """What makes a task one of the run; nothing, if it was issued before in the same words."""
+    row = task.fields.get("row")
+    issued = TaskIssued(task.ordinal, row if isinstance(row, int) else task.ordinal, task.source, task.fields)
+    known = writing.state(TaskState, task.ordinal)
+    if known is None:
+        return [issued]
+    if not _same(known.task, Task(task.ordinal, issued.fields, task.source)):
+        raise _other_words(f"Task {task.ordinal}", "issued")
+    return []
+
+
+def _asked_before(writing: Writing, new: Mapping[int, Wanted], id: int, one: Wanted) -> bool:
+    """Whether a rollout of this id was asked for before, in the same words."""
+    words = (one.task.ordinal, one.sample, one.use, one.limits)
+    if id in new:
+        before = new[id]
+        said = (before.task.ordinal, before.sample, before.use, before.limits)
+    else:
+        state = writing.state(RolloutState, id)
+        if state is None:
+            return False
+        said = (state.task, state.sample, state.use, _limits(state))
+    if said != words:
+        raise _other_words(f"Rollout {id}", "queued")
+    return True
+
+
+def _same(left: Task, right: Task) -> bool:
+    """Whether two tasks ask the same; as text, since a number that is none is not equal to itself."""
+    if left.source != right.source:
+        return False
+    return left.fields == right.fields or json.dumps(plain(left.fields, "")) == json.dumps(plain(right.fields, ""))
+
+
+def _other_words(what: str, done: str) -> IllegalMoveError:
+    return IllegalMoveError(
+        f"{what} was {done} before in other words, and what was {done} is never changed: give it another number, or "
+        "the very same content."
+    )

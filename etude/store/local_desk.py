@@ -1,0 +1,299 @@
+"""The desk of a journal in this process: what is asked is done by a thread of its own (`clerk`), which writes together
+what was asked together, and acknowledges it after the commit.
+
+    desk = LocalDesk(open_store(directory / "journal.sqlite"))
+    await desk.put("endpoint", {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"})
+    ids = await desk.enqueue([Wanted(Task(0, {"prompt": "2+2?"}))])
+    cursor, ended = await desk.wait(0, timeout_s=60)
+
+It may be used from any number of event loops at once, each in a thread of its own: a trainer's and a server's. While a
+desk is open, rollouts are moved by it alone; tasks may be admitted and dropped through the journal meanwhile, and
+anything may be read. A desk that is opened over a journal with open work takes it up: what was queued is queued, in the
+order of ids, and who had an attempt has it still, with time to say so.
+
+No more is kept in memory than the work that is open. Limits are measured by a clock that nobody sets; and where the
+process itself stood still, silence meanwhile is held against no runner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from etude.errors import DataError, UnknownError
+from etude.records import Turn
+from etude.store.clerk import Clerk, Promise
+from etude.store.desk import Claim, Desk, Ended, Find, Key, Page, Reward, RunnerState, Wanted
+from etude.store.events import (
+    AttemptEnded,
+    Noted,
+    ResourcePut,
+    Rewarded,
+    RolloutCancelled,
+    RolloutExpired,
+    TurnPaid,
+    TurnRecorded,
+)
+from etude.store.journal import Journal, Writing
+from etude.store.keys import Keyring
+from etude.store.ledger import Ledger, Lent, Seat, Watch, attempt_of, earned
+from etude.store.plain import plain
+from etude.store.states import RolloutState, TaskState
+
+__all__ = ["LocalDesk"]
+
+LATE_S = 600.0
+"""How long the keys of an attempt are good beyond its time."""
+UNLIMITED_S = 30 * 86400.0
+"""How long they are where it may take any time."""
+ENDS = (AttemptEnded, RolloutCancelled, RolloutExpired)
+
+
+class LocalDesk(Desk):
+    """A desk over a journal, which stays its opener's to close."""
+
+    def __init__(self, journal: Journal, keyring: Keyring | None = None) -> None:
+        self._journal, self._keyring = journal, keyring or Keyring()
+        self._ledger = Ledger(journal)
+        self._clerk = Clerk(journal, self._ledger)
+
+    @property
+    def journal(self) -> Journal:
+        """What is written down."""
+        return self._journal
+
+    @property
+    def keyring(self) -> Keyring:
+        """What makes and reads the keys of its attempts."""
+        return self._keyring
+
+    # -- who wants rollouts -------------------------------------------------------------------------------------------
+
+    async def enqueue(self, wanted: Sequence[Wanted]) -> list[int]:
+        """Queue rollouts, all or none; their ids."""
+        wanted = tuple(wanted)
+        return await self._clerk.ask(lambda writing, _: self._ledger.enqueue(writing, wanted))
+
+    async def cancel(self, rollouts: Sequence[int], why: str) -> None:
+        """Nobody wants these any more."""
+        rollouts = tuple(rollouts)
+        await self._clerk.ask(lambda writing, _: self._ledger.cancel(writing, rollouts, why))
+
+    async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
+        """Rollouts that came to their end after `cursor`, and the next cursor."""
+        until = time.monotonic() + _bounded(timeout_s, "timeout_s")
+        while True:
+            watch = Watch(cursor, _at_least_one(limit, "limit"), until)
+            ends = await self._clerk.ask(partial(self._watch, watch))
+            if ends is None:
+                cursor, ends = await asyncio.to_thread(self._ends_read, cursor, limit)
+                if not ends:
+                    continue
+            if not ends:
+                return cursor, []
+            ids = [id for _, id in ends]
+            states = await asyncio.to_thread(self._journal.some, RolloutState, ids)
+            return ends[-1][0], [states[id] for id in ids]
+
+    async def find(self, what: Find) -> Page:
+        """The rollouts that were asked for."""
+        _at_least_one(what.limit, "limit")
+        return await asyncio.to_thread(self._found, what)
+
+    async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
+        """The turns of an attempt in order, each with what it was paid."""
+        return await asyncio.to_thread(self._turns_read, rollout, attempt)
+
+    async def events(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
+        """What was noted during an attempt."""
+        return await asyncio.to_thread(self._notes_read, rollout, attempt)
+
+    # -- who plays them -----------------------------------------------------------------------------------------------
+
+    async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
+        """Up to `n` rollouts that waited longest."""
+        if not runner:
+            raise DataError("A runner that claims rollouts needs a name, by which it is told apart from others.")
+        seat = Seat(runner, _at_least_one(n, "n"), time.monotonic() + _bounded(wait_s, "wait_s"))
+        try:
+            lent = await self._clerk.ask(lambda _, promise: self._ledger.sit(seat, promise))
+        except asyncio.CancelledError:
+            self._clerk.post(lambda writing, _: self._ledger.leave(writing, seat))
+            raise
+        return [self._claim(each) for each in lent]
+
+    async def ready(self, key: Key) -> None:
+        """An attempt that was prepared runs now."""
+        await self._clerk.ask(lambda writing, _: self._ledger.ready(writing, key))
+
+    async def heartbeat(
+        self, runner: str, running: Sequence[Key], told: Mapping[str, Any] | None = None
+    ) -> dict[Key, str]:
+        """A runner is alive; returns what it is to stop, and why."""
+        running = tuple(running)
+        return await self._clerk.ask(lambda writing, _: self._ledger.heartbeat(writing, runner, running, told))
+
+    async def finish(self, key: Key, ended: Ended) -> bool:
+        """An attempt is over. False if it was over before by somebody else's word."""
+        return await self._clerk.ask(lambda writing, _: self._ledger.finish(writing, key, ended))
+
+    # -- what is written of an attempt that runs ----------------------------------------------------------------------
+
+    async def turn(self, key: Key, turn: Turn) -> int:
+        """Write down one call to the model; its index."""
+
+        def record(writing: Writing, _: object) -> int:
+            index = attempt_of(writing, key).turns
+            placed = turn if turn.index == index else replace(turn, index=index)
+            writing.take([TurnRecorded(*key, placed)])
+            return index
+
+        if turn.reward is not None:
+            raise DataError(
+                f"A turn of rollout {key.rollout} came with a reward of its own. Record the turn, and then reward it "
+                "by its index."
+            )
+        return await self._clerk.ask(record)
+
+    async def reward(self, key: Key, reward: Reward, turn: int | None = None) -> None:
+        """What an attempt earned in all, said once; or one of its turns, which adds up."""
+        value, parts = earned(reward, key, turn)
+        event = Rewarded(*key, value, parts) if turn is None else TurnPaid(*key, turn, value, parts)
+        await self._clerk.ask(lambda writing, _: self._of_attempt(writing, key, event))
+
+    async def note(self, key: Key, name: str, data: Any) -> None:
+        """An event, or a span, that somebody will want to look at."""
+        noted = Noted(*key, name, data)
+        await self._clerk.ask(lambda writing, _: self._of_attempt(writing, key, noted))
+
+    # -- what is shared -----------------------------------------------------------------------------------------------
+
+    async def put(self, name: str, value: Any) -> int:
+        """A new version of a resource. Returns its number, from 1."""
+        return await self._clerk.ask(lambda writing, _: self._ledger.put(writing, name, value))
+
+    async def resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
+        """A resource and its version, by default the newest."""
+        if name not in self._ledger.resources:
+            known = ", ".join(sorted(self._ledger.resources)) or "none"
+            raise UnknownError(f"There is no resource '{name}'; there are: {known}.")
+        newest, value = self._ledger.resources[name]
+        if version is not None and version != newest:
+            value = await asyncio.to_thread(self._resource_read, name, version, newest)
+        return version or newest, plain(value, "value")
+
+    async def runners(self) -> list[RunnerState]:
+        """The runners that spoke within the last minutes."""
+        return await self._clerk.ask(lambda _writing, _: self._ledger.runners())
+
+    async def statistics(self) -> dict[str, float]:
+        """How many rollouts stand where, retries, late results, and the age of the oldest one queued."""
+        return await self._clerk.ask(lambda _writing, _: self._ledger.statistics())
+
+    async def close(self) -> None:
+        """Write what was asked, stop watching, and let go of the journal."""
+        await self._clerk.close()
+
+    # -- small parts --------------------------------------------------------------------------------------------------
+
+    def _watch(self, watch: Watch, writing: Writing, promise: Promise) -> Any:
+        return self._ledger.watch(writing, watch, promise)
+
+    def _claim(self, lent: Lent) -> Claim:
+        lasts = UNLIMITED_S if lent.limits.timeout_s is None else lent.limits.timeout_s + LATE_S
+        return Claim(
+            key=lent.key,
+            task=lent.task,
+            use=lent.use,
+            limits=lent.limits,
+            resources={name: plain(value, "value") for name, (_, value) in list(self._ledger.resources.items())},
+            model_key=self._keyring.model_key(lent.key, lasts),
+            reward_key=self._keyring.reward_key(lent.key, lasts),
+        )
+
+    def _of_attempt(self, writing: Writing, key: Key, event: Rewarded | TurnPaid | Noted) -> None:
+        attempt_of(writing, key)
+        writing.take([event])
+
+    # -- reading, in threads that may wait for the disk ---------------------------------------------------------------
+
+    def _ends_read(self, cursor: int, limit: int) -> tuple[int, list[tuple[int, int]]]:
+        """The first ends after a cursor as the journal has them; the newest position, if there are none."""
+        newest = self._journal.position
+        ends = (
+            (at, event.rollout)
+            for at, event in self._journal.read(cursor, kinds=ENDS)
+            if isinstance(event, ENDS) and not (isinstance(event, AttemptEnded) and event.retry)
+        )
+        return newest, list(islice(ends, limit))
+
+    def _found(self, what: Find) -> Page:
+        fits = (state for state in self._candidates(what) if _fits(state, what))
+        found = tuple(islice(fits, what.limit + 1))
+        return Page(found[: what.limit], len(found) > what.limit)
+
+    def _candidates(self, what: Find) -> Iterator[RolloutState]:
+        """Those that may fit, in the order asked for, behind `after`."""
+        backwards = what.sort == "-id"
+        if not what.ids and not what.tasks:
+            yield from self._journal.listed(RolloutState, what.after, backwards=backwards)
+            return
+        ids = set(what.ids)
+        if what.tasks:
+            tasks = self._journal.some(TaskState, what.tasks).values()
+            tried = {rollout for task in tasks for rollout in task.rollouts}
+            ids = ids & tried if what.ids else tried
+        states = self._journal.some(RolloutState, list(ids))
+        for id in sorted(states, reverse=backwards):
+            if what.after is None or (id < what.after if backwards else id > what.after):
+                yield states[id]
+
+    def _turns_read(self, rollout: int, attempt: int | None) -> list[Turn]:
+        self._check(rollout, attempt)
+        return self._journal.turns(rollout, attempt)
+
+    def _notes_read(self, rollout: int, attempt: int | None) -> list[dict[str, Any]]:
+        newest = self._check(rollout, attempt)
+        wanted = newest if attempt is None else attempt
+        notes = (event for _, event in self._journal.read(kinds=(Noted,), rollout=rollout))
+        return [
+            {"name": event.name, "data": event.data, "attempt": event.attempt}
+            for event in notes
+            if isinstance(event, Noted) and event.attempt == wanted
+        ]
+
+    def _check(self, rollout: int, attempt: int | None) -> int:
+        """That there is such an attempt; the number of the newest one."""
+        attempts = len(self._journal.rollout(rollout).attempts)
+        if attempt is not None and not 0 <= attempt < attempts:
+            raise UnknownError(f"Rollout {rollout} has {attempts} attempts, and no attempt {attempt}.")
+        return attempts - 1
+
+    def _resource_read(self, name: str, version: int, newest: int) -> Any:
+        for _, event in self._journal.read(kinds=(ResourcePut,)):
+            if isinstance(event, ResourcePut) and (event.name, event.version) == (name, version):
+                return event.value
+        raise UnknownError(f"The resource '{name}' has the versions 1 to {newest}, and no version {version}.")
+
+
+def _fits(state: RolloutState, what: Find) -> bool:
+    statuses = not what.statuses or state.status in what.statuses
+    return statuses and (what.use is None or state.use == what.use)
+
+
+def _bounded(seconds: float, name: str) -> float:
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise DataError(f"{name} is {seconds}; every wait is bounded: give a number of seconds, 0 or more.")
+    return seconds
+
+
+def _at_least_one(count: int, name: str) -> int:
+    if count < 1:
+        raise DataError(f"{name} is {count}; it must be 1 or more.")
+    return count
