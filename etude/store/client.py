@@ -27,6 +27,7 @@ from etude.records import Turn
 from etude.store import wire
 from etude.store.desk import Claim, Desk, Ended, Find, Key, Page, Reward, RunnerState, Wanted
 from etude.store.line import Line, Link
+from etude.store.plain import plain
 from etude.store.states import RolloutState
 
 __all__ = ["RemoteDesk"]
@@ -71,7 +72,7 @@ class RemoteDesk(Desk):
 
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
         """Nobody wants these any more."""
-        await self._ask("cancel", rollouts=list(rollouts), why=why)
+        await self._ask("cancel", rollouts=[int(rollout) for rollout in rollouts], why=why)
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
         """Rollouts that came to their end after a cursor."""
@@ -120,7 +121,9 @@ class RemoteDesk(Desk):
     ) -> dict[Key, str]:
         """A runner is alive; what it is to stop."""
         keys = [wire.key_document(key) for key in running]
-        heard = await self._ask("heartbeat", runner=runner, running=keys, told=None if told is None else dict(told))
+        heard = await self._ask(
+            "heartbeat", runner=runner, running=keys, told=None if told is None else plain(told, "told")
+        )
         return {wire.key_of(one): one["why"] for one in heard["stop"]}
 
     async def finish(self, key: Key, ended: Ended) -> bool:
@@ -141,13 +144,13 @@ class RemoteDesk(Desk):
 
     async def note(self, key: Key, name: str, data: Any) -> None:
         """An event that somebody will want to look at."""
-        await self._write("note", key, {"event": name, "data": data})
+        await self._write("note", key, {"event": name, "data": plain(data, "data")})
 
     # -- what is shared -----------------------------------------------------------------------------------------------
 
     async def put(self, name: str, value: Any) -> int:
         """A new version of a resource."""
-        version: int = (await self._ask("put", resource=name, value=value))["version"]
+        version: int = (await self._ask("put", resource=name, value=plain(value, "value")))["version"]
         return version
 
     async def resource(self, name: str, version: int | None = None) -> tuple[int, Any]:

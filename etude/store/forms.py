@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from etude.records import Outcome
 from etude.store import wire
-from etude.store.desk import Desk, Key, Limits, Use, Wanted
+from etude.store.desk import Desk, Key, Wanted
+from etude.store.keys import Scope
+from etude.store.limits import Limits, Use
 
 __all__ = [
     "LONGEST_POLL",
@@ -22,28 +23,15 @@ __all__ = [
     "Nothing",
     "Number",
     "Problem",
-    "Scope",
     "Text",
     "TurnRead",
     "Verb",
     "WantedForm",
 ]
 
-Scope: TypeAlias = Literal["admin", "runner", "reward", "model"]
 LONGEST_POLL = 30.0
 """Seconds that one request waits at most; who wants to wait longer asks again."""
 _USUAL = Limits()
-
-
-def _finite(value: JsonValue) -> JsonValue:
-    """JSON has no NaN and no infinity, though parsers take them."""
-    waiting: list[JsonValue] = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, float) and not math.isfinite(one):
-            raise ValueError("NaN and infinity are no JSON")
-        waiting.extend(one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
-    return value
 
 
 Id: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
@@ -51,7 +39,8 @@ Number: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Seconds: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
 Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Text: TypeAlias = Annotated[str, Field(max_length=1_000_000)]
-Json: TypeAlias = Annotated[JsonValue, AfterValidator(_finite)]
+Json: TypeAlias = JsonValue
+"""Anything. A number that is none, which JSON does not have, travels as Python writes it: a task may have one."""
 Earned: TypeAlias = float | dict[str, float]
 
 
@@ -102,7 +91,7 @@ class WantedForm(Form):
 
     def made(self) -> Wanted:
         """As a desk takes it."""
-        limits = wire.limits_of(self.limits.model_dump())
+        limits = Limits.restored(self.limits.model_dump())
         return Wanted(wire.task_of(self.task.model_dump()), self.sample, self.id, self.use, limits)
 
 

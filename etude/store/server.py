@@ -43,9 +43,9 @@ from etude.records import Outcome
 from etude.store import otlp, wire
 from etude.store.described import description
 from etude.store.desk import Desk, Ended, Key
-from etude.store.forms import Form, Scope, Verb
+from etude.store.forms import Form, Verb
 from etude.store.gate import MOST_BYTES, Gate, problem
-from etude.store.keys import Grant, Keyring
+from etude.store.keys import Grant, Keyring, Scope
 from etude.store.once import Answer, Once
 from etude.store.serving import Serving, listen
 from etude.store.verbs import VERBS, Batch, ClaimForm, Writing

@@ -8,15 +8,15 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
-from etude.errors import DataError, RewardError, StoreError
-from etude.records import Completion, Outcome, Task, Turn
+from etude.errors import DataError, StoreError
+from etude.records import Completion, Task, Turn
 from etude.store.blobs import pack_turn, unpack_turn
-from etude.store.desk import Claim, Ended, Key, Limits, Reward, RunnerState, Wanted
+from etude.store.desk import Claim, Ended, Key, Reward, RunnerState, Wanted
+from etude.store.limits import Limits
+from etude.store.plain import finite, plain
 
 __all__ = [
     "AGAIN",
@@ -28,7 +28,6 @@ __all__ = [
     "ended_document",
     "key_document",
     "key_of",
-    "limits_of",
     "reward_document",
     "runner_document",
     "runner_of",
@@ -50,11 +49,8 @@ AGAIN = "x-sent-to"
 
 
 def to_json(document: Any) -> bytes:
-    """A document as bytes. What JSON cannot say is refused, and so are numbers that are none."""
-    try:
-        return json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"This cannot be sent to the store, since it is no JSON: {error}.") from error
+    """A document as bytes. A number that is none, which JSON does not have, is written as Python reads it."""
+    return json.dumps(document, separators=(",", ":")).encode()
 
 
 # -- whose -------------------------------------------------------------------------------------------------------------
@@ -74,17 +70,12 @@ def key_of(document: Mapping[str, Any]) -> Key:
 
 
 def _task_document(task: Task) -> dict[str, Any]:
-    return {"ordinal": task.ordinal, "fields": task.fields, "source": task.source}
+    return {"ordinal": task.ordinal, "fields": plain(task.fields, "fields"), "source": task.source}
 
 
 def task_of(document: Mapping[str, Any]) -> Task:
     """The task that was written so."""
     return Task(document["ordinal"], document["fields"], document["source"])
-
-
-def limits_of(document: Mapping[str, Any]) -> Limits:
-    """The limits that were written so."""
-    return Limits(**{**document, "retry_on": tuple(Outcome(name) for name in document["retry_on"])})
 
 
 def wanted_document(wanted: Wanted) -> dict[str, Any]:
@@ -94,7 +85,7 @@ def wanted_document(wanted: Wanted) -> dict[str, Any]:
         "sample": wanted.sample,
         "id": wanted.id,
         "use": wanted.use,
-        "limits": asdict(wanted.limits),
+        "limits": wanted.limits.document(),
     }
 
 
@@ -104,7 +95,7 @@ def claim_document(claim: Claim) -> dict[str, Any]:
         **key_document(claim.key),
         "task": _task_document(claim.task),
         "use": claim.use,
-        "limits": asdict(claim.limits),
+        "limits": claim.limits.document(),
         "resources": dict(claim.resources),
         "model_key": claim.model_key,
         "reward_key": claim.reward_key,
@@ -117,7 +108,7 @@ def claim_of(document: Mapping[str, Any]) -> Claim:
         key_of(document),
         task_of(document["task"]),
         document["use"],
-        limits_of(document["limits"]),
+        Limits.restored(document["limits"]),
         document["resources"],
         document["model_key"],
         document["reward_key"],
@@ -129,15 +120,9 @@ def claim_of(document: Mapping[str, Any]) -> Claim:
 
 def reward_document(reward: Reward) -> float | dict[str, float]:
     """A reward as plain numbers, all of them finite."""
-    parts = reward if isinstance(reward, Mapping) else {"reward": reward}
-    try:
-        told = {name: float(value) for name, value in parts.items()}
-    except (TypeError, ValueError) as error:
-        raise RewardError(f"A reward must be a number, or named numbers, and {reward!r} is not ({error}).") from error
-    for name, value in told.items():
-        if not math.isfinite(value):
-            raise RewardError(f"A reward must be a finite number, and '{name}' is {value}.")
-    return told if isinstance(reward, Mapping) else told["reward"]
+    if isinstance(reward, Mapping):
+        return {str(name): finite(value, f"The part '{name}' of a reward") for name, value in reward.items()}
+    return finite(reward, "A reward")
 
 
 def ended_document(ended: Ended) -> dict[str, Any]:
