@@ -97,8 +97,8 @@ class _Server(uvicorn.Server):
 def _bound(host: str, port: int) -> socket.socket:
     """A socket at this address, which nobody else has."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        ears = socket.socket(family, socket.SOCK_STREAM)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        ears = socket.socket(family, kind, protocol)  # asyncio sends without delay only where it sees that this is TCP
         try:
             ears.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             ears.bind(address)
