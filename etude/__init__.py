@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from etude.agents import emit
+    from etude.agents.agent import Agent, agent
+    from etude.agents.command import command
     from etude.easy import PPOTrainer, RLConfig, Trajectories
 
 __version__ = "0.1.0"
 
-__all__ = ["PPOTrainer", "RLConfig", "Trajectories", "__version__"]
+__all__ = ["Agent", "PPOTrainer", "RLConfig", "Trajectories", "__version__", "agent", "command", "emit"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +21,18 @@ def __getattr__(name: str) -> Any:
         from etude import easy
 
         return getattr(easy, name)
+    if name in ("Agent", "agent"):
+        from etude.agents import agent
+
+        return getattr(agent, name)
+    if name == "command":
+        from etude.agents.command import command
+
+        return command
+    if name == "emit":
+        from etude.agents import emit
+
+        return emit
     raise AttributeError(f"module 'etude' has no attribute '{name}'")
 
 

@@ -13,6 +13,7 @@
     ├── CheckpointError                   a checkpoint that cannot be written or read; names the file
     ├── CollectionError                   a step that got nothing to train on; says what failed
     ├── EnvError                          an environment or a tool that breaks its word; names it
+    ├── AgentError (ValueError)           an agent that breaks its word: its parameters, its reward, its end; says which
     ├── RunError                          a run directory that cannot be used: in use, missing, not a run
     ├── TrainingError                     an update that cannot be taken; the weights are as they were
     ├── StoreError                        the journal cannot be opened, read or written as asked; names the file
@@ -30,6 +31,7 @@ A mistake of Etude's own is an `assert`, never one of these.
 from __future__ import annotations
 
 __all__ = [
+    "AgentError",
     "BatchError",
     "ChatError",
     "CheckpointError",
@@ -105,6 +107,10 @@ class CollectionError(EtudeError):
 
 class EnvError(EtudeError):
     """An environment or a tool that breaks its word."""
+
+
+class AgentError(EtudeError, ValueError):
+    """An agent that breaks its word."""
 
 
 class RunError(EtudeError):

@@ -12,7 +12,7 @@ copied: a record is a fact. Those that hold arrays are equal only to themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, KeysView, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, TypeAlias
@@ -213,7 +213,10 @@ class Turn(_Record):
 
 @dataclass(frozen=True, slots=True)
 class Task(_Record):
-    """One row of a dataset. Example: `Task(7, {"prompt": "2+2?", "ground_truth": "4"})`."""
+    """One row of a dataset. Example: `Task(7, {"prompt": "2+2?", "ground_truth": "4"})`.
+
+    Its fields are read as those of a mapping: `task["prompt"]`, `task.get("hint")`, `"hint" in task`, `dict(task)`.
+    """
 
     ordinal: int
     """Its place in the run's order, which is never reused and never skipped."""
@@ -223,6 +226,25 @@ class Task(_Record):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", dict(self.fields))
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.fields:
+            raise KeyError(f"task {self.ordinal} has no field {name!r}; it has {', '.join(self.fields) or 'none'}")
+        return self.fields[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.fields
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.fields)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field, or `default` where there is none of this name."""
+        return self.fields.get(name, default)
+
+    def keys(self) -> KeysView[str]:
+        """The names of its fields."""
+        return self.fields.keys()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,16 +7,30 @@ import shlex
 import shutil
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal, NamedTuple, cast, get_args
+
+from etude.errors import ConfigError
 
 __all__ = [
+    "Appointed",
+    "Role",
+    "appointed",
     "bound_kernel_caches",
     "cache_directory",
     "etude_command",
+    "for_a_program",
+    "for_a_runner",
     "for_one_machine",
     "memory_is_chosen",
     "required_components",
+    "role",
+    "store_address",
 ]
+
+Role = Literal["store", "runner", "train"]
+"""What a process is there for, where several share the work: to keep the store, to play rollouts, to train."""
 
 
 def required_components() -> frozenset[str]:
@@ -59,3 +73,52 @@ def for_one_machine() -> dict[str, str]:
     unless it says otherwise itself."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     return {"GLOO_SOCKET_IFNAME": loopback, **os.environ}
+
+
+class Appointed(NamedTuple):
+    """The attempt that this whole process plays, and where what it says of it is written down."""
+
+    url: str
+    reward_key: str
+    rollout: int
+    attempt: int
+
+
+def appointed() -> Appointed | None:
+    """The attempt that the environment names (`ETUDE_STORE_URL`, `ETUDE_REWARD_KEY`, `ETUDE_ROLLOUT`, `ETUDE_ATTEMPT`),
+    if it names one and may write of it."""
+    url, key = os.environ.get("ETUDE_STORE_URL", ""), os.environ.get("ETUDE_REWARD_KEY", "")
+    if not (url and key):
+        return None
+    numbers = []
+    for name in ("ETUDE_ROLLOUT", "ETUDE_ATTEMPT"):
+        text = os.environ.get(name, "")
+        if not text.isdecimal():
+            raise ConfigError(f"With `ETUDE_REWARD_KEY` the environment names an attempt, and {name} is '{text}'.")
+        numbers.append(int(text))
+    return Appointed(url, key, *numbers)
+
+
+def store_address() -> tuple[str, str]:
+    """Where the store is that this process is to join, and the key to it (`ETUDE_STORE_URL`, `ETUDE_STORE_KEY`); empty
+    where the environment does not say."""
+    return os.environ.get("ETUDE_STORE_URL", ""), os.environ.get("ETUDE_STORE_KEY", "")
+
+
+def role() -> Role | None:
+    """What this process is there for (`ETUDE_ROLE`); None is everything at once."""
+    asked = os.environ.get("ETUDE_ROLE", "")
+    if asked and asked not in get_args(Role):
+        raise ConfigError(f"ETUDE_ROLE is '{asked}'; it may be {', '.join(get_args(Role))}, or not be set.")
+    return cast(Role, asked) if asked else None
+
+
+def for_a_program(added: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program that plays an attempt: this one's with `added`, and with nothing that would open the
+    store."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("ETUDE_")} | dict(added)
+
+
+def for_a_runner() -> dict[str, str]:
+    """The environment of a process that plays rollouts beside this one."""
+    return for_a_program({"ETUDE_ROLE": "runner"})

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from etude.agents.agent import Agent, load_agent
 from etude.agents.execution.processes import ProcessRunners
@@ -38,14 +37,6 @@ __all__ = ["Agency", "agency"]
 
 SECRET = "keys.secret"
 """The file in a run's directory that its keys are made of, so that runners elsewhere keep theirs over a restart."""
-
-
-class Runners(Protocol):
-    """Those that were started here."""
-
-    def check(self) -> None:
-        """Raise what ended the last of them, if none is left."""
-        ...
 
 
 @dataclass
@@ -93,7 +84,9 @@ def agency(
         if agent is not None and asked.runners:
             started: ThreadRunners | ProcessRunners
             if asked.strategy == "shm":
-                started = ThreadRunners(desk, agent, asked.runners, max_concurrency=asked.at_once, store_url=serving.url)
+                started = ThreadRunners(
+                    desk, agent, asked.runners, max_concurrency=asked.at_once, store_url=serving.url
+                )
             else:
                 logs = directory / "runners"
                 started = ProcessRunners(
@@ -103,7 +96,11 @@ def agency(
         else:
             told = "Runners may join: `etude runner %s --url %s`, with the key in %s."
             get_log("recipes").info(told, asked.path or "AGENT", serving.url, directory / SECRET)
-        yield Agency(desk, endpoint, serving.url, check)
+        yield Agency(desk, endpoint, serving.url, _nothing if started is None else started.check)
+
+
+def _nothing() -> None:
+    """Nobody was started here whose end could be told."""
 
 
 def _unseeded(params: SamplingParams) -> SamplingParams:

@@ -61,9 +61,7 @@ def build(run: Run, interrupt: Interrupt | None = None, agent: Agent | None = No
         yield parts
 
 
-def _assembled(
-    run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack, agent: Agent | None = None
-) -> Parts:
+def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack, agent: Agent | None = None) -> Parts:
     """The parts, each open until the stack closes; and the run written down, once all of them are there."""
     from etude.checkpoint import Checkpoints
     from etude.recipes import checks, folder, inputs

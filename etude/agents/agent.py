@@ -1,0 +1,295 @@
+"""What an agent is: a function that plays one attempt at a task, or a class with a set-up around it.
+
+    @etude.agent
+    def guess(task, llm):                   # what it is given is what its parameters name
+        said = llm.client.completions.create(model=llm.model, prompt=task["question"]).choices[0].text
+        return {"right": float(said == task["answer"])}
+
+    class Searcher(etude.Agent):            # for what is worth having once and not for each attempt
+        def setup(self): self.index = load_index()
+        async def run(self, task, llm): …
+        def teardown(self): self.index.close()
+
+A coroutine runs on the runner's loop, beside others; a function runs on a thread of its own. What is returned is the
+final reward: a number, named parts that are added up, or None where it was said by `etude.emit`, or is to be judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, overload
+from weakref import WeakKeyDictionary
+
+from etude.agents import openai_clients
+from etude.config.plugin import load_named
+from etude.errors import AgentError
+from etude.store.desk import Claim, Use
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
+__all__ = [
+    "GIVEN",
+    "LLM",
+    "Agent",
+    "FunctionAgent",
+    "RolloutInfo",
+    "Wants",
+    "agent",
+    "as_agent",
+    "llm_of",
+    "load_agent",
+    "main_file",
+]
+
+GIVEN = ("task", "llm", "rollout", "resources")
+"""What an agent may ask for, by the names of its parameters."""
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class RolloutInfo(NamedTuple):
+    """Which attempt it is."""
+
+    id: int
+    """Of the rollout."""
+    attempt: int
+    """0 for the first try; a rollout that failed may be tried again."""
+    use: Use
+    """`train` or `val`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LLM:
+    """Where the model is that is trained, and how this attempt is let in."""
+
+    base_url: str
+    """As OpenAI's clients take it; Anthropic's take it without its `/v1`."""
+    api_key: str = field(repr=False)
+    """Good for this attempt alone."""
+    model: str
+
+    @property
+    def client(self) -> OpenAI:
+        """A client of the package openai, ready."""
+        return _client(self.base_url).with_options(api_key=self.api_key)
+
+    @property
+    def async_client(self) -> AsyncOpenAI:
+        """Its twin for coroutines."""
+        return _async_client(self.base_url).with_options(api_key=self.api_key)
+
+
+@cache
+def _client(base_url: str) -> OpenAI:
+    """One for all attempts, which share its connections."""
+    return openai_clients()[0](base_url=base_url, api_key="none")
+
+
+_async_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, AsyncOpenAI]] = WeakKeyDictionary()
+
+
+def _async_client(base_url: str) -> AsyncOpenAI:
+    """One for all attempts on the loop that runs: connections belong to a loop."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        raise AgentError(
+            "`llm.async_client` was asked for where no event loop runs; a function that is no coroutine has "
+            "`llm.client`."
+        ) from None
+    held = _async_clients.setdefault(loop, {})
+    if base_url not in held:
+        held[base_url] = openai_clients()[1](base_url=base_url, api_key="none")
+    return held[base_url]
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What an agent is given, and how it is called."""
+
+    names: tuple[str, ...]
+    waits: bool
+    """Whether calling it makes a coroutine."""
+
+
+class Agent(ABC):
+    """What plays attempts. Each runner has one of its own; `run` may be under way several times at once."""
+
+    max_concurrency: ClassVar[int | None] = None
+    """How many attempts of it one runner plays at once; None leaves it to the runner."""
+    timeout_s: ClassVar[float | None] = None
+    """Seconds that an attempt may take, where its rollout does not allow less; None is without a limit of its own."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG004
+        """An agent, unless its `run` asks for what nobody gives."""
+        self = super().__new__(cls)
+        self.wants()
+        return self
+
+    def setup(self) -> Any:  # noqa: B027
+        """Called once, before the first attempt; a function or a coroutine."""
+
+    @abstractmethod
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Play one attempt, given what its parameters name: see `GIVEN`. A function or a coroutine."""
+
+    def teardown(self) -> Any:  # noqa: B027
+        """Called once, after the last attempt; a function or a coroutine."""
+
+    @property
+    def title(self) -> str:
+        """How sentences name it."""
+        return type(self).__name__
+
+    def wants(self) -> Wants:
+        """What `run` asks for."""
+        return wants_of(self.run, f"{self.title}.run")
+
+
+class FunctionAgent(Agent):
+    """A function as an agent. Called, it is the function."""
+
+    def __new__(cls, *_: Any, **__: Any) -> FunctionAgent:
+        return object.__new__(cls)  # what it asks for is seen once it has its function
+
+    def __init__(
+        self, function: Callable[..., Any], *, max_concurrency: int | None = None, timeout_s: float | None = None
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._wants = wants_of(function, self.title)
+        for name, value in (("max_concurrency", max_concurrency), ("timeout_s", timeout_s)):
+            if value is not None and not value > 0:
+                raise AgentError(f"The agent {self.title} has {name}={value!r}; it must be above 0, or None.")
+        self.max_concurrency, self.timeout_s = max_concurrency, timeout_s  # type: ignore[misc]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __copy__(self) -> FunctionAgent:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[str], Agent], tuple[str]]:
+        return load_agent, (_spec_of(self),)
+
+    def run(self, **given: Any) -> Any:
+        return self._function(**given)
+
+    @property
+    def title(self) -> str:
+        return getattr(self._function, "__name__", repr(self._function))
+
+    def wants(self) -> Wants:
+        return self._wants
+
+
+@overload
+def agent(function: Callable[..., Any], /) -> FunctionAgent: ...
+
+
+@overload
+def agent(
+    *, max_concurrency: int | None = None, timeout_s: float | None = None
+) -> Callable[[Callable[..., Any]], FunctionAgent]: ...
+
+
+def agent(
+    function: Callable[..., Any] | None = None, /, *, max_concurrency: int | None = None, timeout_s: float | None = None
+) -> FunctionAgent | Callable[[Callable[..., Any]], FunctionAgent]:
+    """Make an agent of a function. It can still be called like one.
+
+    max_concurrency: how many attempts of it one runner plays at once. timeout_s: seconds that an attempt may take,
+    where its rollout does not allow less.
+    """
+
+    def made(function: Callable[..., Any]) -> FunctionAgent:
+        return FunctionAgent(function, max_concurrency=max_concurrency, timeout_s=timeout_s)
+
+    return made if function is None else made(function)
+
+
+def wants_of(function: Callable[..., Any], title: str) -> Wants:
+    """What a function asks for by its parameters; `AgentError` where it asks for what nobody gives."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise AgentError(
+            f"The agent {title} yields, so that calling it would run nothing. Return the reward; what is to be said on "
+            "the way goes through `etude.emit`."
+        )
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise AgentError(f"The agent {title} does not say what its parameters are: {error}.") from error
+    names = []
+    for each in parameters:
+        if each.kind in _VARIABLE or (each.name not in GIVEN and each.default is not each.empty):
+            continue
+        if each.name not in GIVEN:
+            raise AgentError(
+                f"The agent {title} takes `{each.name}`, which nobody gives: an agent is given {', '.join(GIVEN[:-1])} "
+                f"and {GIVEN[-1]}, whichever it names. Rename it, or give it a default."
+            )
+        if each.kind is each.POSITIONAL_ONLY:
+            raise AgentError(f"The agent {title} takes `{each.name}` by position alone; leave out the `/` behind it.")
+        names.append(each.name)
+    return Wants(tuple(names), inspect.iscoroutinefunction(function))
+
+
+def llm_of(claim: Claim) -> LLM | None:
+    """The model as an attempt reaches it; None where no endpoint is told of."""
+    endpoint: Mapping[str, Any] | None = claim.resources.get("endpoint")
+    return None if endpoint is None else LLM(endpoint["base_url"], claim.model_key, endpoint["model"])
+
+
+# -- agents by name ----------------------------------------------------------------------------------------------------
+
+
+def as_agent(found: Any, title: str) -> Agent:
+    """An agent, whatever form it has: one that is made, a class of them, or a function."""
+    if isinstance(found, Agent):
+        return found
+    if isinstance(found, type):
+        if not issubclass(found, Agent):
+            raise AgentError(f"{title} is a class, and none that is derived from etude.Agent. Derive it from that.")
+        try:
+            made: Agent = found()
+        except TypeError as error:
+            raise AgentError(f"{title} cannot be made without arguments ({error}). Name one that is made.") from error
+        return made
+    if callable(found):
+        return FunctionAgent(found)
+    raise AgentError(f"{title} is a {type(found).__name__}; an agent is a function, or an etude.Agent.")
+
+
+def load_agent(spec: str) -> Agent:
+    """The agent that `module:name` or `path/to/file.py:name` names."""
+    return as_agent(load_named(spec, "agent", "etude runner my_agent.py:agent"), f"The agent '{spec}'")
+
+
+def _spec_of(made: FunctionAgent) -> str:
+    """The name by which another process finds the agent of a function: `load_agent` takes it."""
+    module, name = made.__module__, made.__qualname__  # type: ignore[attr-defined]
+    place = main_file() if module == "__main__" else module
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if place is None or found is not made:
+        why = "it was written at a prompt" if place is None else f"{module} has no such agent under the name {name}"
+        raise AgentError(
+            f"The agent {made.title} cannot be sent to another process, because {why}. Define it by `@etude.agent` at "
+            "the top level of a file."
+        )
+    return f"{place}:{name}"
+
+
+def main_file() -> Path | None:
+    """The file that this process was started with, if with one."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(file).absolute() if file and Path(file).suffix == ".py" else None

@@ -1,0 +1,113 @@
+"""What runs in a process that was started to play rollouts: one runner, joined to a desk by its server.
+
+consumes       orders on standard input (first of all, what to play and where), and rollouts that it claims
+produces       attempts that are handed in; what it says, on standard error
+waits for      the desk
+unblocked by   the order to stop, or SIGTERM: once to let what is under way end, twice to cancel it; and by the end of
+               standard input, or of the process that started it, which end it at once, with all that it started
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from etude.agents import distant_desk
+from etude.agents.agent import Agent
+from etude.agents.command import guard
+from etude.agents.runner import Pace, Runner
+from etude.errors import EtudeError
+
+__all__ = ["REFUSED", "STOP", "Appointment", "main", "serve"]
+
+REFUSED = 2
+"""The exit code of a process that had something to say against what it was asked, in the last line it wrote."""
+STOP = b"stop\n"
+
+
+@dataclass(frozen=True)
+class Appointment:
+    """What a runner's process is to do."""
+
+    agent: Agent
+    url: str
+    key: str
+    name: str
+    max_concurrency: int
+    pace: Pace
+
+
+def serve(asked: Appointment, orders: BinaryIO | None = None) -> None:
+    """Play rollouts on this thread, the main one of its process, until it is told to stop."""
+    asyncio.run(_served(asked, orders))
+
+
+async def _served(asked: Appointment, orders: BinaryIO | None) -> None:
+    desk = distant_desk(asked.url, asked.key)
+    try:
+        runner = Runner(
+            desk,
+            asked.agent,
+            asked.name or None,
+            max_concurrency=asked.max_concurrency,
+            pace=asked.pace,
+            store_url=asked.url,
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, runner.stop)
+        if orders is not None:
+            threading.Thread(target=_listen, args=(orders, runner), name="etude-orders", daemon=True).start()
+        await runner.run()
+    finally:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(asked.pace.cancel_s):
+                await desk.close()
+
+
+def main() -> None:
+    """Be the runner that the first order on standard input speaks of."""
+    faulthandler.enable()
+    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s runner[{os.getpid()}] %(levelname)-5s %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    orders = os.fdopen(os.dup(0), "rb", buffering=0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what an agent reads is not what this process is told
+    guard.add(os.getpgrp())
+    try:
+        body = _read(orders, int.from_bytes(_read(orders, 8), "big"))
+        serve(pickle.loads(body), orders)
+    except EtudeError as error:
+        logging.getLogger("etude.agents").error("%s", error)
+        sys.exit(REFUSED)
+
+
+def _read(orders: BinaryIO, length: int) -> bytes:
+    found = b""
+    while len(found) < length:
+        more = orders.read(length - len(found))
+        if not more:
+            _end()
+        found += more
+    return found
+
+
+def _listen(orders: BinaryIO, runner: Runner) -> None:
+    """Take orders while there is somebody to give them."""
+    while order := orders.readline():
+        if order == STOP:
+            runner.stop()
+    _end()
+
+
+def _end() -> None:
+    """Nobody is there to play for: end this process and all that it started. Commands are the guard's to end."""
+    os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,0 +1,295 @@
+"""A runner: claims rollouts at a desk as it has room for them, has its agent play them, and hands in how they ended.
+
+consumes       rollouts that are queued at the desk
+produces       attempts, each handed in once; and signs of life
+waits for      the desk, for as long as there is nothing to claim; its agent
+unblocked by   a claim, an attempt's end, `stop`; and by `Pace`, which bounds each wait
+
+`stop` once, and it claims no more and lets what is under way end; twice, and that is cancelled. What a runner gives up
+because it stops itself is nobody's failure: it is handed in as an infrastructure error, and another runner tries it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from etude.agents.agent import Agent
+from etude.agents.hands import Hands
+from etude.agents.playing import Playing
+from etude.errors import AgentError, IllegalMoveError, KeyRefusedError, StoreError, UnknownError
+from etude.records import Outcome
+from etude.store.desk import Claim, Desk, Ended, Key
+
+__all__ = ["Pace", "Runner"]
+
+R = TypeVar("R")
+
+log = logging.getLogger("etude.agents")  # by its name: all of `observe` would cost a runner half its start
+
+MOST_LEFT = 32
+"""Attempts that were left to themselves and still go on, at which a runner gives up: each holds what it holds."""
+ALIVE = 4
+"""Signs of life within the silence that makes an attempt unresponsive."""
+BLOCKED = 1.0
+"""Seconds by which the loop may be late before it is told."""
+STOPPED = "Its runner was stopped."
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long a runner waits for what."""
+
+    heartbeat_s: float = 5.0
+    """Between two signs of life, or less where a rollout wants it; what is to stop learns so by the next."""
+    poll_s: float = 1.0
+    """For a rollout to claim, each time it asks."""
+    drain_s: float = 30.0
+    """When it is stopped, for what is under way to end."""
+    cancel_s: float = 5.0
+    """For a coroutine that was cancelled to end; then it is left to itself."""
+    patience_s: float = 300.0
+    """For a desk that does not answer to do so again."""
+    setup_s: float = 300.0
+    """For the agent's set-up, and for its tear-down."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            lowest = 0 if name in ("drain_s", "patience_s") else 1e-3
+            if not lowest <= value < float("inf"):
+                raise AgentError(f"Pace.{name} is {value!r}; it must be {lowest:g} s or more, and finite.")
+
+
+class Runner:
+    """Plays rollouts of a desk, so many at once, on the loop that `run` is called on."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        agent: Agent,
+        name: str | None = None,
+        *,
+        max_concurrency: int = 8,
+        pace: Pace | None = None,
+        store_url: str = "",
+    ) -> None:
+        """desk: where rollouts are claimed. agent: what plays them; its own `max_concurrency` bounds this one.
+        store_url: where the desk's server is, for commands that write rewards of their own.
+        """
+        if max_concurrency < 1:
+            raise AgentError(f"A runner was asked to play {max_concurrency} attempts at once; ask for 1 or more.")
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
+        self.ended: Counter[Outcome] = Counter()
+        """How many attempts it handed in, by how they ended."""
+        self._desk, self._agent, self._pace, self._store_url = desk, agent, pace or Pace(), store_url
+        self._slots = min(max_concurrency, agent.max_concurrency or max_concurrency)
+        self._playing: dict[Key, Playing] = {}
+        self._left: set[Playing] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._asked = 0
+        self._interval = self._pace.heartbeat_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed, self._beat_soon, self._hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    @property
+    def left(self) -> int:
+        """Attempts that were left to themselves and still go on."""
+        return len(self._left) + (self._hands.left if self._loop else 0)
+
+    def stop(self) -> None:
+        """Claim no more, and end when what is under way has; called again, cancel that. Any thread may call it."""
+        if self._loop is None:
+            self._asked += 1
+        else:
+            with suppress(RuntimeError):  # the loop is closed: it has stopped
+                self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        self._asked += 1
+        self._changed.set()
+        if self._asked > 1:
+            self._hurry.set()
+
+    async def run(self) -> None:
+        """Play until it is stopped. `StoreError` where the desk is gone for good, `AgentError` where the agent cannot
+        be set up, or leaves too much behind."""
+        self._hands, self._loop = Hands(f"etude-{self.name}"), asyncio.get_running_loop()
+        try:
+            await self._prepared("set up", self._agent.setup)
+            beating = asyncio.create_task(self._beat(), name=f"{self.name} beats")
+            try:
+                await self._claim_until_stopped()
+                await self._drain()
+            finally:
+                await self._cancel_all()
+                beating.cancel()
+                await self._prepared("torn down", self._agent.teardown)
+        finally:
+            self._hands.close()
+        if self.left >= MOST_LEFT:
+            raise AgentError(
+                f"The runner {self.name} gives up: {self.left} attempts of the agent {self._agent.title} did not end "
+                "when they were to, and go on. Have it bound its own waits, or play it as a command, which can be "
+                "ended."
+            )
+
+    # -- claiming and playing ------------------------------------------------------------------------------------------
+
+    async def _claim_until_stopped(self) -> None:
+        while not self._asked and self.left < MOST_LEFT:
+            free = self._slots - len(self._playing)
+            if free < 1:
+                await self._changed.wait()
+                self._changed.clear()
+                continue
+            for claim in await self._claimed(free):
+                self._begin(claim)
+
+    async def _claimed(self, free: int) -> list[Claim]:
+        claims = await self._insist(lambda: self._desk.claim(self.name, free, self._pace.poll_s), "claim")
+        return claims or []
+
+    def _begin(self, claim: Claim) -> None:
+        playing = Playing(
+            self._agent, claim, self._desk, self._hands, cancel_s=self._pace.cancel_s, store_url=self._store_url
+        )
+        self._playing[claim.key] = playing
+        if claim.limits.unresponsive_s / ALIVE < self._interval:
+            self._beat_soon.set()
+        task = asyncio.create_task(self._play(playing))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _play(self, playing: Playing) -> None:
+        """Play one attempt and hand it in; its place is free when the desk has acknowledged that."""
+        key = playing.claim.key
+        try:
+            # What was claimed while this runner was told to stop is for another.
+            ended = Ended(Outcome.INFRA_ERROR, STOPPED) if self._asked else await playing.play()
+            if playing.left:
+                self._left.add(playing)
+                playing.forsaken(lambda: self._left.discard(playing))
+            if await self._hand_in(key, ended):
+                self.ended[ended.outcome] += 1
+        finally:
+            del self._playing[key]
+            self._changed.set()
+
+    async def _hand_in(self, key: Key, ended: Ended) -> bool:
+        """Whether the desk took it; one that was over before, or that it knows nothing of, is none of ours."""
+        try:
+            return bool(await self._insist(lambda: self._desk.finish(key, ended), "hand in", even_stopped=True))
+        except (IllegalMoveError, UnknownError, KeyRefusedError) as error:
+            log.warning("Attempt %d at rollout %d could not be handed in: %s", key.attempt, key.rollout, error)
+        except StoreError as error:
+            log.error("Attempt %d at rollout %d is lost: %s", key.attempt, key.rollout, error)
+        return False
+
+    async def _insist(self, ask: Callable[[], Awaitable[R]], what: str, even_stopped: bool = False) -> R | None:
+        """Ask the desk until it answers; None once this runner was stopped. Its refusals are answers."""
+        since: float | None = None
+        wait = 0.1
+        while True:
+            try:
+                return await ask()
+            except (IllegalMoveError, UnknownError):
+                raise
+            except StoreError as error:
+                if self._asked and not even_stopped:
+                    return None
+                now = asyncio.get_running_loop().time()
+                since = now if since is None else since
+                if now - since + wait > self._pace.patience_s or self._hurry.is_set():
+                    told = f"The runner {self.name} could not {what} for {now - since:.0f} s: {error}"
+                    raise StoreError(told) from error
+                log.log(logging.WARNING if wait == 0.1 else logging.DEBUG, "%s: %s Asking again.", self.name, error)
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, 5.0)
+
+    # -- signs of life -------------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        """Tell the desk what is under way, and stop what it wants stopped."""
+        loop = asyncio.get_running_loop()
+        while True:
+            silences = [playing.claim.limits.unresponsive_s for playing in self._playing.values()]
+            self._interval = min([self._pace.heartbeat_s, *(silence / ALIVE for silence in silences)])
+            try:
+                async with asyncio.timeout(max(self._interval, 10.0)):
+                    unwanted = await self._desk.heartbeat(self.name, tuple(self._playing), self._told())
+            except (StoreError, KeyRefusedError, TimeoutError) as error:
+                log.debug("%s: its heartbeat was not heard: %s", self.name, error)
+                unwanted = {}
+            for key, why in unwanted.items():
+                if key in self._playing:
+                    self._playing[key].stop(Ended(Outcome.CANCELLED, why))
+            due = loop.time() + self._interval
+            self._beat_soon.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._beat_soon.wait(), self._interval)
+            if loop.time() - due > BLOCKED:
+                told = "%s: its loop was blocked for %.1f s. Where %s computes or waits without `await`, make it a "
+                told += "plain function, which runs on a thread."
+                log.warning(told, self.name, loop.time() - due, self._agent.title)
+
+    def _told(self) -> dict[str, Any]:
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "agent": self._agent.title,
+            "max_concurrency": self._slots,
+            "ended": {outcome.value: count for outcome, count in self.ended.items()},
+            "left": self.left,
+        }
+
+    # -- beginning and end ---------------------------------------------------------------------------------------------
+
+    async def _prepared(self, what: str, call: Callable[[], Any]) -> None:
+        """Call a part of the agent that is called once."""
+        try:
+            async with asyncio.timeout(self._pace.setup_s):
+                if inspect.iscoroutinefunction(call):
+                    await call()
+                elif inspect.isawaitable(made := await self._hands.call(call)):
+                    await made
+        except TimeoutError as error:
+            told = f"not within {self._pace.setup_s:g} s"
+            raise AgentError(f"The agent {self._agent.title} could not be {what}: {told}.") from error
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            raise AgentError(f"The agent {self._agent.title} could not be {what}: {told}") from error
+
+    async def _drain(self) -> None:
+        """Let what is under way end, as long as there is time and nobody asks again."""
+        hurried = asyncio.create_task(self._hurry.wait())
+        until = asyncio.get_running_loop().time() + self._pace.drain_s
+        while self._tasks and not hurried.done():
+            rest = until - asyncio.get_running_loop().time()
+            if rest <= 0:
+                break
+            await asyncio.wait({hurried, *self._tasks}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+
+    async def _cancel_all(self) -> None:
+        """End what is still under way; attempts that cannot be handed in are for the desk to miss."""
+        if not self._tasks:
+            return
+        self._asked = max(self._asked, 2)
+        self._hurry.set()
+        for playing in list(self._playing.values()):
+            playing.stop(Ended(Outcome.INFRA_ERROR, STOPPED))
+        with suppress(asyncio.CancelledError):
+            _, late = await asyncio.wait(self._tasks, timeout=2 * self._pace.cancel_s)
+            for task in late:
+                task.cancel()

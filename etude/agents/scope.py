@@ -1,0 +1,128 @@
+"""The attempt that code is a part of, wherever in this process it runs, and what it says to the desk on the way.
+
+    agent's code, on any thread or task ──say──► Scope ──pump──► desk.reward, desk.note
+
+A scope is found by a context variable, which tasks inherit, and functions called by `asyncio.to_thread` or by a copied
+context. A thread that an agent began by itself inherits nothing; as long as one attempt alone is under way in the
+process there is no doubt whose it is. Saying something never waits: the desk is told on the runner's loop, in order,
+and has been told all of it before the attempt is handed in.
+
+consumes       what agents say, from any thread
+produces       calls to the desk, one after the other
+waits for      the desk
+unblocked by   its answers; `close` gives up after its bound
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeAlias
+
+from etude.errors import AgentError
+from etude.store.desk import Desk, Key
+
+__all__ = ["Scope", "current"]
+
+Saying: TypeAlias = Callable[[Desk, Key], Awaitable[None]]
+
+MOST = 10_000
+"""Things said that may wait for the desk, before saying more is refused."""
+
+_CURRENT: ContextVar[Scope | None] = ContextVar("etude_attempt", default=None)
+_open: set[Scope] = set()
+_lock = threading.Lock()
+
+
+def current() -> Scope | None:
+    """The attempt that the caller is a part of; None where no attempt is under way in this process."""
+    scope = _CURRENT.get()
+    if scope is not None:
+        return scope
+    with _lock:
+        if len(_open) > 1:
+            raise AgentError(
+                f"{len(_open)} attempts are under way in this process, and nothing tells to which of them this thread "
+                "belongs. Begin threads with `asyncio.to_thread`, or have them call "
+                "`contextvars.copy_context().run(function)` with a copy made in the agent."
+            )
+        return next(iter(_open), None)
+
+
+class Scope:
+    """One attempt that is under way, as the code that plays it sees it."""
+
+    def __init__(self, desk: Desk, key: Key) -> None:
+        self.key = key
+        self.rewarded = False
+        """Whether its final reward was given."""
+        self._desk, self._loop = desk, asyncio.get_running_loop()
+        self._waiting: deque[Saying] = deque()
+        self._over = False
+        self._pump: asyncio.Task[None] | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The attempt of whatever is called within, and of the tasks begun there."""
+        token = _CURRENT.set(self)
+        with _lock:
+            _open.add(self)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+            with _lock:
+                _open.discard(self)
+
+    def say(self, what: Saying, final: bool = False) -> None:
+        """Have the desk told something, soon. Any thread may call it. `final` is the attempt's whole reward."""
+        with self._lock:
+            told = f"Attempt {self.key.attempt} at rollout {self.key.rollout}"
+            if self._over:
+                raise AgentError(f"{told} is over: nothing is added to it any more.")
+            if final and self.rewarded:
+                raise AgentError(
+                    f"{told} was given its final reward already. Give it once; what single turns earned goes with "
+                    "`turn=`, any number of times."
+                )
+            if len(self._waiting) >= MOST:
+                raise AgentError(
+                    f"{told} has said {MOST} things that the desk has not been told yet. Say less, or more slowly."
+                )
+            self.rewarded |= final
+            first = not self._waiting
+            self._waiting.append(what)
+        if first:
+            self._loop.call_soon_threadsafe(self._start)
+
+    async def close(self, within: float) -> Exception | None:
+        """Take nothing more, and have told the desk all of it; the error, where it would not hear it in time."""
+        with self._lock:
+            self._over = True
+        if self._waiting:
+            self._start()
+        if self._pump is None:
+            return None
+        try:
+            async with asyncio.timeout(within):
+                await self._pump
+        except Exception as error:
+            return error
+        return None
+
+    def _start(self) -> None:
+        if self._waiting and (self._pump is None or (self._pump.done() and self._pump.exception() is None)):
+            self._pump = self._loop.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        """What waits, in the order it was said; after an error the rest is kept from the desk, so that none of it is
+        told out of order."""
+        while self._waiting:
+            await self._waiting[0](self._desk, self.key)
+            with self._lock:
+                self._waiting.popleft()

@@ -1,0 +1,199 @@
+"""A desk that is elsewhere, reached over HTTP as if it were here.
+
+    desk = RemoteDesk("http://10.0.0.7:8700", key)
+    for claim in await desk.claim("runner-3", n=8, wait_s=30.0): ...
+
+Connections are kept. What is written of attempts (ready, turn, reward, note, finish) travels together: while one
+request is under way, what comes up meanwhile is collected, and goes as the next. Large bodies are compressed.
+
+What fails on the way is tried again, for `patience_s`, so that a server may be restarted meanwhile; after that it is a
+`StoreError`. What must not be done twice is sent under a name of its own, by which the server knows it again: a claim
+whose answer was lost is given again, and a turn is written once. Where the server was restarted between the two, it
+remembers no names: an attempt claimed just then falls silent and is tried again, and a turn, or what a turn was paid,
+is a `StoreError` that says so, since to write it again might count it twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx2
+
+from etude.errors import ConfigError
+from etude.records import Turn
+from etude.store import wire
+from etude.store.desk import Claim, Desk, Ended, Find, Key, Page, Reward, RunnerState, Wanted
+from etude.store.line import Line, Link
+from etude.store.plain import plain
+from etude.store.states import RolloutState
+
+__all__ = ["RemoteDesk"]
+
+POLL_S = 20.0
+"""Seconds that one request waits at most for something to happen; a longer wait is several."""
+MOST_PATIENCE_S = 90.0
+"""Together with the longest poll it is less than a server keeps its answers for."""
+MOST = {"find": 1000, "wait": 1000, "claim": 1000}
+"""Of what one request may ask for; who asks for more gets so many at once."""
+
+
+class RemoteDesk(Desk):
+    """The desk behind a server's address. It may be used from several event loops, each with connections of its own."""
+
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        *,
+        patience_s: float = 60.0,
+        timeout_s: float = 30.0,
+        transport: httpx2.AsyncBaseTransport | None = None,
+    ) -> None:
+        if httpx2.URL(url).scheme not in ("http", "https"):
+            raise ConfigError(f"The address of a store begins with http:// or https://, and '{url}' does not.")
+        if not 0 <= patience_s <= MOST_PATIENCE_S:
+            raise ConfigError(
+                f"patience_s is {patience_s:g}; it must be from 0 to {MOST_PATIENCE_S:g}, since a server knows for two "
+                "minutes what it was asked before."
+            )
+        self.url, self._key = url.rstrip("/"), key
+        self._patience_s, self._timeout_s, self._transport = patience_s, timeout_s, transport
+        self._lines: dict[asyncio.AbstractEventLoop, Line] = {}
+
+    # -- who wants rollouts -------------------------------------------------------------------------------------------
+
+    async def enqueue(self, wanted: Sequence[Wanted]) -> list[int]:
+        """Queue rollouts; those without an id could be queued twice by asking twice, so this too has a name."""
+        ids: list[int] = (await self._ask("enqueue", wanted=[wire.wanted_document(one) for one in wanted]))["ids"]
+        return ids
+
+    async def cancel(self, rollouts: Sequence[int], why: str) -> None:
+        """Nobody wants these any more."""
+        await self._ask("cancel", rollouts=[int(rollout) for rollout in rollouts], why=why)
+
+    async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
+        """Rollouts that came to their end after a cursor."""
+        until = time.monotonic() + timeout_s
+        while True:
+            left = min(max(until - time.monotonic(), 0.0), POLL_S)
+            body = {"cursor": cursor, "timeout_s": left, "limit": min(limit, MOST["wait"])}
+            told = await self._ask("wait", wait_s=left, **body)
+            cursor = told["cursor"]
+            if told["rollouts"] or time.monotonic() >= until:
+                return cursor, [RolloutState.restored(state) for state in told["rollouts"]]
+
+    async def find(self, what: Find) -> Page:
+        """The rollouts that were asked for; a page has at most a thousand."""
+        asked = {name: getattr(what, name) for name in what.__slots__}
+        told = await self._ask("find", **asked | {"limit": min(what.limit, MOST["find"])})
+        return Page(tuple(RolloutState.restored(state) for state in told["rollouts"]), told["more"])
+
+    async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
+        """The turns of an attempt."""
+        told = await self._ask("turns", rollout=rollout, attempt=attempt)
+        return [wire.turn_of(turn) for turn in told["turns"]]
+
+    async def events(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
+        """What was noted during an attempt."""
+        events: list[dict[str, Any]] = (await self._ask("events", rollout=rollout, attempt=attempt))["events"]
+        return events
+
+    # -- who plays them -----------------------------------------------------------------------------------------------
+
+    async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
+        """Up to `n` rollouts. If this is cancelled, the server hands back what it had claimed for it."""
+        until = time.monotonic() + wait_s
+        while True:
+            left = min(max(until - time.monotonic(), 0.0), POLL_S)
+            told = await self._ask("claim", wait_s=left, runner=runner, n=min(n, MOST["claim"]))
+            if told["claims"] or time.monotonic() >= until:
+                return [wire.claim_of(claim) for claim in told["claims"]]
+
+    async def ready(self, key: Key) -> None:
+        """An attempt that was prepared runs now."""
+        await self._write("ready", key, {})
+
+    async def heartbeat(
+        self, runner: str, running: Sequence[Key], told: Mapping[str, Any] | None = None
+    ) -> dict[Key, str]:
+        """A runner is alive; what it is to stop."""
+        keys = [wire.key_document(key) for key in running]
+        heard = await self._ask(
+            "heartbeat", runner=runner, running=keys, told=None if told is None else plain(told, "told")
+        )
+        return {wire.key_of(one): one["why"] for one in heard["stop"]}
+
+    async def finish(self, key: Key, ended: Ended) -> bool:
+        """An attempt is over."""
+        counted: bool = (await self._write("finish", key, wire.ended_document(ended)))["counted"]
+        return counted
+
+    # -- what is written of an attempt that runs ----------------------------------------------------------------------
+
+    async def turn(self, key: Key, turn: Turn) -> int:
+        """Write down one call to the model."""
+        index: int = (await self._write("turn", key, {"turn": wire.turn_document(turn)}))["index"]
+        return index
+
+    async def reward(self, key: Key, reward: Reward, turn: int | None = None) -> None:
+        """What an attempt earned, or one of its turns."""
+        await self._write("reward", key, {"reward": wire.reward_document(reward), "turn": turn})
+
+    async def note(self, key: Key, name: str, data: Any) -> None:
+        """An event that somebody will want to look at."""
+        await self._write("note", key, {"event": name, "data": plain(data, "data")})
+
+    # -- what is shared -----------------------------------------------------------------------------------------------
+
+    async def put(self, name: str, value: Any) -> int:
+        """A new version of a resource."""
+        version: int = (await self._ask("put", resource=name, value=plain(value, "value")))["version"]
+        return version
+
+    async def resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
+        """A resource and its version."""
+        told = await self._ask("resource", resource=name, version=version)
+        return told["version"], told["value"]
+
+    async def runners(self) -> list[RunnerState]:
+        """The runners that spoke within the last minutes."""
+        return [wire.runner_of(runner) for runner in (await self._ask("runners"))["runners"]]
+
+    async def statistics(self) -> dict[str, float]:
+        """How many rollouts stand where."""
+        statistics: dict[str, float] = (await self._ask("statistics"))["statistics"]
+        return statistics
+
+    async def close(self) -> None:
+        """Let go of this event loop's connections, once what is being written is written; the server goes on."""
+        line = self._lines.pop(asyncio.get_running_loop(), None)
+        if line is not None:
+            await line.close()
+
+    # -- the way there ------------------------------------------------------------------------------------------------
+
+    async def _ask(self, verb: str, *, wait_s: float = 0.0, **body: Any) -> dict[str, Any]:
+        """Ask for a verb that goes alone."""
+        if verb == "claim":
+            body["wait_s"] = wait_s
+        return await self._line().link.ask(verb, wire.to_json(body), wait_s)
+
+    async def _write(self, verb: str, key: Key, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Write with what else is being written."""
+        document = {"verb": verb, **wire.key_document(key), **body}
+        return await self._line().write(wire.to_json(document))
+
+    def _line(self) -> Line:
+        """The connections of this event loop."""
+        loop = asyncio.get_running_loop()
+        line = self._lines.get(loop)
+        if line is None:
+            for ended in [other for other in list(self._lines) if other.is_closed()]:
+                del self._lines[ended]
+            line = self._lines[loop] = Line(
+                Link(self.url, self._key, self._patience_s, self._timeout_s, self._transport)
+            )
+        return line

@@ -1,0 +1,240 @@
+"""The way from a `RemoteDesk` to its server: one request, tried until it succeeds or it is enough; and many in one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import httpx2
+
+from etude.config.secrets import mask_text
+from etude.errors import (
+    ConfigError,
+    DataError,
+    EtudeError,
+    IllegalMoveError,
+    KeyRefusedError,
+    RewardError,
+    StoreError,
+    UnknownError,
+)
+from etude.observe import get_log
+from etude.store.wire import AGAIN, LIFE, ONCE
+
+__all__ = ["Line", "Link"]
+
+_LOG = get_log("store")
+COMPRESSED = 32 * 1024
+"""Bytes from which on a body is compressed."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
+"""Seconds of the first wait between two tries, and of the longest; half of it is chance."""
+PASSING = frozenset({408, 429, 502, 503, 504})
+"""What is answered by something that stands before a server, or by a server that is not ready, when another try may
+succeed."""
+CONNECT_S = 5.0
+"""Seconds that it takes to connect, at most."""
+WHOLE = frozenset({413, 422})
+"""What is answered where one writing of many is at fault."""
+LANES = 2
+"""Requests with writings that are under way at once."""
+MOST_WRITINGS, MOST_BYTES = 512, 4 * 2**20
+"""In one request; a writing larger than that goes alone."""
+ERRORS: dict[str, type[EtudeError]] = {
+    kind.__name__: kind
+    for kind in (ConfigError, DataError, IllegalMoveError, KeyRefusedError, RewardError, StoreError, UnknownError)
+}
+"""What a server says by name, as it is raised here."""
+
+
+class Link:
+    """One client's connections to a server, in one event loop."""
+
+    def __init__(
+        self, url: str, key: str, patience_s: float, timeout_s: float, transport: httpx2.AsyncBaseTransport | None
+    ) -> None:
+        if not key or not key.isascii() or not key.isprintable():
+            raise KeyRefusedError("The key of a store is plain text in one line, and this is not; copy it once more.")
+        self._url, self._patience_s, self._timeout_s = url, patience_s, timeout_s
+        self._life, self._reached = "unknown", True
+        self._client = httpx2.AsyncClient(
+            base_url=url,
+            headers={"authorization": f"Bearer {key}", "content-type": "application/json"},
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=30.0),
+            transport=transport,
+            trust_env=False,
+        )
+
+    async def ask(self, verb: str, body: bytes, wait_s: float = 0.0) -> dict[str, Any]:
+        """What is answered; an error where that is a refusal."""
+        status, told = await self.answer(verb, body, wait_s)
+        if status != 200:
+            raise error_of(told)
+        return told
+
+    async def answer(self, verb: str, body: bytes, wait_s: float = 0.0) -> tuple[int, dict[str, Any]]:
+        """The status and the document that a server of ours answers; asked again while there is none."""
+        headers = {ONCE: uuid4().hex}
+        if len(body) >= COMPRESSED:
+            packer = zlib.compressobj(level=1, wbits=31)
+            body = packer.compress(body) + packer.flush()
+            headers["content-encoding"] = "gzip"
+        until = time.monotonic() + self._patience_s + wait_s
+        pause = FIRST_PAUSE
+        while True:
+            life = self._life
+            try:
+                response = await self._post(verb, body, headers, wait_s)
+                told = _document(response)
+            except _LostError as lost:
+                if lost.heard:
+                    headers.setdefault(AGAIN, life)
+                why = str(lost)
+            else:
+                self._life = response.headers.get(LIFE, self._life)
+                self._well(True, "")
+                return response.status_code, told
+            self._well(False, why)
+            if time.monotonic() + pause > until:
+                raise StoreError(
+                    f"The store at {mask_text(self._url)} could not be reached for {self._patience_s:g} seconds; the "
+                    f"last time, {why}. See whether it runs, and whether this machine may connect to it."
+                )
+            await asyncio.sleep(pause * (0.5 + random.random() / 2))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _post(self, verb: str, body: bytes, headers: dict[str, str], wait_s: float) -> httpx2.Response:
+        """One try."""
+        within = self._timeout_s + wait_s
+        connect = min(self._timeout_s, CONNECT_S)
+        times = httpx2.Timeout(within, connect=connect)
+        try:
+            async with asyncio.timeout(within + connect):
+                return await self._client.post(f"/v1/store/{verb}", content=body, headers=headers, timeout=times)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
+            raise _LostError(f"it could not be connected to: {_told(error)}", heard=False) from error
+        except TimeoutError as error:
+            raise _LostError(f"it did not answer within {within:g} seconds") from error
+        except httpx2.TransportError as error:
+            raise _LostError(f"the connection broke: {_told(error)}") from error
+
+    def _well(self, well: bool, why: str) -> None:
+        """Tell of an outage once, and of its end."""
+        if well != self._reached:
+            self._reached = well
+            where = mask_text(self._url)
+            if well:
+                _LOG.info("The store at %s answers again.", where)
+            else:
+                _LOG.warning("The store at %s is asked again, for %g s: %s.", where, self._patience_s, why)
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        await self._client.aclose()
+
+
+class Line:
+    """Writings that travel together: those that come up while others are under way go with the next request."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._waiting: list[tuple[bytes, asyncio.Future[dict[str, Any]]]] = []
+        self._lanes: set[asyncio.Task[None]] = set()
+
+    async def write(self, writing: bytes) -> dict[str, Any]:
+        """Send this with what else there is; what is answered to it."""
+        reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((writing, reply))
+        if len(self._lanes) < LANES:
+            lane = asyncio.create_task(self._run())
+            self._lanes.add(lane)
+            lane.add_done_callback(self._lanes.discard)
+        return await reply
+
+    async def close(self) -> None:
+        """Send what is waiting, and let go."""
+        if self._lanes:
+            await asyncio.wait(set(self._lanes))
+        await self.link.close()
+
+    async def _run(self) -> None:
+        """Send until nothing waits."""
+        while self._waiting:
+            taken = self._take()
+            try:
+                replies = await self._sent([writing for writing, _ in taken])
+            except asyncio.CancelledError:
+                for _, future in taken:
+                    future.cancel()
+                raise
+            for (_, future), reply in zip(taken, replies, strict=True):
+                if future.done():  # who asked was cancelled meanwhile
+                    continue
+                if isinstance(reply, EtudeError):
+                    future.set_exception(reply)
+                else:
+                    future.set_result(reply)
+
+    def _take(self) -> list[tuple[bytes, asyncio.Future[dict[str, Any]]]]:
+        """As many as go into one request, those that waited longest first."""
+        size = count = 0
+        for writing, _ in self._waiting[:MOST_WRITINGS]:
+            size += len(writing)
+            if count and size > MOST_BYTES:
+                break
+            count += 1
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        return taken
+
+    async def _sent(self, writings: Sequence[bytes]) -> list[dict[str, Any] | EtudeError]:
+        """What is answered to each. Where a request is refused as a whole, each goes alone, so that none fails for
+        another's sake."""
+        try:
+            status, told = await self.link.answer("batch", b'{"writings":[' + b",".join(writings) + b"]}")
+        except EtudeError as error:
+            return [type(error)(*error.args) for _ in writings]
+        if status in WHOLE and len(writings) > 1:
+            return [reply for writing in writings for reply in await self._sent([writing])]
+        if status != 200:
+            return [error_of(told) for _ in writings]
+        return [error_of(reply) if "error" in reply else reply["done"] for reply in told["replies"]]
+
+
+class _LostError(Exception):
+    """A try that came to nothing; why, as a sentence ends, and whether the server may have heard it."""
+
+    def __init__(self, why: str, heard: bool = True) -> None:
+        super().__init__(why)
+        self.heard = heard
+
+
+def _told(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def error_of(told: dict[str, Any]) -> EtudeError:
+    """What a server says went wrong, as an error of ours."""
+    return ERRORS.get(told["error"]["kind"], StoreError)(told["error"]["message"])
+
+
+def _document(response: httpx2.Response) -> dict[str, Any]:
+    """What a server of ours answered; what stands before one may answer too, for a while."""
+    status = response.status_code
+    try:
+        told = json.loads(response.content)
+        ours = isinstance(told, dict) and (status == 200 or {"kind", "message"} <= set(told["error"]))
+    except (ValueError, KeyError, TypeError):
+        ours = False
+    if ours:
+        found: dict[str, Any] = told
+        return found
+    if status in PASSING:
+        raise _LostError(f"it answered {status}")
+    raise StoreError(
+        f"{mask_text(str(response.url))} answered {status}, and not as a store of ours does. Check the address."
+    )

@@ -1,0 +1,402 @@
+"""A desk behind HTTP: any desk, for whoever has a key, and beside it whatever else is served from the same port.
+
+    with serve(desk, keyring, port=8700) as serving:
+        desk_elsewhere = RemoteDesk(serving.url, keyring.admin)
+
+Every verb of a desk is `POST /v1/store/NAME` with a JSON body (`verbs`); `/openapi.json` describes them all. The admin
+key opens everything. A runner's key claims, says that it is alive and writes what became of its attempts. An attempt's
+reward key writes rewards and notes of that attempt. A model key opens nothing here. Spans are taken at `/v1/traces` as
+OTLP/HTTP has them. `/healthz`, the description and its page need no key: they tell nothing of a run.
+
+What must not be done twice carries an `idempotency-key`, and its answer is kept (`once`), so that who lost it can ask
+again. A claim whose runner has gone before the answer was there is handed back to the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from etude.errors import (
+    ConfigError,
+    DataError,
+    EtudeError,
+    IllegalMoveError,
+    KeyRefusedError,
+    StoreError,
+    UnknownError,
+)
+from etude.observe import get_log
+from etude.records import Outcome
+from etude.store import otlp, wire
+from etude.store.described import description
+from etude.store.desk import Desk, Ended, Key
+from etude.store.forms import Form, Verb
+from etude.store.gate import MOST_BYTES, Gate, problem
+from etude.store.keys import Grant, Keyring, Scope
+from etude.store.once import Answer, Once
+from etude.store.serving import Serving, listen
+from etude.store.verbs import VERBS, Batch, ClaimForm, Writing
+
+__all__ = ["app", "serve"]
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Form)
+COMPRESSED = 32 * 1024
+"""Bytes from which on an answer is compressed, for those who read that."""
+AT_ONCE = 256
+"""Spans of one export that are noted beside each other."""
+RESTARTED = (
+    "This was sent before the store was restarted, and nobody can tell whether it was written; to write it again might "
+    "count it twice. Look at what is there, and send it anew if it is not."
+)
+_LOG = get_log("store")
+
+
+def app(
+    desk: Desk,
+    keyring: Keyring,
+    *,
+    routers: Sequence[APIRouter] = (),
+    mounts: Mapping[str, ASGIApp] | None = None,
+    beside: Sequence[AbstractAsyncContextManager[Any]] = (),
+    most_bytes: int = MOST_BYTES,
+) -> FastAPI:
+    """The app that serves a desk, and beside it these routers, and these apps under their paths. beside: what is
+    entered on the server's loop for as long as it runs."""
+    door = _Door(desk, keyring)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for each in beside:
+                await stack.enter_async_context(each)
+            yield
+
+    unknown = {HTTPException: _no_such_page}
+    made = FastAPI(title="Etude's store", version="1", exception_handlers=unknown, lifespan=lifespan)
+    made.state.closing = door.closing
+    for verb in VERBS:
+        made.router.routes.append(Route(f"/v1/store/{verb.name}", door.to(verb), methods=["POST"]))
+    made.router.routes.append(Route("/v1/store/batch", door.batch, methods=["POST"]))
+    made.router.routes.append(Route("/v1/traces", door.traces, methods=["POST"]))
+    made.router.routes.append(Route("/healthz", _health, methods=["GET"]))
+    for router in routers:
+        made.include_router(router)
+    for path, other in (mounts or {}).items():
+        made.mount(path, other)
+    made.add_middleware(Gate, life=door.life, most_bytes=most_bytes)
+    made.openapi = lambda: _described(made)  # type: ignore[method-assign]  # as FastAPI's documents say to extend it
+    return made
+
+
+def serve(
+    desk: Desk,
+    keyring: Keyring | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    routers: Sequence[APIRouter] = (),
+    mounts: Mapping[str, ASGIApp] | None = None,
+    beside: Sequence[AbstractAsyncContextManager[Any]] = (),
+    most_bytes: int = MOST_BYTES,
+    start_s: float = 10.0,
+    show: Callable[[str], None] | None = None,
+) -> Serving:
+    """Serve a desk from a thread of this process, until the result is stopped; it listens when this returns.
+
+    Port 0 is any that is free. Without a keyring one is made, and `show` is told its admin key, once; that is refused
+    where other machines can reach the server, since nobody would know the key who should.
+    """
+    if keyring is None:
+        if host not in ("127.0.0.1", "::1", "localhost"):
+            raise ConfigError(
+                f"A store that listens on {host} can be reached from other machines, so it needs a key that you give "
+                "it. Give one, or listen on 127.0.0.1."
+            )
+        keyring = Keyring(secrets.token_bytes(32))
+        if show is not None:
+            show(f"The admin key of this store, made for it and shown this once: {keyring.admin}")
+    served = app(desk, keyring, routers=routers, mounts=mounts, beside=beside, most_bytes=most_bytes)
+    return listen(served, host, port, keyring.admin, served.state.closing, start_s)
+
+
+class _Door:
+    """Who comes in, what they may do, and what they are told."""
+
+    def __init__(self, desk: Desk, keyring: Keyring) -> None:
+        self._desk, self._keyring, self._once = desk, keyring, Once()
+        self.life = secrets.token_hex(8)
+        self.closing = asyncio.Event()
+        """Set when the server stops: who waits for something to happen is told that nothing has."""
+
+    # -- verbs --------------------------------------------------------------------------------------------------------
+
+    def to(self, verb: type[Verb]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers requests for a verb."""
+
+        async def answer(request: Request) -> Response:
+            return await _answered(request, self._verb(verb, request))
+
+        return answer
+
+    async def batch(self, request: Request) -> Response:
+        """Answer many writings."""
+        return await _answered(request, self._batch(request))
+
+    async def _verb(self, verb: type[Verb], request: Request) -> Answer:
+        grant = self._grant(request, verb.opens)
+        body = await request.body()
+        form = _read(verb, body)
+        _own(grant, form)
+        name = _name(request, verb.name, body)
+        if verb is ClaimForm:
+            return await self._claim(request, name or (object(),), form)
+        if verb.once and name is not None:
+            if form.adds and self._stale(request, name):
+                raise _RestartedError(RESTARTED)
+            return await self._once.answer(name, lambda: self._at(form))
+        if verb.waits:
+            return await self._while_there(request, self._at(form)) or _nothing(form)
+        return await self._at(form)
+
+    async def _at(self, form: Verb) -> Answer:
+        return 200, wire.to_json(await form.at(self._desk))
+
+    async def _batch(self, request: Request) -> Answer:
+        grant = self._grant(request, frozenset({"admin", "runner", "reward"}))
+        body = await request.body()
+        writings: list[Writing] = list(_read(Batch, body).writings)
+        name = _name(request, "batch", body)
+        if name is None:
+            return await self._write(grant, writings, False)
+        stale = self._stale(request, name)
+        return await self._once.answer(name, lambda: self._write(grant, writings, stale))
+
+    async def _write(self, grant: Grant, writings: Sequence[Writing], stale: bool) -> Answer:
+        """Those of an attempt in order, attempts beside each other."""
+        places: dict[Key, list[int]] = {}
+        for place, writing in enumerate(writings):
+            places.setdefault(writing.key, []).append(place)
+        replies: list[dict[str, Any]] = [{}] * len(writings)
+
+        async def of_attempt(its: list[int]) -> None:
+            for place in its:
+                try:
+                    _opens(grant, writings[place].opens)
+                    _own(grant, writings[place])
+                    if stale and writings[place].adds:
+                        raise _RestartedError(RESTARTED)
+                    replies[place] = {"done": await writings[place].at(self._desk)}
+                except EtudeError as error:
+                    status, kind = _status(error)
+                    replies[place] = {"status": status, "error": {"kind": kind, "message": str(error)}}
+
+        await asyncio.gather(*(of_attempt(its) for its in places.values()))
+        return 200, wire.to_json({"replies": replies})
+
+    # -- those who wait -----------------------------------------------------------------------------------------------
+
+    async def _claim(self, request: Request, name: tuple[object, ...], form: Verb) -> Answer:
+        """Claim, unless the runner goes away: then nothing is claimed for it, or it is handed back."""
+        try:
+            answer = await self._while_there(request, self._once.answer(name, lambda: self._at(form)))
+        except asyncio.CancelledError:
+            await self._once.abandon(name, self._hand_back)
+            raise
+        if answer is None:
+            await self._once.abandon(name, self._hand_back)
+        return answer or _nothing(form)
+
+    async def _hand_back(self, answer: Answer) -> None:
+        why = "the runner that claimed it went away before it was told so"
+        for claim in ClaimForm.ClaimReply.model_validate_json(answer[1]).claims:
+            _LOG.warning("Rollout %d goes back into the queue: %s.", claim.rollout, why)
+            await self._desk.finish(Key(claim.rollout, claim.attempt), Ended(Outcome.INFRA_ERROR, why))
+
+    async def _while_there(self, request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+        """What comes of it; None where who asked goes away, or the server stops, before it does."""
+        task = asyncio.create_task(work)
+        others = [asyncio.create_task(_gone(request)), asyncio.create_task(self.closing.wait())]
+        try:
+            await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() and not others[0].done() else None
+        finally:
+            for other in (task, *others):
+                other.cancel()
+            await asyncio.wait({task, *others})
+
+    # -- spans --------------------------------------------------------------------------------------------------------
+
+    async def traces(self, request: Request) -> Response:
+        """Take spans."""
+        form = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        return await _answered(request, self._traces(request, form), form)
+
+    async def _traces(self, request: Request, form: str) -> Answer:
+        grant = self._grant(request, frozenset({"admin", "reward"}))
+        if form not in (otlp.JSON, otlp.PROTOBUF):
+            why = f"Spans come as {otlp.PROTOBUF} or {otlp.JSON}, and this says that it is {form!r}."
+            return 415, _problem(request, "Refused", why)
+        spans = otlp.spans(await request.body(), form)
+        refused: list[str] = []
+
+        async def note(span: otlp.Spanned) -> None:
+            key = grant.key if grant.scope == "reward" else span.key
+            try:
+                if key is None:
+                    raise UnknownError(f"A span's resource must have {otlp.ROLLOUT} and {otlp.ATTEMPT}, as integers.")
+                await self._desk.note(key, "span", span.data)
+            except (UnknownError, IllegalMoveError) as error:
+                refused.append(str(error))
+
+        for start in range(0, len(spans), AT_ONCE):
+            await asyncio.gather(*(note(span) for span in spans[start : start + AT_ONCE]))
+        return 200, otlp.answer(form, len(refused), refused[0] if refused else "")
+
+    # -- keys ---------------------------------------------------------------------------------------------------------
+
+    def _grant(self, request: Request, opens: frozenset[Scope]) -> Grant:
+        """What the key of a request opens, if that is enough."""
+        scheme, _, text = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not text.strip():
+            raise KeyRefusedError("This needs a key, as the header 'Authorization: Bearer KEY'.")
+        grant = self._keyring.read(text.strip())
+        _opens(grant, opens)
+        return grant
+
+    def _stale(self, request: Request, name: tuple[object, ...]) -> bool:
+        """Whether this was sent to another life of the server before, which may have done it."""
+        return request.headers.get(wire.AGAIN, self.life) != self.life and not self._once.knows(name)
+
+
+class _OtherKeyError(KeyRefusedError):
+    """A key that is good, for something else."""
+
+
+class _RestartedError(StoreError):
+    """What must not be done twice, and may have been done."""
+
+
+class _NoJsonError(DataError):
+    """A body that is no JSON at all."""
+
+
+def _opens(grant: Grant, opens: frozenset[Scope]) -> None:
+    if grant.scope not in opens:
+        raise _OtherKeyError(
+            f"This key is {grant.scope} and does not open this; what does: {', '.join(sorted(opens))}. Ask whoever "
+            "runs the store for one."
+        )
+
+
+def _own(grant: Grant, form: Form) -> None:
+    """A reward key is good for its own attempt."""
+    if grant.scope == "reward" and (not isinstance(form, Writing) or form.key != grant.key):
+        raise _OtherKeyError("This key belongs to another attempt; each attempt has its own, in ETUDE_REWARD_KEY.")
+
+
+_STATUSES: tuple[tuple[type[EtudeError], int], ...] = (
+    (_OtherKeyError, 403),
+    (KeyRefusedError, 401),
+    (UnknownError, 404),
+    (IllegalMoveError, 409),
+    (_RestartedError, 412),
+    (_NoJsonError, 400),
+    (DataError, 422),
+    (ConfigError, 422),
+    (StoreError, 503),
+)
+
+
+def _status(error: EtudeError) -> tuple[int, str]:
+    """The status of an error, and its public name."""
+    for kind, status in _STATUSES:
+        if isinstance(error, kind):
+            public = next(base for base in type(error).__mro__ if not base.__name__.startswith("_"))
+            return status, public.__name__
+    raise error
+
+
+async def _answered(request: Request, work: Awaitable[Answer], form: str = otlp.JSON) -> Response:
+    """A response, compressed where that is worth it."""
+    try:
+        status, body = await work
+    except EtudeError as error:
+        status, kind = _status(error)
+        body = _problem(request, kind, str(error))
+    headers = {"www-authenticate": "Bearer"} if status == 401 else {}
+    if len(body) >= COMPRESSED and "gzip" in request.headers.get("accept-encoding", ""):
+        packer = zlib.compressobj(level=1, wbits=31)
+        body = packer.compress(body) + packer.flush()
+        headers["content-encoding"] = "gzip"
+    return Response(body, status, headers, media_type=form if status == 200 else otlp.JSON)
+
+
+def _problem(request: Request, kind: str, why: str) -> bytes:
+    return problem(kind, why, request.scope["state"]["request"])
+
+
+def _read(form: type[F], body: bytes) -> F:
+    """What a body says, if it says what it must."""
+    try:
+        return form.model_validate_json(body)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False, include_context=False)
+        if wrong[0]["type"] == "json_invalid":
+            raise _NoJsonError(f"The body is no JSON: {wrong[0]['msg']}.") from None
+        told = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}" for one in wrong[:5])
+        more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
+        raise DataError(f"The body does not say what it must: {told}{more}.") from None
+
+
+def _name(request: Request, verb: str, body: bytes) -> tuple[object, ...] | None:
+    """What names a request that must not be done twice; nobody with another key can name it."""
+    token = request.headers.get(wire.ONCE)
+    return (request.headers["authorization"], verb, token, zlib.crc32(body)) if token else None
+
+
+def _nothing(form: Verb) -> Answer:
+    """What is said to those who waited for what did not happen."""
+    return 200, wire.to_json(form.nothing())
+
+
+async def _gone(request: Request) -> None:
+    """Until whoever asked has hung up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _health(_: Request) -> Response:
+    return Response(b'{"status":"ok"}', media_type=otlp.JSON)
+
+
+async def _no_such_page(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    why = f"{request.method} {request.url.path}: {error.detail}; /openapi.json says what there is."
+    return Response(_problem(request, "Refused", why), error.status_code, error.headers, media_type=otlp.JSON)
+
+
+def _described(served: FastAPI) -> dict[str, Any]:
+    """The description, made once."""
+    if served.openapi_schema is None:
+        told = get_openapi(title=served.title, version=served.version, routes=served.routes)
+        paths, components = description()
+        told["paths"] |= paths
+        for name, parts in components.items():
+            told.setdefault("components", {}).setdefault(name, {}).update(parts)
+        served.openapi_schema = told
+    return served.openapi_schema

@@ -1,0 +1,110 @@
+"""A server in a thread of this process: it listens when it is made, and is gone soon after it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+import uvicorn
+
+from etude.errors import StoreError
+from etude.observe import get_log
+
+__all__ = ["Serving", "listen"]
+
+KEPT_ALIVE_S = 75
+"""Seconds that a silent connection is kept: longer than clients keep theirs, so that none asks on one just closed."""
+LEFT_S = 2
+"""Seconds that answers under way get when the server stops."""
+
+
+class Serving:
+    """A server under way."""
+
+    def __init__(self, server: _Server, thread: threading.Thread, url: str, admin: str) -> None:
+        self._server, self._thread = server, thread
+        self.url = url
+        self.admin = admin
+        """The admin key."""
+
+    def stop(self, within_s: float = 10.0) -> None:
+        """Hear nobody new, answer those who were heard, and end; what is still under way then is cut off."""
+        self._server.should_exit = True
+        self._thread.join(within_s)
+        if self._thread.is_alive():
+            self._server.force_exit = True
+            self._thread.join(within_s)
+        if self._thread.is_alive():
+            raise StoreError(
+                f"The server at {self.url} did not stop within {2 * within_s:g} seconds; it is left behind."
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def listen(served: Any, host: str, port: int, admin: str, closing: asyncio.Event, start_s: float) -> Serving:
+    """Serve an app from a thread. Those who wait when it stops are told by `closing`."""
+    ears = _bound(host, port)
+    config = uvicorn.Config(
+        served,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_keep_alive=KEPT_ALIVE_S,
+        timeout_graceful_shutdown=LEFT_S,
+    )
+    server = _Server(config, closing)
+    thread = threading.Thread(target=server.run, args=([ears],), name="etude-store", daemon=True)
+    thread.start()
+    until = time.monotonic() + start_s
+    while not server.started and thread.is_alive() and time.monotonic() < until:
+        time.sleep(0.005)
+    address = f"[{host}]" if ":" in host else host
+    serving = Serving(server, thread, f"http://{address}:{ears.getsockname()[1] if server.started else port}", admin)
+    if not server.started:
+        serving.stop()
+        ears.close()
+        raise StoreError(f"The server at {serving.url} did not start within {start_s:g} seconds; the log says more.")
+    get_log("store").info("The store is served at %s.", serving.url)
+    return serving
+
+
+class _Server(uvicorn.Server):
+    """Tells those who wait, before it waits for them."""
+
+    def __init__(self, config: uvicorn.Config, closing: asyncio.Event) -> None:
+        super().__init__(config)
+        self._closing = closing
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop."""
+        self._closing.set()
+        await super().shutdown(sockets)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket at this address, which nobody else has."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        ears = socket.socket(family, kind, protocol)  # asyncio sends without delay only where it sees that this is TCP
+        try:
+            ears.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            ears.bind(address)
+        except OSError:
+            ears.close()
+            raise
+    except OSError as error:
+        raise StoreError(f"The store cannot listen on {host}, port {port}: {error}. Choose another port.") from error
+    return ears

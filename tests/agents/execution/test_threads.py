@@ -1,0 +1,139 @@
+"""Runners on threads: they share the work, begin again when they end, and stop within their time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import etude
+from etude.agents.execution.again import LASTED, Again
+from etude.agents.execution.threads import ThreadRunners
+from etude.errors import AgentError
+from etude.records import Task
+from etude.store import RolloutState, open_store
+from etude.store.desk import Wanted
+from etude.store.local_desk import LocalDesk
+from etude.store.states import Status
+from tests.agents.desks import QUICK, ends, wanted
+
+
+class Alone(etude.Agent):
+    """Knows whether somebody else uses it."""
+
+    lock = threading.Lock()
+    made = 0
+
+    def setup(self) -> None:
+        with self.lock:
+            type(self).made += 1
+            self.number = self.made
+
+    def run(self, task: Task) -> int:
+        time.sleep(0.01)
+        return self.number
+
+
+@contextmanager
+def desk(path: Path | None = None) -> Iterator[LocalDesk]:
+    """A desk, closed in the end."""
+    journal = open_store(path)
+    made = LocalDesk(journal)
+    try:
+        yield made
+    finally:
+        asyncio.run(made.close())
+        journal.close()
+
+
+def through(desk: LocalDesk, rollouts: list[Wanted]) -> list[RolloutState]:
+    """What came of these, as whoever trains sees it: on a loop of its own."""
+
+    async def waited() -> list[RolloutState]:
+        return await ends(desk, len(await desk.enqueue(rollouts)))
+
+    return asyncio.run(waited())
+
+
+def test_runners_on_threads_share_the_work_and_each_has_an_agent_of_its_own(tmp_path: Path) -> None:
+    Alone.made = 0
+    with (
+        desk(tmp_path / "journal.db") as one,
+        ThreadRunners(one, Alone(), 3, max_concurrency=1, pace=QUICK) as runners,
+    ):
+        found = through(one, wanted(30))
+        runners.check()
+    assert {state.status for state in found} == {Status.SUCCEEDED}
+    assert {state.last.total for state in found if state.last} == {1.0, 2.0, 3.0} and Alone.made == 3
+
+
+def test_a_runner_that_ends_begins_again_and_one_that_always_does_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("etude.agents.execution.again.FIRST", 0.01)
+    fails = [2]
+
+    class Fickle(etude.Agent):
+        def setup(self) -> None:
+            if fails[0]:
+                fails[0] -= 1
+                raise OSError("not yet")
+
+        def run(self, task: Task) -> float:
+            return 1.0
+
+    with desk() as one, ThreadRunners(one, Fickle(), pace=QUICK) as runners:
+        assert through(one, wanted(1))[0].status is Status.SUCCEEDED
+        runners.check()
+    assert caplog.text.count("begins again") == 2
+
+    fails[0] = 100
+    with desk() as one, ThreadRunners(one, Fickle(), pace=QUICK) as runners:
+        until = time.monotonic() + 10
+        with pytest.raises(AgentError, match="could not be set up: OSError: not yet"):
+            while time.monotonic() < until:
+                runners.check()
+                time.sleep(0.01)
+
+
+def test_stopping_is_bounded_whatever_an_agent_does(caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+
+    @etude.agent
+    def hangs(task: Task) -> None:
+        release.wait(30)
+
+    with desk() as one:
+        runners = ThreadRunners(one, hangs, 2, pace=replace(QUICK, drain_s=0.2, cancel_s=0.2))
+        runners.start()
+        (id,) = asyncio.run(one.enqueue(wanted(1)))
+        while one.journal.rollout(id).status is not Status.RUNNING:
+            time.sleep(0.01)
+        began = time.monotonic()
+        runners.stop()
+        assert time.monotonic() - began < 5
+        assert one.journal.rollout(id).status is Status.QUEUED  # nobody's failure: another may try it
+        assert runners.left == 1
+    release.set()
+
+
+def test_it_is_begun_again_less_and_less_often_and_forgiven_after_a_while() -> None:
+    again = Again()
+    waits = []
+    for _ in range(6):
+        again.began(0.0)
+        waits.append(again.ended(1.0))
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, None]
+    again.began(0.0)
+    assert again.ended(LASTED) == 0.5
+
+
+def test_no_runner_is_refused() -> None:
+    with desk() as one, pytest.raises(AgentError, match="0 runners"):
+        ThreadRunners(one, Alone(), 0)

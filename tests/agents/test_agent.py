@@ -1,0 +1,213 @@
+"""Agents as they are written: what they are given, what they return, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import etude
+from etude.agents.agent import LLM, FunctionAgent, RolloutInfo, as_agent, load_agent
+from etude.errors import AgentError, PlugInError
+from etude.records import Task
+from etude.store.states import Status
+from tests.agents.desks import ENDPOINT, played, wanted
+
+
+@etude.agent
+def named(task: Task) -> float:
+    """Stands at the top level, so that other processes find it."""
+    return float(task["n"])
+
+
+class Counting(etude.Agent):
+    """Counts what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def setup(self) -> None:
+        self.calls.append("setup")
+
+    async def run(self, task: Task) -> int:
+        self.calls.append("run")
+        return len(self.calls)
+
+    def teardown(self) -> None:
+        self.calls.append("teardown")
+
+
+def test_a_function_is_given_what_its_parameters_name() -> None:
+    seen: dict[str, Any] = {}
+
+    @etude.agent
+    def agent(task: Task, llm: LLM, rollout: RolloutInfo, resources: Mapping[str, Any], more: int = 3) -> None:
+        seen.update(task=task, llm=llm, rollout=rollout, resources=resources, more=more)
+
+    assert played(agent, wanted(1)).only.status is Status.SUCCEEDED
+    assert dict(seen["task"]) == {"n": 0} and seen["task"].get("m", 7) == 7 and "n" in seen["task"]
+    assert (seen["llm"].base_url, seen["llm"].model) == (ENDPOINT["base_url"], "policy")
+    assert seen["llm"].api_key and seen["llm"].api_key not in repr(seen["llm"])
+    assert seen["rollout"].attempt == 0 and seen["rollout"].use == "train"
+    assert seen["resources"]["endpoint"] == ENDPOINT and seen["more"] == 3
+
+
+def test_a_field_that_a_task_does_not_have_is_told() -> None:
+    with pytest.raises(KeyError, match=r"task 4 has no field 'question'; it has n, m"):
+        Task(4, {"n": 1, "m": 2})["question"]
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward"),
+    [(None, None), (2, 2.0), (True, 1.0), (np.float32(0.5), 0.5), ({"right": 1, "short": 0.25}, 1.25)],
+)
+def test_what_is_returned_is_the_reward(returned: Any, reward: float | None) -> None:
+    @etude.agent
+    async def waits(task: Task) -> Any:
+        return returned
+
+    @etude.agent
+    def threaded(task: Task) -> Any:
+        return returned
+
+    @etude.agent
+    def lends(task: Task) -> Any:
+        return waits(task)  # a coroutine that nobody awaited
+
+    for agent in (waits, threaded, lends):
+        found = played(agent, wanted(1))
+        assert found.only.status is Status.SUCCEEDED and found.rewards == [reward]
+        if isinstance(returned, dict):
+            assert found.only.last is not None and found.only.last.parts == {"right": 1.0, "short": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (float("nan"), "returned nan; a reward is finite"),
+        ("0.5", "returned '0.5' of type str"),
+        ({}, "returned an empty mapping"),
+        ({"a": float("inf")}, "the part `a`, inf"),
+        ({1: 2.0}, "a part named 1"),
+        ({"a": 1e308, "b": 1e308}, "parts that add up to"),
+        ([1.0], "of type list"),
+    ],
+)
+def test_what_is_no_reward_fails_the_attempt_with_a_sentence(returned: Any, told: str) -> None:
+    @etude.agent
+    async def agent(task: Task) -> Any:
+        return returned
+
+    found = played(agent, wanted(1))
+    assert found.only.status is Status.FAILED and told in found.error, found.error
+
+
+def test_a_class_is_set_up_once_and_torn_down() -> None:
+    agent = Counting()
+    assert played(agent, wanted(3), max_concurrency=1).rewards == [2.0, 3.0, 4.0]
+    assert agent.calls == ["setup", "run", "run", "run", "teardown"]
+
+
+def test_what_nobody_gives_is_refused_where_it_is_written() -> None:
+    with pytest.raises(AgentError, match=r"takes `question`, which nobody gives: an agent is given task, llm"):
+
+        @etude.agent
+        def asks(task: Task, question: str) -> None: ...
+
+    with pytest.raises(AgentError, match="by position alone"):
+
+        @etude.agent(timeout_s=3)
+        def placed(task: Task, /) -> None: ...
+
+    with pytest.raises(AgentError, match="yields"):
+
+        @etude.agent
+        def yields(task: Task) -> Any:
+            yield 1
+
+    with pytest.raises(AgentError, match="max_concurrency=0"):
+
+        @etude.agent(max_concurrency=0)
+        def none(task: Task) -> None: ...
+
+    class Asks(etude.Agent):
+        def run(self, tasks: Any) -> None: ...
+
+    with pytest.raises(AgentError, match=r"Asks.run takes `tasks`"):
+        Asks()
+
+
+def test_what_catches_everything_is_given_what_it_names() -> None:
+    @etude.agent
+    def agent(task: Task, *rest: Any, **others: Any) -> int:
+        return len(rest) + len(others)
+
+    assert played(agent, wanted(1)).rewards == [0.0]
+
+
+def test_a_decorated_function_is_still_one() -> None:
+    assert named(Task(0, {"n": 4})) == 4.0 and named.__name__ == "named" and "top level" in str(named.__doc__)
+
+
+def test_an_agent_is_found_by_its_name(tmp_path: Path) -> None:
+    assert load_agent("tests.agents.test_agent:named") is named
+    assert isinstance(load_agent("tests.agents.test_agent:Counting"), Counting)
+    file = tmp_path / "mine.py"
+    file.write_text("def plain(task):\n    return 1.0\nnumber = 3\n")
+    assert isinstance(load_agent(f"{file}:plain"), FunctionAgent)
+    with pytest.raises(AgentError, match="is a int; an agent is a function"):
+        load_agent(f"{file}:number")
+    with pytest.raises(PlugInError, match="Did you mean plain"):
+        load_agent(f"{file}:plan")
+    with pytest.raises(AgentError, match=r"derived from etude\.Agent"):
+        as_agent(Path, "pathlib:Path")
+
+
+def test_an_agent_goes_to_other_processes_by_its_name() -> None:
+    assert pickle.loads(pickle.dumps(named)) is named and copy.copy(named) is named
+
+    @etude.agent
+    def inner(task: Task) -> None: ...
+
+    with pytest.raises(AgentError, match="top level of a file"):
+        pickle.dumps(inner)
+
+
+def test_no_client_is_loaded_before_it_is_asked_for() -> None:
+    code = "import etude, sys; etude.agent; etude.command; etude.emit; import etude.agents.runner; "
+    code += "print(*({'openai', 'fastapi', 'sqlalchemy', 'rich', 'httpx2'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_a_client_that_is_ready_has_the_attempts_key() -> None:
+    llm = LLM("http://127.0.0.1:1/v1", "key-of-this", "policy")
+    client, other = llm.client, LLM("http://127.0.0.1:1/v1", "another", "policy").client
+    assert client.api_key == "key-of-this" and other.api_key == "another"
+    assert str(client.base_url) == "http://127.0.0.1:1/v1/"
+    with pytest.raises(AgentError, match=r"`llm\.client`"):
+        _ = llm.async_client
+
+
+def test_without_the_package_the_text_is_there_and_the_client_is_told_of() -> None:
+    code = """
+import sys
+sys.modules["openai"] = None
+from etude.agents import LLM
+llm = LLM("http://here/v1", "key", "policy")
+assert llm.base_url == "http://here/v1" and llm.api_key == "key"
+from etude.errors import MissingPackageError
+try:
+    llm.client
+except MissingPackageError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install openai" in done.stdout

@@ -1,0 +1,217 @@
+"""Commands: programs in whatever language, their limits, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import etude
+from etude.agents.command import Command
+from etude.agents.runner import Runner
+from etude.errors import AgentError
+from etude.store.desk import Limits
+from etude.store.local_desk import LocalDesk
+from etude.store.states import Status
+from tests.agents.desks import ENDPOINT, Played, played, wanted
+from tests.processes import gone
+
+
+def ran(line: str | list[str], *, count: int = 1, fields: dict[str, Any] | None = None, **options: Any) -> Played:
+    """A command, played."""
+    return played(etude.command(line, **options), wanted(count, fields=fields))
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_a_line_of_shell_is_an_agent() -> None:
+    found = ran("""read -r task; echo "saw $task"; echo '{"reward": {"a": 0.5, "b": 0.25}}'""", count=3)
+    assert [state.status for state in found.states] == [Status.SUCCEEDED] * 3
+    assert found.rewards == [0.75] * 3
+    assert found.events[2][0]["name"] == "output"
+    assert found.events[2][0]["data"]["stdout"].startswith('saw {"n": 2}\n')
+
+
+@pytest.mark.parametrize(
+    ("task", "reads"),
+    [
+        ("stdin", "json.load(sys.stdin)"),
+        ("file", "json.load(open(os.environ['ETUDE_TASK_FILE']))"),
+        ("env", "json.loads(os.environ['ETUDE_TASK'])"),
+    ],
+)
+def test_a_program_is_given_its_task_and_its_place(task: Any, reads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETUDE_STORE_KEY", "not for programs")
+    code = f"""
+import json, os, sys
+task = {reads}
+if {task!r} != "stdin":
+    assert sys.stdin.read() == ""
+told = {{name: value for name, value in os.environ.items() if name.startswith(("ETUDE_", "OPENAI_", "ANTHROPIC_", "MINE"))}}
+print(json.dumps(told))
+print(json.dumps({{"reward": len(task["question"])}}))
+"""
+    found = ran(python(code), task=task, fields={"question": "wörtlich\n"}, environment={"MINE": "1"})
+    assert found.only.status is Status.SUCCEEDED, found.error
+    assert found.rewards == [9.0]
+    told = json.loads(found.events[0][0]["data"]["stdout"].splitlines()[0])
+    expected = {"ETUDE_ROLLOUT", "ETUDE_ATTEMPT", "ETUDE_MODEL", "MINE"}
+    expected |= {f"{maker}_{what}" for maker in ("OPENAI", "ANTHROPIC") for what in ("BASE_URL", "API_KEY")}
+    assert set(told) - {"ETUDE_TASK", "ETUDE_TASK_FILE"} == expected
+    assert told["OPENAI_BASE_URL"] == ENDPOINT["base_url"] == told["ANTHROPIC_BASE_URL"] + "/v1"
+    if "ETUDE_TASK_FILE" in told:
+        assert not Path(told["ETUDE_TASK_FILE"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("echo out; echo 'it broke' >&2; exit 3", "exit code 3. Its last words: it broke"),
+        ("kill -9 $$", "the signal SIGKILL"),
+        ("exit 1", "said nothing on standard error"),
+        ("""echo '{"reward": NaN}'""", "a reward is finite"),
+        ("""echo '{"reward": "much"}'""", "'much' of type str"),
+    ],
+)
+def test_a_program_that_fails_says_how(line: str, told: str) -> None:
+    found = ran(line)
+    assert found.only.status is Status.FAILED and told in found.error, found.error
+
+
+@pytest.mark.parametrize("line", ["true", "echo 0.5", "echo '{\"score\": 1}'", "echo '{\"reward\": 1'", "echo '[1]'"])
+def test_a_last_line_that_speaks_of_no_reward_gives_none(line: str) -> None:
+    found = ran(line)
+    assert found.only.status is Status.SUCCEEDED and found.rewards == [None]
+
+
+def test_output_is_kept_within_bounds_and_its_end_is_read() -> None:
+    code = "import sys; sys.stdout.write('x' * 3_000_000 + '\\n{\"reward\": 1}\\n'); sys.stderr.write('e' * 300_000)"
+    found = ran(python(code), output_kb=8)
+    assert found.rewards == [1.0], found.error
+    kept = found.events[0][0]["data"]
+    assert len(kept["stdout"]) == len(kept["stderr"]) == 8 << 10
+    assert kept["stdout_dropped_bytes"] == 3_000_000 + 1 + 13 + 1 - (8 << 10)
+
+
+def test_a_program_that_reads_nothing_of_a_long_task_succeeds() -> None:
+    found = ran("true", fields={"text": "x" * 500_000})
+    assert found.only.status is Status.SUCCEEDED
+    found = ran("true", task="env", fields={"text": "x" * 500_000})
+    assert found.only.status is Status.FAILED and "no environment variable holds" in found.error
+
+
+def test_the_time_of_a_program_is_bounded_and_all_of_it_ends(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    line = f"""trap '' TERM; sleep 60 & echo $! >> {pids}; echo $$ >> {pids}; echo said; wait; wait"""
+    began = time.monotonic()
+    found = ran(line, timeout_s=0.5, grace_s=0.2)
+    assert found.only.status is Status.TIMED_OUT and time.monotonic() - began < 10
+    assert found.events[0][0]["data"]["stdout"] == "said\n"
+    assert all(gone(int(pid)) for pid in pids.read_text().split())
+
+
+def test_a_program_that_is_asked_to_end_may_tidy_up(tmp_path: Path) -> None:
+    found = ran(f"trap 'echo tidied > {tmp_path}/told; exit 0' TERM; sleep 60 & wait", timeout_s=0.4)
+    assert found.only.status is Status.TIMED_OUT and (tmp_path / "told").read_text() == "tidied\n"
+
+
+def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    found = ran(f"sleep 60 & echo $! > {tmp_path}/pid")
+    assert found.only.status is Status.SUCCEEDED
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_memory_and_processor_are_bounded() -> None:
+    found = ran(python("x = bytearray(1 << 30)"), memory_mb=300)
+    assert found.only.status is Status.FAILED and "MemoryError" in found.error
+    found = ran(python("while True: pass"), cpu_s=1)
+    assert found.only.status is Status.FAILED and "all of its cpu_s=1 seconds" in found.error, found.error
+    assert ran(python("x = bytearray(1 << 26)"), memory_mb=300, cpu_s=5).only.status is Status.SUCCEEDED
+
+
+def test_a_cancelled_rollout_ends_its_program(tmp_path: Path) -> None:
+    place = tmp_path / "pid"
+
+    async def meanwhile(desk: LocalDesk, runner: Runner) -> None:
+        while not (place.exists() and place.read_text().strip()):
+            await asyncio.sleep(0.02)
+        await desk.cancel([0], "no more")
+
+    agent = etude.command(f"echo $$ > {place}; sleep 60")
+    found = played(agent, wanted(1), meanwhile=meanwhile)
+    assert found.only.status is Status.CANCELLED and gone(int(place.read_text()))
+
+
+def test_many_run_at_once() -> None:
+    began = time.monotonic()
+    found = played(etude.command("sleep 0.5"), wanted(12), max_concurrency=12)
+    assert {state.status for state in found.states} == {Status.SUCCEEDED} and time.monotonic() - began < 4
+
+
+def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    for line in ("", " ", []):
+        with pytest.raises(AgentError, match="nothing to run"):
+            etude.command(line)
+    with pytest.raises(AgentError, match="one of stdin, file, env"):
+        etude.command("true", task="pipe")  # type: ignore[arg-type]
+    with pytest.raises(AgentError, match="cpu_s must be above 0"):
+        etude.command("true", cpu_s=0)
+    with pytest.raises(AgentError, match="output_kb is at most"):
+        etude.command("true", output_kb=1 << 20)
+    with pytest.raises(AgentError, match="ETUDE_ are Etude's"):
+        etude.command("true", environment={"ETUDE_REWARD_KEY": "mine"})
+    for agent, told in (
+        (etude.command(["no-such-program-at-all"]), "no program no-such-program-at-all"),
+        (etude.command("true", directory=tmp_path / "nowhere"), "there is no directory"),
+    ):
+        with pytest.raises(AgentError, match=told):
+            played(agent, wanted(1))
+
+
+def test_a_key_to_write_rewards_needs_a_server_to_write_them_to() -> None:
+    limits = Limits(timeout_s=20)
+    found = played(etude.command("true", reward_key=True), wanted(1, limits))
+    assert found.only.status is Status.INFRA_ERROR and "no server of the store" in found.error
+
+
+def test_where_it_runs_is_chosen(tmp_path: Path) -> None:
+    (tmp_path / "agent.sh").write_text("#!/bin/sh\necho \"{\\\"reward\\\": 2}\"\n")
+    (tmp_path / "agent.sh").chmod(0o700)
+    assert ran(["./agent.sh"], directory=tmp_path).rewards == [2.0]
+
+
+def test_a_command_is_plain_data() -> None:
+    agent = etude.command("true", cpu_s=3)
+    assert pickle.loads(pickle.dumps(agent)) == agent == replace(agent) and isinstance(agent, Command)
+
+
+def test_a_runner_that_is_killed_leaves_no_program(tmp_path: Path) -> None:
+    """kill -9 of the process that plays, which can do nothing about it any more."""
+    code = f"""
+import asyncio, etude
+from tests.agents.desks import play, wanted
+agent = etude.command("echo $$ >> {tmp_path}/pids; sleep 60 & echo $! >> {tmp_path}/pids; wait")
+asyncio.run(play(agent, wanted(3), max_concurrency=3))
+"""
+    (tmp_path / "pids").touch()
+    process = os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ)
+    try:
+        until = time.monotonic() + 20
+        while len((tmp_path / "pids").read_text().split()) < 6:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        os.kill(process, 9)
+        os.waitpid(process, 0)
+    assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+

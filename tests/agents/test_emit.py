@@ -1,0 +1,175 @@
+"""What agents say on the way: from anywhere inside an attempt, and from nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any
+
+import numpy as np
+import pytest
+
+import etude
+from etude.agents.runner import Runner
+from etude.errors import AgentError, ConfigError
+from etude.records import Completion, Task, Turn
+from etude.store.desk import Key
+from etude.store.local_desk import LocalDesk
+from etude.store.states import Status
+from tests.agents.desks import played, wanted
+
+
+def test_a_reward_is_said_by_a_function_or_a_coroutine() -> None:
+    @etude.agent
+    def threaded(task: Task) -> None:
+        etude.emit.reward({"right": 1.0, "short": 0.5})
+
+    @etude.agent
+    async def waits(task: Task) -> None:
+        async def deeper() -> None:
+            etude.emit.reward(np.float64(1.5))
+
+        await asyncio.create_task(deeper())
+        await asyncio.to_thread(etude.emit.event, "looked", {"at": [1, 2]})
+
+    assert played(threaded, wanted(2)).rewards == [1.5, 1.5]
+    found = played(waits, wanted(1))
+    assert found.rewards == [1.5] and found.events[0][0]["data"] == {"at": [1, 2]}
+
+
+def test_what_turns_earned_adds_up() -> None:
+    key: list[Key] = []
+    recorded = threading.Event()
+
+    @etude.agent
+    def agent(rollout: Any) -> float:
+        key.append(Key(rollout.id, rollout.attempt))
+        assert recorded.wait(10)
+        for value in (0.25, 0.5):
+            etude.emit.reward(value, turn=0)
+        return 1.0
+
+    async def meanwhile(desk: LocalDesk, runner: Runner) -> None:
+        while not key:
+            await asyncio.sleep(0.01)
+        await desk.turn(key[0], Turn([1], Completion([2], [0.0], [0], "stop"), 0))
+        recorded.set()
+
+    found = played(agent, wanted(1), meanwhile=meanwhile)
+    assert found.only.status is Status.SUCCEEDED, found.error
+    assert found.rewards == [1.75] and found.only.last is not None and found.only.last.paid == 0.75
+
+
+def test_many_attempts_at_once_keep_their_own() -> None:
+    @etude.agent
+    def agent(task: Task) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            context = copy_context()
+            pool.submit(context.run, etude.emit.event, "n", task["n"]).result()
+        etude.emit.reward(task["n"])
+
+    found = played(agent, wanted(30), max_concurrency=10)
+    assert found.rewards == [float(n) for n in range(30)]
+    assert [[each["data"] for each in events] for events in found.events] == [[n] for n in range(30)]
+
+
+def test_a_thread_that_an_agent_began_belongs_to_the_only_attempt_or_is_told_to_say_to_which() -> None:
+    errors: list[str] = []
+    together = threading.Barrier(2)
+
+    def says(task: Task) -> None:
+        try:
+            etude.emit.reward(task["n"])
+        except AgentError as error:
+            errors.append(str(error))
+
+    @etude.agent
+    def agent(task: Task) -> None:
+        if task["n"] > 0:
+            together.wait(10)
+        thread = threading.Thread(target=says, args=(task,))
+        thread.start()
+        thread.join()
+        if task["n"] > 0:
+            together.wait(10)
+
+    assert played(agent, wanted(1)).rewards == [0.0] and not errors
+    found = played(agent, wanted(3), max_concurrency=3)
+    assert found.rewards[1:] == [None, None]
+    assert "attempts are under way" in errors[-1] and "copy_context" in errors[-1]
+
+
+def test_a_final_reward_is_said_once() -> None:
+    @etude.agent
+    async def twice(task: Task) -> None:
+        etude.emit.reward(1.0)
+        etude.emit.reward(1.0)
+
+    @etude.agent
+    async def both(task: Task) -> float:
+        etude.emit.reward(0.5)
+        return 1.0
+
+    assert "was given its final reward already" in played(twice, wanted(1)).error
+    found = played(both, wanted(1))
+    assert found.only.status is Status.FAILED and "gave its final reward twice" in found.error
+
+
+@pytest.mark.parametrize(
+    ("say", "told"),
+    [
+        (lambda: etude.emit.reward(float("nan")), "was given nan; a reward is finite"),
+        (lambda: etude.emit.reward(1.0, turn=-1), "turns are counted from 0"),
+        (lambda: etude.emit.event("e", object()), "cannot be written as JSON"),
+        (lambda: etude.emit.event("e", float("nan")), "cannot be written as JSON"),
+        (lambda: etude.emit.event("e", "x" * (1 << 20)), "Say less"),
+        (lambda: etude.emit.event("", 1), "a name is text"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_where_it_is_said(say: Any, told: str) -> None:
+    @etude.agent
+    async def agent(task: Task) -> None:
+        say()
+
+    found = played(agent, wanted(1))
+    assert found.only.status is Status.FAILED and told in found.error
+
+
+def test_a_turn_that_there_is_not_fails_the_attempt() -> None:
+    @etude.agent
+    async def agent(task: Task) -> None:
+        etude.emit.reward(1.0, turn=7)
+
+    found = played(agent, wanted(1))
+    assert found.only.status is Status.FAILED and "was not written down" in found.error, found.error
+
+
+def test_outside_of_any_attempt_it_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AgentError, match="no part of an attempt"):
+        etude.emit.reward(1.0)
+    monkeypatch.setenv("ETUDE_STORE_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("ETUDE_REWARD_KEY", "key")
+    with pytest.raises(ConfigError, match="ETUDE_ROLLOUT is ''"):
+        etude.emit.reward(1.0)
+
+
+def test_an_attempt_that_is_over_takes_no_more() -> None:
+    told: list[str] = []
+
+    @etude.agent(timeout_s=0.1)
+    def agent(task: Task) -> None:
+        time.sleep(0.4)
+        try:
+            etude.emit.reward(1.0)
+        except AgentError as error:
+            told.append(str(error))
+
+    async def meanwhile(desk: LocalDesk, runner: Runner) -> None:
+        while not told:
+            await asyncio.sleep(0.02)
+
+    found = played(agent, wanted(1), meanwhile=meanwhile)
+    assert found.only.status is Status.TIMED_OUT and "is over" in told[0]

@@ -1,0 +1,329 @@
+"""Runners: whatever an agent does, its attempt ends, and the desk is told how."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import etude
+from etude.agents.agent import LLM
+from etude.agents.runner import Pace, Runner
+from etude.errors import AgentError, EngineError
+from etude.records import Task
+from etude.store import RolloutState, open_store
+from etude.store.desk import Limits
+from etude.store.local_desk import LocalDesk
+from etude.store.states import Status
+from tests.agents.desks import ONCE, QUICK, ends, play, played, wanted
+
+
+def last_error(state: RolloutState) -> str:
+    assert state.last is not None
+    return state.last.error
+
+
+def test_a_crash_is_a_traceback_of_the_agents_own_frames() -> None:
+    @etude.agent
+    def agent(task: Task, llm: LLM) -> None:
+        raise ValueError(f"no luck with {llm.api_key}")
+
+    found = played(agent, wanted(1))
+    assert found.only.status is Status.FAILED
+    assert "ValueError: no luck with …" in found.error and "test_runner.py" in found.error
+    assert "playing.py" not in found.error and "hands.py" not in found.error
+
+
+@pytest.mark.parametrize("how", [SystemExit(3), KeyboardInterrupt(), StopIteration(), asyncio.CancelledError()])
+def test_nothing_that_an_agent_raises_reaches_the_runner(how: BaseException) -> None:
+    @etude.agent
+    def threaded(task: Task) -> None:
+        raise how
+
+    @etude.agent
+    async def waits(task: Task) -> None:
+        raise how
+
+    for agent in (threaded, waits):
+        found = played(agent, wanted(2))
+        assert [state.status for state in found.states] == [Status.FAILED] * 2
+
+
+def test_what_the_machine_breaks_is_not_the_agents_failure() -> None:
+    tries = []
+
+    @etude.agent
+    async def agent(task: Task) -> float:
+        tries.append(task)
+        if len(tries) == 1:
+            try:
+                raise EngineError("the engine died")
+            except EngineError as error:
+                raise RuntimeError("my own words") from error
+        return 1.0
+
+    found = played(agent, wanted(1))
+    assert found.only.status is Status.SUCCEEDED and len(tries) == 2
+    assert [attempt.status for attempt in found.only.attempts] == [Status.INFRA_ERROR, Status.SUCCEEDED]
+
+
+def test_an_agent_that_wants_a_model_waits_for_an_endpoint_and_does_not_fail() -> None:
+    @etude.agent
+    async def agent(llm: LLM) -> None: ...
+
+    async def scene() -> RolloutState:
+        desk = LocalDesk(open_store())
+        await desk.enqueue(wanted(1))
+        runner = Runner(desk, agent, pace=QUICK)
+        running = asyncio.create_task(runner.run())
+        (state,) = await ends(desk, 1)
+        runner.stop()
+        await running
+        await desk.close()
+        return state
+
+    state = asyncio.run(scene())
+    assert state.status is Status.INFRA_ERROR and "no resource named `endpoint`" in last_error(state)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_what_takes_too_long_is_timed_out(threaded: bool) -> None:
+    release = threading.Event()
+
+    @etude.agent(timeout_s=0.2)
+    def hangs(task: Task) -> None:
+        if task["n"] == 0:
+            release.wait(20)
+
+    @etude.agent(timeout_s=0.2)
+    async def sleeps(task: Task) -> None:
+        if task["n"] == 0:
+            await asyncio.sleep(20)
+
+    found = played(hangs if threaded else sleeps, wanted(3), max_concurrency=1)
+    release.set()
+    assert [state.status for state in found.states] == [Status.TIMED_OUT, Status.SUCCEEDED, Status.SUCCEEDED]
+    assert "0.2 s" in last_error(found.states[0])
+
+
+def test_a_coroutine_that_will_not_be_cancelled_is_left_and_counted() -> None:
+    left: list[int] = []
+    release = threading.Event()
+
+    @etude.agent(timeout_s=0.1)
+    async def stubborn(task: Task) -> None:
+        while not release.is_set():
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                continue
+
+    async def meanwhile(desk: LocalDesk, runner: Runner) -> None:
+        await ends(desk, 1)
+        await asyncio.sleep(0.1)
+        left.append(runner.left)
+        release.set()
+        await asyncio.sleep(0.2)
+        left.append(runner.left)
+
+    found = played(stubborn, wanted(1), pace=replace(QUICK, cancel_s=0.1), meanwhile=meanwhile)
+    assert found.only.status is Status.TIMED_OUT and left == [1, 0]
+
+
+def test_a_runner_that_leaves_too_much_behind_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.agents.runner.MOST_LEFT", 2)
+    release = threading.Event()
+
+    @etude.agent(timeout_s=0.1)
+    def hangs(task: Task) -> None:
+        release.wait(20)
+
+    async def scene() -> None:
+        desk = LocalDesk(open_store())
+        await desk.enqueue(wanted(4))
+        try:
+            async with asyncio.timeout(10):
+                await Runner(desk, hangs, pace=QUICK, max_concurrency=2).run()
+        finally:
+            await desk.close()
+
+    with pytest.raises(AgentError, match=r"2 attempts of the agent hangs did not end"):
+        asyncio.run(scene())
+    release.set()
+
+
+def test_a_cancelled_rollout_stops_its_agent() -> None:
+    seen: list[str] = []
+
+    @etude.agent
+    async def sleeps(task: Task) -> None:
+        seen.append("began")
+        try:
+            await asyncio.sleep(20)
+        finally:
+            seen.append("cancelled")
+
+    async def meanwhile(desk: LocalDesk, runner: Runner) -> None:
+        while not seen:
+            await asyncio.sleep(0.02)
+        (runs,) = (await desk.runners())[0].running
+        await desk.cancel([runs.rollout], "nobody wants it")
+        while len(seen) < 2:
+            await asyncio.sleep(0.02)
+
+    found = played(sleeps, wanted(1), meanwhile=meanwhile)
+    assert found.only.status is Status.CANCELLED and found.only.why == "nobody wants it"
+
+
+def test_a_loop_that_is_blocked_falls_silent_and_another_tries_again(caplog: pytest.LogCaptureFixture) -> None:
+    tries = []
+
+    @etude.agent
+    async def blocks(task: Task) -> float:
+        tries.append(task)
+        if len(tries) == 1:
+            time.sleep(2.0)
+        return 1.0
+
+    limits = Limits(timeout_s=20, unresponsive_s=0.5, max_attempts=2)
+
+    async def scene() -> list[RolloutState]:
+        desk = LocalDesk(open_store())
+        await desk.enqueue(wanted(1, limits))
+        runners = [Runner(desk, blocks, pace=QUICK, max_concurrency=1) for _ in range(2)]
+        threads = [threading.Thread(target=lambda runner=runner: asyncio.run(runner.run())) for runner in runners]
+        for thread in threads:
+            thread.start()
+        found = await ends(desk, 1)
+        for runner in runners:
+            runner.stop()
+        await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+        await desk.close()
+        return found
+
+    (state,) = asyncio.run(scene())
+    assert [each.status for each in state.attempts] == [Status.UNRESPONSIVE, Status.SUCCEEDED]
+    assert "its loop was blocked" in caplog.text
+
+
+@pytest.mark.parametrize("asked", [1, 2])
+def test_a_runner_that_is_stopped_lets_end_what_is_under_way_unless_it_is_asked_twice(asked: int) -> None:
+    began = threading.Event()
+
+    @etude.agent
+    async def takes(task: Task) -> float:
+        began.set()
+        await asyncio.sleep(0.5)
+        return 1.0
+
+    async def scene() -> tuple[RolloutState, float]:
+        desk = LocalDesk(open_store())
+        (id,) = await desk.enqueue(wanted(1))
+        runner = Runner(desk, takes, pace=QUICK)
+        running = asyncio.create_task(runner.run())
+        await asyncio.to_thread(began.wait, 10)
+        since = time.monotonic()
+        for _ in range(asked):
+            runner.stop()
+        await running
+        took = time.monotonic() - since
+        state = desk.journal.rollout(id)
+        await desk.close()
+        return state, took
+
+    state, _ = asyncio.run(scene())
+    if asked == 1:
+        assert state.status is Status.SUCCEEDED
+    else:
+        assert state.status is Status.QUEUED and state.attempts[0].status is Status.INFRA_ERROR
+        assert "stopped" in state.attempts[0].error
+
+
+def test_a_runner_plays_so_many_at_once_and_no_more() -> None:
+    now, most = [0], [0]
+    lock = threading.Lock()
+
+    @etude.agent(max_concurrency=3)
+    def agent(task: Task) -> None:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.02)
+        with lock:
+            now[0] -= 1
+
+    played(agent, wanted(12), max_concurrency=5)
+    assert most == [3]
+
+
+def test_a_set_up_that_fails_or_hangs_is_told() -> None:
+    class Fails(etude.Agent):
+        def setup(self) -> None:
+            raise OSError("no index")
+
+        def run(self, task: Task) -> None: ...
+
+    class Hangs(Fails):
+        async def setup(self) -> None:
+            await asyncio.sleep(20)
+
+    async def scene(agent: etude.Agent) -> None:
+        desk = LocalDesk(open_store())
+        try:
+            await Runner(desk, agent, pace=replace(QUICK, setup_s=0.1)).run()
+        finally:
+            await desk.close()
+
+    with pytest.raises(AgentError, match="The agent Fails could not be set up: OSError: no index"):
+        asyncio.run(scene(Fails()))
+    with pytest.raises(AgentError, match=r"not within 0\.1 s"):
+        asyncio.run(scene(Hangs()))
+
+
+def test_runners_share_the_work() -> None:
+    who: set[str] = set()
+
+    @etude.agent
+    def agent(task: Task) -> None:
+        who.add(threading.current_thread().name)
+        time.sleep(0.01)
+
+    async def scene() -> None:
+        desk = LocalDesk(open_store())
+        await desk.enqueue(wanted(40))
+        runners = [Runner(desk, agent, f"r{number}", pace=QUICK, max_concurrency=1) for number in range(3)]
+        running = [asyncio.create_task(runner.run()) for runner in runners]
+        found = await ends(desk, 40)
+        assert {state.status for state in found} == {Status.SUCCEEDED}
+        assert sorted(each.name for each in await desk.runners()) == ["r0", "r1", "r2"]
+        for runner in runners:
+            runner.stop()
+        await asyncio.gather(*running)
+        assert sum(sum(runner.ended.values()) for runner in runners) == 40
+        assert min(sum(runner.ended.values()) for runner in runners) >= 5
+        await desk.close()
+
+    asyncio.run(scene())
+    assert who == {"etude-r0", "etude-r1", "etude-r2"}
+
+
+def test_a_pace_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(AgentError, match=r"Pace\.heartbeat_s is 0"):
+        Pace(heartbeat_s=0)
+
+
+def test_many_attempts_of_one_task_are_tried_again_as_its_limits_say() -> None:
+    tries: list[Any] = []
+
+    @etude.agent
+    async def agent(rollout: Any) -> float:
+        tries.append(rollout.attempt)
+        assert rollout.attempt > 0, "not at first"
+        return 1.0
+
+    found = asyncio.run(play(agent, wanted(1, replace(ONCE, max_attempts=2))))
+    assert found.only.status is Status.SUCCEEDED and tries == [0, 1]
