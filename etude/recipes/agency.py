@@ -80,23 +80,20 @@ def agency(
             serve(desk, keyring, host=asked.host, port=asked.port, routers=[router(endpoint)], beside=[endpoint])
         )
         asyncio.run(desk.put("endpoint", {"base_url": f"{serving.url}/v1", "model": endpoint.model}))
-        check: Callable[[], None] = lambda: None
-        if agent is not None and asked.runners:
-            started: ThreadRunners | ProcessRunners
-            if asked.strategy == "shm":
-                started = ThreadRunners(
-                    desk, agent, asked.runners, max_concurrency=asked.at_once, store_url=serving.url
-                )
-            else:
-                logs = directory / "runners"
-                started = ProcessRunners(
-                    agent, serving.url, keyring.runner, asked.runners, logs=logs, max_concurrency=asked.at_once
-                )
-            check = stack.enter_context(started).check
+        check = _nothing
+        if agent is not None and asked.runners and asked.strategy == "shm":
+            threads = ThreadRunners(desk, agent, asked.runners, max_concurrency=asked.at_once, store_url=serving.url)
+            check = stack.enter_context(threads).check
+        elif agent is not None and asked.runners:
+            logs = directory / "runners"
+            processes = ProcessRunners(
+                agent, serving.url, keyring.runner, asked.runners, logs=logs, max_concurrency=asked.at_once
+            )
+            check = stack.enter_context(processes).check
         else:
             told = "Runners may join: `etude runner %s --url %s`, with the key in %s."
             get_log("recipes").info(told, asked.path or "AGENT", serving.url, directory / SECRET)
-        yield Agency(desk, endpoint, serving.url, _nothing if started is None else started.check)
+        yield Agency(desk, endpoint, serving.url, check)
 
 
 def _nothing() -> None:

@@ -86,8 +86,9 @@ def app(
                 await stack.enter_async_context(each)
             yield
 
-    unknown = {HTTPException: _no_such_page}
-    made = FastAPI(title="Etude's store", version="1", exception_handlers=unknown, lifespan=lifespan)
+    made = FastAPI(
+        title="Etude's store", version="1", exception_handlers={HTTPException: _no_such_page}, lifespan=lifespan
+    )
     made.state.closing = door.closing
     for verb in VERBS:
         made.router.routes.append(Route(f"/v1/store/{verb.name}", door.to(verb), methods=["POST"]))
