@@ -9,10 +9,24 @@ if TYPE_CHECKING:
     from etude.agents.agent import Agent, agent
     from etude.agents.command import command
     from etude.easy import PPOTrainer, RLConfig, Trajectories
+    from etude.trainer import RL, Algorithm, Baseline, Trainer
 
 __version__ = "0.1.0"
 
-__all__ = ["Agent", "PPOTrainer", "RLConfig", "Trajectories", "__version__", "agent", "command", "emit"]
+__all__ = [
+    "RL",
+    "Agent",
+    "Algorithm",
+    "Baseline",
+    "PPOTrainer",
+    "RLConfig",
+    "Trainer",
+    "Trajectories",
+    "__version__",
+    "agent",
+    "command",
+    "emit",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +35,10 @@ def __getattr__(name: str) -> Any:
         from etude import easy
 
         return getattr(easy, name)
+    if name in ("RL", "Algorithm", "Baseline", "Trainer"):
+        from etude import trainer
+
+        return getattr(trainer, name)
     if name in ("Agent", "agent"):
         from etude.agents import agent
 

@@ -16,13 +16,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeAlias
+
+from rich.console import Console
+from rich.text import Text
 
 from etude.agents.agent import Agent, as_agent
 from etude.config.compose import compose
 from etude.errors import ConfigError
+from etude.observe import make_console
 from etude.recipes import folder
 from etude.recipes.build import build
+from etude.recipes.collecting import Groups
 from etude.recipes.loop import practise
 from etude.recipes.parts import Parts
 from etude.recipes.presets import PRESETS
@@ -79,10 +85,19 @@ class RL(Algorithm):
         told: dict[str, float] = json.loads(written[-1])
         return told
 
-    def _parts(self, train: Tasks, val: Tasks | None) -> AbstractContextManager[Parts]:
+    def try_out(self, tasks: Tasks, count: int, console: Console) -> None:
+        """Have a few tasks played, and show what was said, what it earned, and what would be learned from it."""
+        few = {"collect.tasks": count, "collect.group_size": 2, "collect.retries": 0, "observe.console": "off"}
+        with TemporaryDirectory() as place, self._parts(tasks, None, Path(place) / "dev", few) as parts:
+            parts.publish(parts.checkpoint.step)
+            shown(parts, parts.source.next(1), console)
+
+    def _parts(
+        self, train: Tasks, val: Tasks | None, directory: Path | None = None, more: Mapping[str, Any] | None = None
+    ) -> AbstractContextManager[Parts]:
         assert self.given is not None, "a trainer gives an agent"
-        directory = self.directory or folder.new_directory(Path("runs"), "train")
-        options = dict(self.options) | dict(self.given.options) | {"directory": directory}
+        directory = directory or self.directory or folder.new_directory(Path("runs"), "train")
+        options = {**self.options, **self.given.options, **(more or {}), "directory": directory}
         options["data.train"] = _files(train, directory / "tasks" / "train.jsonl")
         if val is not None:
             options["data.val"] = _files(val, directory / "tasks" / "val.jsonl")
@@ -130,9 +145,37 @@ class Trainer:
         finally:
             self.algorithm.given = None
 
+    def dev(self, agent: Any, tasks: Tasks, count: int = 2) -> None:
+        """Have the agent play a few tasks twice each, and print each conversation, its tokens, what it earned, and what would
+        be learned from it. Nothing is trained, and nothing is kept."""
+        if not isinstance(self.algorithm, RL):
+            raise ConfigError(f"{type(self.algorithm).__name__} has no way to try an agent out; RL and Baseline have.")
+        self.algorithm.given = self._given(agent)
+        try:
+            self.algorithm.try_out(tasks, count, make_console())
+        finally:
+            self.algorithm.given = None
+
     def _given(self, agent: Any) -> Given:
         made = as_agent(agent, "The agent")
         return Given(made, self._options | {"agent.path": made.title})
+
+
+def shown(parts: Parts, groups: Groups, console: Console) -> None:
+    """Rollouts for a person to read."""
+    for rollout in groups.rollouts:
+        samples = [sample for sample in groups.samples if sample.rollout == rollout.id]
+        task = parts.store.task(rollout.task)
+        console.rule(f"task {rollout.task}, row {task.row}")
+        for turn in parts.store.turns(rollout.id):
+            said = turn.completion
+            console.print(f"[dim]turn {turn.index}: {len(turn.prompt)} tokens read, {len(said.ids)} written[/]")
+            console.print(Text(parts.text(turn.prompt), style="cyan"), Text(said.text), soft_wrap=True, sep="")
+        named = ", ".join(f"{name} {value:g}" for name, value in rollout.parts.items())
+        console.print(Text(f"reward {rollout.reward:g}{f' ({named})' if named else ''}"))
+        for number, sample in enumerate(samples, start=1):
+            learned = int(sample.action.sum())
+            console.print(Text(f"row {number} of {len(samples)}: {len(sample.ids)} tokens, {learned} learned from"))
 
 
 def _preset(name: str | None) -> Path | None:

@@ -125,7 +125,9 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         get_log("recipes").info(told, source.replays)
     if run.train.offload:
         learners.make_room = lambda: crew.call(PolicyWorker.make_room)
-    return Parts(directory, log, source, learners, scoring, saver, engine, store, runner, overlong)
+    return Parts(
+        directory, log, source, learners, scoring, saver, engine, store, runner, overlong, chat.tokenizer.decode
+    )
 
 
 def _agents(

@@ -13,7 +13,7 @@ from etude.batch import Batch
 from etude.checkpoint import Checkpoint, Checkpoints
 from etude.data.collate import collate
 from etude.observe import Last, Max, Mean, Metrics, RunLog, Sum, get_log
-from etude.protocols import Crew, Generate
+from etude.protocols import Crew, Generate, Ids
 from etude.recipes.collecting import Collector, Groups, Watch
 from etude.recipes.evaluate import Answer, Evaluator, scores, write_answers
 from etude.recipes.saving import Saver
@@ -169,6 +169,8 @@ class Parts:
     """The run's one event loop."""
     overlong: int
     """How many prompts of `data.train` were too long."""
+    text: Callable[[Ids], str]
+    """What ids say, in words."""
 
     def begin(self) -> None:
         """Publish the weights that the run begins with, and score them if that is asked for: a line of its own. What
