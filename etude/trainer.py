@@ -146,8 +146,8 @@ class Trainer:
             self.algorithm.given = None
 
     def dev(self, agent: Any, tasks: Tasks, count: int = 2) -> None:
-        """Have the agent play a few tasks twice each, and print each conversation, its tokens, what it earned, and what would
-        be learned from it. Nothing is trained, and nothing is kept."""
+        """Have the agent play a few tasks twice each, and print each conversation, its tokens, what it earned, and what
+        would be learned from it. Nothing is trained, and nothing is kept."""
         if not isinstance(self.algorithm, RL):
             raise ConfigError(f"{type(self.algorithm).__name__} has no way to try an agent out; RL and Baseline have.")
         self.algorithm.given = self._given(agent)
