@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -384,3 +386,19 @@ def test_the_form_of_call_is_told_by_the_template() -> None:
         assert name not in known
     assert form_of(MISTRAL_LIST) == form_of(MISTRAL_ARGS) == "mistral"
     assert form_of(LLAMA4) == "pythonic"
+
+
+def test_the_page_shows_every_form_as_it_is_read() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "chat.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|[^|]+\| (.*) \|$", page, flags=re.MULTILINE)
+    assert [form for form, _ in rows] == list(FORMS)
+    for form, told in rows:
+        examples = [example.replace("\\|", "|") for example in re.findall(r"`([^`]+)`", told)]
+        tag = "<|python_tag|>" if "<|python_tag|>" in examples else ""
+        for example in examples:
+            if example != tag:
+                _, calls = read(form, tag + example, [A_NUMBER])
+                assert calls == [("f", '{"a": 1}')], example
+
+
+A_NUMBER = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}
