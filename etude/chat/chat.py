@@ -77,6 +77,11 @@ class Chat:
         """The form in which the model calls tools, as its template teaches it; None for one that is not known here."""
         return self._calls
 
+    @property
+    def reasons(self) -> bool:
+        """Whether its template knows of thinking."""
+        return self._reasons
+
     def parse(
         self, completion: Ids, prompt: Ids | None = None, tools: Tools = (), sampling: SamplingParams | None = None
     ) -> Message:
@@ -88,13 +93,21 @@ class Chat:
         """
         return self.reader(prompt, tools, sampling).whole(completion)
 
-    def reader(self, prompt: Ids | None, tools: Tools = (), sampling: SamplingParams | None = None) -> Reader:
-        """Tells what the model says while it is sampled: in the end, exactly what `parse` says of the whole."""
+    def reader(
+        self,
+        prompt: Ids | None,
+        tools: Tools = (),
+        sampling: SamplingParams | None = None,
+        *,
+        calls: bool = True,
+    ) -> Reader:
+        """Tells what the model says while it is sampled: in the end, exactly what `parse` says of the whole. Where no
+        `calls` are looked for, they are text."""
         teller = Teller(
-            FORMS[self._calls] if self._calls is not None else None,
+            FORMS[self._calls] if self._calls is not None and calls else None,
             tools,
             reasons=self._reasons,
-            opened=None if prompt is None else self._opens(prompt),
+            opened=None if prompt is None else self.opens(prompt),
             seed=b"" if prompt is None else np.ascontiguousarray(prompt, np.int32).tobytes(),
         )
         unseen = self._unseen
@@ -145,7 +158,8 @@ class Chat:
         """A conversation that keeps the very ids it was served with."""
         return Conversation(self.tokenizer, self.text, self.history)
 
-    def _opens(self, prompt: Ids) -> bool:
+    def opens(self, prompt: Ids) -> bool:
+        """Whether a prompt ends where the model is to think."""
         return self.tokenizer.decode(prompt[-_TAIL:], special=True).rstrip().endswith(OPEN)
 
     def _template(self, tools: Tools) -> Template:
