@@ -27,6 +27,7 @@ from tests.agents.proxy.world import Scripted, World, chat_of, serving
 ASK: list[Any] = [{"role": "user", "content": "What is it?"}]
 CHAT: dict[str, Any] = {"model": "policy", "messages": ASK}
 CLAUDE: dict[str, Any] = {**CHAT, "max_tokens": 9}
+CLIENT = httpx2.Client(timeout=30)
 CALLS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"model": "policy", "prompt": "a"},
@@ -50,7 +51,7 @@ def world() -> Iterator[World]:
 def posted(world: World, path: str, body: Any, key: str | None, **more: Any) -> httpx2.Response:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx2.post(world.root + path, content=content, headers=headers, timeout=30, **more)
+    return CLIENT.post(world.root + path, content=content, headers=headers, timeout=30, **more)
 
 
 def told(path: str, response: httpx2.Response) -> tuple[str, str]:
@@ -75,8 +76,8 @@ def test_keys(world: World, path: str) -> None:
         response = posted(world, path, CALLS[path], key)
         assert response.status_code == 403 and told(path, response)[1] == "permission_error"
     assert posted(world, path, CALLS[path], claim.model_key).status_code == 200
-    assert httpx2.get(f"{world.url}/models", headers={"x-api-key": claim.reward_key}).status_code == 403
-    by_header = httpx2.post(world.root + path, json=CALLS[path], headers={"x-api-key": claim.model_key})
+    assert CLIENT.get(f"{world.url}/models", headers={"x-api-key": claim.reward_key}).status_code == 403
+    by_header = CLIENT.post(world.root + path, json=CALLS[path], headers={"x-api-key": claim.model_key})
     assert by_header.status_code == 200
 
 
@@ -230,7 +231,7 @@ async def _known(world: World, key: Key) -> bool:
 def test_tags(world: World) -> None:
     claim = world.attempt()
     headers = {"authorization": f"Bearer {claim.model_key}", "x-etude-tags": "planner, first,"}
-    assert httpx2.post(f"{world.url}/chat/completions", json=CHAT, headers=headers).status_code == 200
+    assert CLIENT.post(f"{world.url}/chat/completions", json=CHAT, headers=headers).status_code == 200
     assert world.turns(claim.key)[0].tags == ("planner", "first")
 
 
@@ -312,7 +313,7 @@ def test_a_call_that_its_client_drops_is_ended() -> None:
     with serving(scripted(pause=30), chat_of()) as world:
         claim = world.attempt()
         with pytest.raises(httpx2.ReadTimeout):
-            httpx2.post(
+            CLIENT.post(
                 f"{world.url}/chat/completions",
                 json=CHAT,
                 headers={"authorization": f"Bearer {claim.model_key}"},
