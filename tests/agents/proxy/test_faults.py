@@ -303,7 +303,7 @@ def test_a_stream_that_its_client_drops_is_recorded() -> None:
                         break
             turn = _until(lambda: world.turns(claim.key))[0]
         assert turn.completion.finish == "abort"
-        assert turn.completion.text.startswith(said) and 10 < len(turn.completion.ids) < 300
+        assert turn.completion.text.startswith(said) and 10 < len(turn.completion.ids) < 1500
         assert set(turn.completion.version) == {7} and len(turn.completion.logp) == len(turn.completion.ids)
         assert world.endpoint.metrics()["endpoint/turns_aborted"] == 1
         _until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
@@ -327,7 +327,9 @@ def test_a_call_that_its_client_drops_is_ended() -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_call_that_takes_too_long(streamed: bool) -> None:
     with serving(
-        scripted("so " * 900, pause=0.2), chat_of(), config=EndpointConfig(timeout_s=0.7 if streamed else 0.1)
+        scripted("so " * 900, pause=0.05 if streamed else 5),
+        chat_of(),
+        config=EndpointConfig(timeout_s=2 if streamed else 0.1),
     ) as world:
         claim = world.attempt()
         with (
@@ -337,7 +339,7 @@ def test_a_call_that_takes_too_long(streamed: bool) -> None:
             list(client.chat.completions.create(**CHAT, stream=streamed))
         if streamed:
             (turn,) = _until(lambda: world.turns(claim.key))
-            assert turn.completion.finish == "abort" and 1 <= len(turn.completion.ids) < 10
+            assert turn.completion.finish == "abort" and 1 <= len(turn.completion.ids) < 100
         else:
             assert isinstance(raised.value, openai.InternalServerError) and raised.value.status_code == 504
         assert world.endpoint.metrics()["endpoint/timed_out"] == 1
