@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,19 @@ from pydantic import Field
 
 from etude.chat.continuation import Conversation, History
 from etude.chat.messages import check_roles, message_of
-from etude.chat.reasoning import CLOSE, OPEN, split_reasoning
+from etude.chat.reasoning import CLOSE, OPEN
+from etude.chat.streaming import Reader, Teller
 from etude.chat.template import Template
 from etude.chat.tokenizer import Ids, Tokenizer
-from etude.chat.tools import FORMATS, PYTHON_TAG, Found, format_of
+from etude.chat.tools import FORMS, MARKS, form_of
 from etude.chat.written import Text, ended, written
 from etude.config import Config
 from etude.errors import ChatError, ConfigError
-from etude.records import Message, ToolCall
+from etude.records import Message, SamplingParams
 
 __all__ = ["Chat", "ChatConfig"]
 
 Tools = Sequence[Mapping[str, Any]]
-_MARKUP = (OPEN, CLOSE, "<tool_call>", "</tool_call>", PYTHON_TAG)
 _TAIL = 8  # ids at the end of a prompt that may open the reasoning
 
 
@@ -51,8 +50,10 @@ class Chat:
         self._templates = {name: Template(source, tokenizer.specials) for name, source in sources.items()}
         default = sources.get("default", "")
         self._reasons = CLOSE in default
-        self._calls = format_of(sources.get("tool_use", default))
-        self._markup = frozenset(tokenizer.id(token) for token in _MARKUP)
+        self._calls = form_of(sources.get("tool_use", default))
+        marks = frozenset(tokenizer.id(token) for token in (OPEN, CLOSE, *MARKS))
+        self._unseen = (tokenizer.special_ids | frozenset(tokenizer.eos_ids)) - marks
+        self._marks = marks
 
     def text(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """The text of a conversation, up to where the assistant is to speak."""
@@ -78,58 +79,41 @@ class Chat:
 
     @property
     def reasons(self) -> bool:
-        """Whether its template knows of reasoning."""
+        """Whether its template knows of thinking."""
         return self._reasons
 
-    def shown(self, ids: Sequence[int] | Ids) -> list[int]:
-        """Those of the ids that an answer is read from: all but special tokens, of which it keeps what marks reasoning
-        and calls."""
-        return [id for id in map(int, ids) if id not in self.tokenizer.special_ids or id in self._markup]
-
-    def read(self, completion: Ids, stops: Sequence[str] = ()) -> tuple[str, str | None]:
-        """The text that the model wrote, with what marks its reasoning and calls, up to the stop string that ended it;
-        and that string. It is the first that ends within the last token: one that stood there before did not count."""
-        kept = self.shown(completion)
-        text = self.tokenizer.decode(kept, special=True)
-        if not stops:
-            return text, None
-        before = len(self.tokenizer.decode(kept[:-1], special=True).rstrip("\ufffd"))
-        found = [(at, stop) for stop in stops if stop and (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
-        at, stop = min(found, default=(len(text), None))
-        return text[:at], stop
-
     def parse(
-        self,
-        completion: Ids,
-        prompt: Ids | None = None,
-        tools: Tools = (),
-        *,
-        stops: Sequence[str] = (),
-        calls: bool = True,
+        self, completion: Ids, prompt: Ids | None = None, tools: Tools = (), sampling: SamplingParams | None = None
     ) -> Message:
-        """What the model said. A malformed tool call stays text; unless `calls` are looked for, each does.
+        """What the model said. A malformed tool call stays text.
 
         Given the prompt, it is known whether that has opened the reasoning already, and calls made in answer to
         different prompts have different ids. Given the tools, the arguments of a call have the types these declare,
-        where the model writes arguments without types. Given the `stops` of the request, what it said ends before the
-        one that ended it.
+        where the model writes arguments without types. Given how it was sampled, what made it stop is no text.
         """
-        content, reasoning = self.read(completion, stops)[0], ""
-        if self._reasons:
-            opened = prompt is not None and self.opens(prompt)
-            reasoning, content = split_reasoning(content, opened)
-        found: Found = []
-        if self._calls is not None and calls:
-            content, found = FORMATS[self._calls](content, tools)
-        seed = blake2b(b"" if prompt is None else np.ascontiguousarray(prompt, np.int32).tobytes(), digest_size=12)
-        seed.update(np.ascontiguousarray(completion, np.int32).tobytes())
-        ids = (f"call_{seed.hexdigest()}{index:x}" for index in range(len(found)))
-        return Message(
-            "assistant",
-            content,
-            reasoning=reasoning,
-            tool_calls=tuple(ToolCall(id, name, text) for id, (name, text) in zip(ids, found, strict=True)),
+        return self.reader(prompt, tools, sampling).whole(completion)
+
+    def reader(
+        self,
+        prompt: Ids | None,
+        tools: Tools = (),
+        sampling: SamplingParams | None = None,
+        *,
+        calls: bool = True,
+    ) -> Reader:
+        """Tells what the model says while it is sampled: in the end, exactly what `parse` says of the whole. Where no
+        `calls` are looked for, they are text."""
+        teller = Teller(
+            FORMS[self._calls] if self._calls is not None and calls else None,
+            tools,
+            reasons=self._reasons,
+            opened=None if prompt is None else self.opens(prompt),
+            seed=b"" if prompt is None else np.ascontiguousarray(prompt, np.int32).tobytes(),
         )
+        unseen = self._unseen
+        if sampling is not None and sampling.stop_ids:
+            unseen = unseen | (frozenset(sampling.stop_ids) - self._marks)
+        return Reader(teller, self.tokenizer, lambda id: id not in unseen, sampling)
 
     def completion_ids(
         self, messages: Sequence[Message], answer: Message, tools: Tools = (), *, asked_ids: Ids | None = None
@@ -175,7 +159,7 @@ class Chat:
         return Conversation(self.tokenizer, self.text, self.history)
 
     def opens(self, prompt: Ids) -> bool:
-        """Whether a prompt ends in the midst of reasoning that it has opened."""
+        """Whether a prompt ends where the model is to think."""
         return self.tokenizer.decode(prompt[-_TAIL:], special=True).rstrip().endswith(OPEN)
 
     def _template(self, tools: Tools) -> Template:

@@ -259,8 +259,8 @@ def _can_call(run: Run, chat: Chat) -> None:
     if run.env.tools and chat.calls is None:
         raise ConfigError(
             "`env.tools` offers functions to a model whose chat template teaches no form of calls that is known here "
-            "(Hermes' and Qwen's `<tool_call>`, Llama 3.1's JSON), so none would ever be called. Set `chat.template`, "
-            "or read calls of another form in an environment: a `ToolEnv` with `calls` of its own."
+            "(those of Hermes, Qwen, Llama, Mistral and LFM 2), so none would ever be called. Set `chat.template`, or "
+            "read calls of another form in an environment: a `ToolEnv` with `calls` of its own."
         )
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from etude.chat.stops import StopScan
 from etude.errors import DataError
 from etude.records import Completion, SamplingParams
 from etude.rollout.blocks import ROOT
 from etude.rollout.sampling import Drawing
-from etude.rollout.stops import StopScan
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer

@@ -42,9 +42,10 @@ from etude.store.events import (
 )
 from etude.store.journal import Journal, Writing
 from etude.store.keys import Keyring
-from etude.store.ledger import Ledger, Lent, Seat, Watch, attempt_of, earned
+from etude.store.ledger import Ledger, Lent, Seat, Watch
 from etude.store.plain import plain
 from etude.store.states import RolloutState, TaskState
+from etude.store.words import attempt_of, earned
 
 __all__ = ["LocalDesk"]
 

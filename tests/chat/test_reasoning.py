@@ -5,6 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.chat.reasoning import split_reasoning
+from etude.chat.streaming import Teller
+
+
+def told(text: str, opened: bool | None) -> tuple[str, str]:
+    """The reasoning in a text, and its content."""
+    teller = Teller(None, reasons=True, opened=opened)
+    teller.push(text)
+    teller.finish()
+    return teller.message.reasoning, str(teller.message.content)
 
 
 @pytest.mark.parametrize(
@@ -12,24 +21,35 @@ from etude.chat.reasoning import split_reasoning
     [
         ("<think>\nhm\n</think>\n\n4", False, "hm", "4"),
         ("\n<think>hm</think>4", False, "hm", "4"),
+        ("\n <think>hm</think>4", True, "hm", "4"),
         ("<think>\n\n</think>\n\n4", False, "", "4"),
-        ("<think>\nhm and", False, "hm and", ""),
+        ("<think>\nhm and\n\n", False, "hm and", ""),
+        ("<think>\nhm and\n</thi", False, "hm and\n</thi", ""),
+        ("<thi", False, "", "<thi"),
+        ("<thi", True, "<thi", ""),
         ("hm\n</think>\n\n4", True, "hm", "4"),
+        ("\n hm\n</think>\n\n4", True, " hm", "4"),
         ("hm and", True, "hm and", ""),
-        ("hm\n</think>\n\n4", False, "hm", "4"),
+        ("hm\n</think>\n\n4", None, "hm", "4"),
+        ("hm\n</think>\n\n4", False, "", "hm\n</think>\n\n4"),
         ("4", False, "", "4"),
+        ("4", None, "", "4"),
         (" 4\n", False, "", " 4\n"),
         ("", False, "", ""),
+        ("", True, "", ""),
         ("so: <think>hm</think>", False, "", "so: <think>hm</think>"),
+        ("so: <think>hm</think>", None, "", "so: <think>hm</think>"),
         ("<think>a</think>b</think>c", False, "a", "b</think>c"),
         ("<think> a \n b </think> c ", False, " a \n b ", " c "),
     ],
 )
-def test_thinking_is_told_apart(text: str, opened: bool, reasoning: str, answer: str) -> None:
-    assert split_reasoning(text, opened) == (reasoning, answer)
+def test_thinking_is_told_apart(text: str, opened: bool | None, reasoning: str, answer: str) -> None:
+    assert told(text, opened) == (reasoning, answer)
+    if opened is None:
+        assert split_reasoning(text) == (reasoning, answer)
 
 
 @given(st.text(alphabet="ab \n<"), st.text(alphabet="ab \n<"))
 def test_what_a_template_wrote_is_read_back(reasoning: str, answer: str) -> None:
     text = f"<think>\n{reasoning}\n</think>\n\n{answer}"
-    assert split_reasoning(text) == (reasoning.strip("\n"), answer.lstrip("\n"))
+    assert split_reasoning(text) == told(text, None) == (reasoning.strip("\n"), answer.lstrip("\n"))

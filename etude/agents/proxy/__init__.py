@@ -5,10 +5,13 @@ chat_completions  OpenAI's /v1/chat/completions
 completions       OpenAI's /v1/completions
 responses         OpenAI's /v1/responses
 anthropic         Anthropic's /v1/messages
-reading           a stream of ids as reasoning, text and calls
 policy            the run's own sampling parameters, and what of the agent's holds beside them
-upstream          who samples: an engine in this process, or a server that speaks of token ids
+opening           how a call is begun for a model that has to make one
+upstream          who samples: whoever takes ids and gives ids, such as the engine in this process
+server            a server that speaks of token ids, as an upstream
 record            what each attempt has said and heard, to the token
+notary            turns and notes, written to the end
+answering         how a call is sampled, read, recorded and given
 gate              how many calls are under way, and how many wait
 meter             counts and times
 endpoint          all of these as one

@@ -14,16 +14,14 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
-
 from etude.agents.proxy.asked import Body, Refusal, Said, Writer
 from etude.agents.proxy.gate import Gate
 from etude.agents.proxy.meter import Meter
 from etude.agents.proxy.notary import Call, Notary
 from etude.agents.proxy.policy import Seeds
-from etude.agents.proxy.reading import Piece, Reading
 from etude.agents.proxy.upstream import Gained, Upstream
-from etude.chat import Chat
+from etude.chat import Chat, Piece, Reader
+from etude.chat.streaming import Teller
 from etude.errors import ConfigError, DataError, EngineError
 from etude.observe import get_log
 from etude.records import Completion, Message, SamplingParams
@@ -58,7 +56,7 @@ class Answering:
             async with self._gate.entered(call.asked.n):
                 completions = await _all([self._sampled(call, params) for params in self._params(call)])
             sampled = time.perf_counter() - began
-            said = [await self._heard(call, each, None) for each in completions]
+            said = [await self._heard(call, each, self._reader(call).whole(each.ids)) for each in completions]
         self._finished(call, said)
         body = call.dialect.whole(call.reply(self._chat.tokenizer), said)
         self._meter.took(time.perf_counter() - call.began, sampled)
@@ -123,7 +121,7 @@ class Answering:
 
     async def _streamed(self, call: Call, writer: Writer, index: int, params: SamplingParams, write: Write) -> Said:
         """One answer, written as it comes up to its end, then recorded, then ended."""
-        reading = self._reading(call)
+        reader = self._reader(call)
         gained: list[Gained] = []
         completion = None
         try:
@@ -132,7 +130,7 @@ class Answering:
                     gained.append(each)
                     completion = each.completion
                     if completion is None:
-                        await _given(write, writer, index, reading.push(each.ids))
+                        await _given(write, writer, index, reader.push(each.ids))
         except Exception as error:
             self._notary.aborted(call, gained, self._chat)
             raise await self._failed(call, error) from error
@@ -140,36 +138,40 @@ class Answering:
             self._notary.aborted(call, gained, self._chat)
             raise
         assert completion is not None, "a stream ends with the whole"
-        said = await self._heard(call, completion, reading)
-        await _given(write, writer, index, reading.rest)
+        rest = [*reader.push(gained[-1].ids), *reader.finish()]
+        said = await self._heard(call, completion, reader.message)
+        await _given(write, writer, index, rest)
         await write(writer.end(index, said))
         return said
 
-    def _reading(self, call: Call) -> Reading:
-        plain = call.asked.prompt is not None
-        reading = Reading(
-            self._chat, call.prompt.ids, stops=call.sampling.stop, calls=call.calls and not plain, plain=plain
-        )
-        if len(call.opened):
-            reading.hold()
-        return reading
+    def _reader(self, call: Call) -> Reader:
+        """Tells what the model says, and has been told how that begins."""
+        sampling, begun = call.sampling, len(call.opened)
+        if call.asked.prompt is not None:
+            special = self._chat.tokenizer.special_ids
+            return Reader(Teller(None), self._chat.tokenizer, lambda id: id not in special, sampling)
+        if begun:  # no stop string counts in what was written for the model
+            sampling = replace(sampling, min_tokens=sampling.min_tokens + begun, max_tokens=sampling.max_tokens + begun)
+        reader = self._chat.reader(call.prompt.ids, call.asked.tools, sampling, calls=call.calls)
+        reader.push(call.opened)
+        return reader
 
-    async def _heard(self, call: Call, completion: Completion, reading: Reading | None) -> Said:
-        """Read an answer, and write its turn down. An answer is given only once that is acknowledged."""
-        asked, stops = call.asked, call.sampling.stop
-        whole = np.concatenate([call.opened, completion.ids]) if len(call.opened) else completion.ids
-        text, stop = self._chat.read(whole, stops)
-        if asked.prompt is not None:
-            message = Message("assistant", text)
-        else:
-            message = self._chat.parse(whole, call.prompt.ids, asked.tools, stops=stops, calls=call.calls)
-        if reading is not None:
-            message = reading.whole(message, text)
+    async def _heard(self, call: Call, completion: Completion, message: Message) -> Said:
+        """Write the turn of an answer down. An answer is given only once that is acknowledged."""
         turn = await self._notary.turn(call, completion)
         if completion.finish == "abort":
             raise Refusal("The engine gave this answer up. Try again.", "failed")
-        await call.sitting.heard(asked, call.shown, completion, message)
-        return Said(message, completion, len(call.shown), stop, turn)
+        await call.sitting.heard(call.asked, call.shown, completion, message)
+        return Said(message, completion, len(call.shown), self._stop(completion, call.sampling), turn)
+
+    def _stop(self, completion: Completion, sampling: SamplingParams) -> str | None:
+        """The stop string that an answer ended with: the first of those that end within its last token."""
+        if not sampling.stop or completion.finish != "stop":
+            return None
+        decode = self._chat.tokenizer.decode
+        text, before = decode(completion.ids), len(decode(completion.ids[:-1]).rstrip("\ufffd"))
+        found = [(at, stop) for stop in sampling.stop if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
+        return min(found)[1] if found else None
 
     async def _failed(self, call: Call, error: Exception) -> Refusal:
         """What the upstream says, as a refusal."""
@@ -190,9 +192,9 @@ class Answering:
         self._meter.counts["answered"] += 1
 
 
-async def _given(write: Write, writer: Writer, index: int, piece: Piece) -> None:
-    if piece.reasoning or piece.content:
-        await write(writer.piece(index, piece.reasoning, piece.content))
+async def _given(write: Write, writer: Writer, index: int, pieces: Sequence[Piece]) -> None:
+    if pieces:
+        await write(b"".join(writer.piece(index, piece) for piece in pieces))
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from etude.agents.proxy.asked import Asked, Body, Fields, Kind, Refusal, Reply, Said
 from etude.agents.proxy.openai import event
+from etude.chat import Called, Piece, Reasoning
 from etude.chat.messages import message_of
 from etude.records import Message
 
@@ -117,23 +118,20 @@ class BlockWriter:
         message = {**self._frame, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message=message)
 
-    def piece(self, _index: int, reasoning: str, content: str) -> bytes:
-        """New text."""
-        written = b""
-        if reasoning:
-            written += self._block("thinking", {"thinking": "", "signature": ""})
-            written += self._delta("thinking_delta", thinking=reasoning)
-        if content:
-            written += self._block("text", {"text": ""}) + self._delta("text_delta", text=content)
-        return written
+    def piece(self, _index: int, piece: Piece) -> bytes:
+        """New text, or a call."""
+        if isinstance(piece, Called):
+            call = piece.call
+            begun = self._stop() + self._block("tool_use", {"id": call.id, "name": call.name, "input": {}})
+            return begun + self._delta("input_json_delta", partial_json=call.arguments) + self._stop()
+        if isinstance(piece, Reasoning):
+            begun = self._block("thinking", {"thinking": "", "signature": ""})
+            return begun + self._delta("thinking_delta", thinking=piece.text)
+        return self._block("text", {"text": ""}) + self._delta("text_delta", text=piece.text)
 
-    def end(self, _index: int, said: Said) -> bytes:
-        """Its calls."""
-        written = b""
-        for call in said.message.tool_calls:
-            written += self._stop() + self._block("tool_use", {"id": call.id, "name": call.name, "input": {}})
-            written += self._delta("input_json_delta", partial_json=call.arguments)
-        return written + self._stop()
+    def end(self, _index: int, _said: Said) -> bytes:
+        """The end of its last block."""
+        return self._stop()
 
     def close(self, said: Sequence[Said]) -> bytes:
         """How it ended, and what it cost."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
+from etude.chat import Piece
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.records import Completion, Message
 
@@ -117,12 +118,12 @@ class Writer(Protocol):
         """Before all else."""
         ...
 
-    def piece(self, index: int, reasoning: str, content: str, /) -> bytes:
-        """New text of one of the answers."""
+    def piece(self, index: int, piece: Piece, /) -> bytes:
+        """New text of one of the answers, or a call that it makes."""
         ...
 
     def end(self, index: int, said: Said, /) -> bytes:
-        """One of the answers is whole, and recorded. All of its text was written already."""
+        """One of the answers is whole, and recorded. All of its text and calls were written already."""
         ...
 
     def close(self, said: Sequence[Said]) -> bytes:

@@ -8,6 +8,8 @@ from typing import Any
 
 from etude.agents.proxy import openai
 from etude.agents.proxy.asked import MOST, Asked, Body, Fields, Refusal, Reply, Said, drawing, neutral
+from etude.chat import Called, Piece, Reasoning
+from etude.records import ToolCall
 
 __all__ = ["ChatCompletions"]
 
@@ -84,17 +86,16 @@ class ChunkWriter:
         """Who speaks."""
         return b"".join(self._chunk(n, {"role": "assistant", "content": ""}) for n in range(self._asked.n))
 
-    def piece(self, index: int, reasoning: str, content: str) -> bytes:
-        """New text."""
-        told = (("reasoning_content", reasoning), ("content", content))
-        return b"".join(self._chunk(index, {name: text}) for name, text in told if text)
+    def piece(self, index: int, piece: Piece) -> bytes:
+        """New text, or a call."""
+        if isinstance(piece, Called):
+            return self._chunk(index, {"tool_calls": [{"index": piece.index, **_call(piece.call)}]})
+        return self._chunk(index, {"reasoning_content" if isinstance(piece, Reasoning) else "content": piece.text})
 
     def end(self, index: int, said: Said) -> bytes:
-        """Its calls, and how it ended."""
-        calls = [{"index": n, **form} for n, form in enumerate(_calls(said))]
-        first = self._chunk(index, {"tool_calls": calls}) if calls else b""
+        """How it ended."""
         scores = {"content": openai.logprobs(said.completion, self._tokenizer), "refusal": None}
-        return first + self._chunk(index, {}, said.finish, scores if self._asked.logprobs else None)
+        return self._chunk(index, {}, said.finish, scores if self._asked.logprobs else None)
 
     def close(self, said: Sequence[Said]) -> bytes:
         """What it cost, if that was asked."""
@@ -134,15 +135,12 @@ def _choice(index: int, said: Said, reply: Reply) -> Body:
     if said.message.reasoning:
         told["reasoning_content"] = said.message.reasoning
     if said.message.tool_calls:
-        told["tool_calls"] = _calls(said)
+        told["tool_calls"] = [_call(call) for call in said.message.tool_calls]
         told["content"] = said.message.content or None
     wanted = reply.asked.logprobs
     scores = {"content": openai.logprobs(said.completion, reply.tokenizer), "refusal": None} if wanted else None
     return {"index": index, "message": told, "logprobs": scores, "finish_reason": said.finish}
 
 
-def _calls(said: Said) -> list[dict[str, Any]]:
-    return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in said.message.tool_calls
-    ]
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -9,6 +9,7 @@ from itertools import accumulate
 from etude.agents.proxy import openai
 from etude.agents.proxy.asked import MOST, Asked, Body, Fields, Refusal, Reply, Said, drawing, neutral
 from etude.agents.proxy.chat_completions import streamed_usage, usage
+from etude.chat import Content, Piece
 from etude.chat.tokenizer import Ids
 
 __all__ = ["Completions"]
@@ -74,9 +75,10 @@ class TextWriter:
         """Nothing comes before the text."""
         return b""
 
-    def piece(self, index: int, _reasoning: str, content: str) -> bytes:
+    def piece(self, index: int, piece: Piece) -> bytes:
         """New text."""
-        return openai.event({**self._frame, "choices": [_choice(index, content, None, None)]})
+        assert isinstance(piece, Content), "a text that goes on is nothing else"
+        return openai.event({**self._frame, "choices": [_choice(index, piece.text, None, None)]})
 
     def end(self, index: int, said: Said) -> bytes:
         """How it ended."""

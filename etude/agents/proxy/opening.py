@@ -20,6 +20,8 @@ BEGINNINGS = {
     "hermes": ('<tool_call>\n{"name": "', ', "arguments": '),
     "qwen_xml": ("<tool_call>\n<function=", ">\n"),
     "llama3": ('{"name": "', ', "parameters": '),
+    "pythonic": ("[", "("),
+    "lfm2": ("<|tool_call_start|>[", "("),
 }
 """By the form of calls: what stands before a tool's name, and what after it."""
 NOTHING = np.zeros(0, np.int32)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from etude.agents.proxy import openai
 from etude.agents.proxy.asked import Asked, Body, Fields, Refusal, Reply, Said
+from etude.chat import Called, Piece, Reasoning
 from etude.chat.messages import message_of
-from etude.records import Message
+from etude.records import Message, ToolCall
 
 __all__ = ["Responses"]
 
+RESPONSE = re.compile(r"resp_[0-9]+-[0-9]+-[0-9]+")
+"""What every item of an answer has in its id."""
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -71,7 +75,7 @@ class Responses:
 
     def writer(self, reply: Reply) -> ItemWriter:
         """The answer piece by piece."""
-        return ItemWriter(self, reply)
+        return ItemWriter(reply)
 
     def error(self, refusal: Refusal) -> Body:
         """Why there is none."""
@@ -81,8 +85,9 @@ class Responses:
 class ItemWriter:
     """Writes an answer as the events of its items."""
 
-    def __init__(self, dialect: Responses, reply: Reply) -> None:
-        self._dialect, self._reply, self._id = dialect, reply, reply.id
+    def __init__(self, reply: Reply) -> None:
+        self._reply, self._id = reply, reply.id
+        self._items: list[Body] = []
         self._number = 0
         self._at = -1
         self._open = ""
@@ -93,30 +98,31 @@ class ItemWriter:
         empty = response(self._reply, "in_progress", [], None)
         return self._event("response.created", response=empty) + self._event("response.in_progress", response=empty)
 
-    def piece(self, _index: int, reasoning: str, content: str) -> bytes:
-        """New text."""
-        return (self._more("reasoning", reasoning) if reasoning else b"") + (
-            self._more("message", content) if content else b""
-        )
-
-    def end(self, _index: int, said: Said) -> bytes:
-        """Its calls."""
+    def piece(self, _index: int, piece: Piece) -> bytes:
+        """New text, or a call."""
+        if not isinstance(piece, Called):
+            return self._more("reasoning" if isinstance(piece, Reasoning) else "message", piece.text)
         written = self._done()
-        for item in _items(self._reply, said):
-            if item["type"] == "function_call":
-                self._at += 1
-                place = {"item_id": item["id"], "output_index": self._at}
-                begun = {**item, "arguments": "", "status": "in_progress"}
-                written += self._event("response.output_item.added", output_index=self._at, item=begun)
-                for name, key in (("delta", "delta"), ("done", "arguments")):
-                    told = {key: item["arguments"], **({"name": item["name"]} if name == "done" else {})}
-                    written += self._event(f"response.function_call_arguments.{name}", **place, **told)
-                written += self._event("response.output_item.done", output_index=self._at, item=item)
+        self._at += 1
+        item = _called(self._id, piece.index, piece.call)
+        place = {"item_id": item["id"], "output_index": self._at}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        written += self._event("response.output_item.added", output_index=self._at, item=begun)
+        written += self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+        told = {"arguments": item["arguments"], "name": item["name"]}
+        written += self._event("response.function_call_arguments.done", **place, **told)
+        written += self._event("response.output_item.done", output_index=self._at, item=item)
+        self._items.append(item)
         return written
+
+    def end(self, _index: int, _said: Said) -> bytes:
+        """The end of its last item."""
+        return self._done()
 
     def close(self, said: Sequence[Said]) -> bytes:
         """The whole response."""
-        whole = self._dialect.whole(self._reply, said)
+        cut = said[0].finish == "length"
+        whole = response(self._reply, "incomplete" if cut else "completed", self._items, said[0])
         return self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, refusal: Refusal) -> bytes:
@@ -136,7 +142,7 @@ class ItemWriter:
         if self._open != kind:
             written = self._done()
             self._at, self._open, self._text = self._at + 1, kind, ""
-            item = {**_item(self._id, kind, "", ()), "content": [], "status": "in_progress"}
+            item = {**self._item(kind), "content": [], "status": "in_progress"}
             written += self._event("response.output_item.added", output_index=self._at, item=item)
             written += self._event("response.content_part.added", **self._place(), part=_part(kind, "", ()))
         self._text += text
@@ -149,18 +155,21 @@ class ItemWriter:
         """The end of the item being written."""
         if not self._open:
             return b""
-        kind, self._open = self._open, ""
+        kind = self._open
         part = _part(kind, self._text, ())
         more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        place = {**self._place(), "item_id": f"{_NAMES[kind]}{self._id}"}
-        written = self._event(f"response.{part['type']}.done", **place, text=self._text, **more)
-        written += self._event("response.content_part.done", **place, part=part)
-        item = _item(self._id, kind, self._text, ())
+        written = self._event(f"response.{part['type']}.done", **self._place(), text=self._text, **more)
+        written += self._event("response.content_part.done", **self._place(), part=part)
+        item, self._open = self._item(kind), ""
+        self._items.append(item)
         return written + self._event("response.output_item.done", output_index=self._at, item=item)
 
     def _place(self) -> dict[str, Any]:
-        name = _NAMES.get(self._open, "")
-        return {"item_id": f"{name}{self._id}", "output_index": self._at, "content_index": 0}
+        return {"item_id": self._item(self._open)["id"], "output_index": self._at, "content_index": 0}
+
+    def _item(self, kind: str) -> dict[str, Any]:
+        """The item being written."""
+        return _item(f"{self._id}_{self._at}", kind, self._text, ())
 
 
 _NAMES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
@@ -204,14 +213,18 @@ def _items(reply: Reply, said: Said) -> Iterator[dict[str, Any]]:
         scores = openai.logprobs(said.completion, reply.tokenizer) if reply.asked.logprobs else ()
         yield _item(id, "message", str(message.content), scores)
     for n, call in enumerate(message.tool_calls):
-        yield {
-            "type": "function_call",
-            "id": f"fc_{id}_{n}",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": "completed",
-        }
+        yield _called(id, n, call)
+
+
+def _called(id: str, n: int, call: ToolCall) -> dict[str, Any]:
+    return {
+        "type": "function_call",
+        "id": f"fc_{id}_call{n}",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": "completed",
+    }
 
 
 def _item(id: str, kind: str, text: str, scores: Sequence[Body]) -> dict[str, Any]:
@@ -251,10 +264,12 @@ def _messages(given: Any) -> list[Message]:
         kind = fields.text("type", "message")
         role = fields.text("role", "") if kind == "message" else ""
         if kind in ("reasoning", "function_call") or role == "assistant":
-            if answer is not None and _starts_another(kind, answer):
+            of = RESPONSE.search(fields.text("id", ""))
+            name = of[0] if of else ""
+            if answer is not None and (answer["of"] != name if name else _starts_another(kind, answer)):
                 messages.append(message_of(answer))
                 answer = None
-            answer = answer or {"role": "assistant", "content": "", "reasoning": "", "tool_calls": []}
+            answer = answer or {"role": "assistant", "content": "", "reasoning": "", "tool_calls": [], "of": name}
             _say(answer, kind, fields, where)
             continue
         if answer is not None:
@@ -265,7 +280,8 @@ def _messages(given: Any) -> list[Message]:
 
 
 def _starts_another(kind: str, answer: Body) -> bool:
-    """Whether an item cannot belong to the answer before it: items come in the order reasoning, message, calls."""
+    """Whether an item that does not say which answer it is of cannot be of the one before it: items come in the order
+    reasoning, message, calls."""
     if kind == "reasoning":
         return True
     return kind == "message" and bool(answer["content"] or answer["tool_calls"])

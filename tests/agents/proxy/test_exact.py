@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import anthropic
@@ -19,7 +20,10 @@ from etude.records import SamplingParams, Turn
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.chat.conversations import WEATHER
 
-CALL = '<think>\nI must look. \n</think>\n\nLet me look.\n\n<tool_call>\n{{"name": "weather", "arguments": {{"city":  "{}"}}}}\n</tool_call>'
+CALL = (
+    "<think>\nI must look. \n</think>\n\nLet me look.\n\n"
+    '<tool_call>\n{{"name": "weather", "arguments": {{"city":  "{}"}}}}\n</tool_call>'
+)
 SCRIPT = [CALL.format("Bern"), CALL.format("Zürich"), "<think>\nWell.\n</think>\n\nRain 🌧, in both. ", "Bye."]
 FLAT = {"type": "function", **WEATHER["function"]}
 CLAUDE = {
@@ -42,7 +46,7 @@ def world() -> Iterator[World]:
 def assert_exact(world: World, turns: list[Turn]) -> None:
     """Every turn begins with all of the one before."""
     assert len(turns) == 4
-    for before, after in zip(turns, turns[1:], strict=False):
+    for before, after in pairwise(turns):
         whole = np.concatenate([before.prompt, before.completion.ids])
         assert len(after.prompt) > len(whole)
         assert np.array_equal(after.prompt[: len(whole)], whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import pairwise
 
 import anthropic
 import numpy as np
@@ -91,7 +91,7 @@ def test_a_text_goes_on_with_the_ids_it_was_served(world: World) -> None:
         streamed = client.completions.create(model="policy", prompt=[5, 6, 7], max_tokens=4, stream=True)
         text = "".join(chunk.choices[0].text for chunk in streamed)
     turns = world.turns(claim.key)
-    for before, after in zip(turns[:2], turns[1:3], strict=True):
+    for before, after in pairwise(turns[:3]):
         whole = np.concatenate([before.prompt, before.completion.ids])
         assert np.array_equal(after.prompt[: len(whole)], whole)
     assert turns[3].prompt.tolist() == [5, 6, 7] and turns[3].completion.text == text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rollout.stops import StopScan
+from etude.chat.stops import StopScan
 
 
 def shown(stops: list[str], pieces: list[str]) -> tuple[str, bool]:

@@ -1,0 +1,430 @@
+"""Bad input, wrong keys, clients that go, engines that die: each is told in its dialect's words, and recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anthropic
+import httpx2
+import numpy as np
+import openai
+import pytest
+
+from etude.agents.proxy import EndpointConfig
+from etude.chat.tokenizer import Ids
+from etude.errors import EngineError
+from etude.records import Completion, Outcome, SamplingParams
+from etude.rollout.request import Delta
+from etude.store.desk import Ended, Key
+from etude.store.keys import Keyring
+from tests.agents.proxy.world import Scripted, World, chat_of, serving
+
+ASK: list[Any] = [{"role": "user", "content": "What is it?"}]
+CHAT: dict[str, Any] = {"model": "policy", "messages": ASK}
+CLAUDE: dict[str, Any] = {**CHAT, "max_tokens": 9}
+CLIENT = httpx2.Client(timeout=30)
+CALLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"model": "policy", "prompt": "a"},
+    "/v1/responses": {"model": "policy", "input": "a"},
+    "/v1/messages": CLAUDE,
+    "/v1/messages/count_tokens": CHAT,
+}
+
+
+def scripted(text: str = "It is so.<|im_end|>", **more: Any) -> Scripted:
+    return Scripted(chat_of().tokenizer, lambda _: text, **more)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    config = EndpointConfig(max_body_mib=0.5)
+    with serving(scripted(), chat_of(), context=200, train=SamplingParams(max_tokens=50), config=config) as world:
+        yield world
+
+
+def posted(world: World, path: str, body: Any, key: str | None, **more: Any) -> httpx2.Response:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return CLIENT.post(world.root + path, content=content, headers=headers, timeout=30, **more)
+
+
+def told(path: str, response: httpx2.Response) -> tuple[str, str]:
+    """The message and the type of an error, in the shape that the dialect's clients read."""
+    body = response.json()
+    if path.startswith("/v1/messages"):
+        assert body["type"] == "error" and set(body["error"]) == {"type", "message"}
+    else:
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]["message"], body["error"]["type"]
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_keys(world: World, path: str) -> None:
+    claim, ring = world.attempt(), world.endpoint.keyring
+    stranger = Keyring(b"another secret of tests")
+    wrong = [None, "sk-none", ring.model_key(claim.key, -10), stranger.model_key(claim.key, 60), claim.model_key[:-1]]
+    for key in wrong:
+        response = posted(world, path, CALLS[path], key)
+        assert response.status_code == 401 and told(path, response)[1] == "authentication_error"
+    for key in (claim.reward_key, ring.admin, ring.runner, ring.model_key(Key(10**6, 0), 60)):
+        response = posted(world, path, CALLS[path], key)
+        assert response.status_code == 403 and told(path, response)[1] == "permission_error"
+    assert posted(world, path, CALLS[path], claim.model_key).status_code == 200
+    assert CLIENT.get(f"{world.url}/models", headers={"x-api-key": claim.reward_key}).status_code == 403
+    by_header = CLIENT.post(world.root + path, json=CALLS[path], headers={"x-api-key": claim.model_key})
+    assert by_header.status_code == 200
+
+
+@pytest.mark.parametrize("path", CALLS)
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"{", 400, "not valid JSON"),
+        (b"[1]", 400, "must be a JSON object"),
+        (b'{"model": "\xff"}', 400, "not valid UTF-8"),
+        (b'{"model": NaN}', 400, "not valid JSON"),
+        (b'{"model": "\\ud800"}', 400, "half a character"),
+        (b'{"model": ' + b"[" * 200_000, 400, "nested too deeply"),
+        (b'{"model": "' + b"a" * 2**20 + b'"}', 413, "larger than 0.5 MiB"),
+        ({"model": 5}, 400, "'model' must be a text"),
+        ({}, 400, "'model' is missing"),
+    ],
+)
+def test_bodies_that_are_none(world: World, path: str, body: Any, status: int, says: str) -> None:
+    response = posted(world, path, body, world.attempt().model_key)
+    assert response.status_code == status and says in told(path, response)[0]
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_an_unknown_model(world: World, path: str) -> None:
+    response = posted(world, path, {**CALLS[path], "model": "gpt-9"}, world.attempt().model_key)
+    assert response.status_code == 404 and told(path, response) == (
+        "There is no model 'gpt-9' here; there is 'policy'.",
+        "not_found_error",
+    )
+
+
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "says"),
+    [
+        ("chat/completions", {"messages": []}, "is empty"),
+        ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}, "'robot'"),
+        ("chat/completions", {"messages": [{"role": "user", "content": IMAGE}]}, "reads text alone"),
+        ("chat/completions", {"messages": [5]}, "messages[0] must be a JSON object"),
+        ("chat/completions", {"response_format": {"type": "json_schema"}}, "format"),
+        ("chat/completions", {"temperature": "hot"}, "a number from 0 to 2"),
+        ("chat/completions", {"max_tokens": 0}, "a whole number"),
+        ("chat/completions", {"n": 10**400}, "a whole number"),
+        ("chat/completions", {"stop": [5]}, "a list of at most"),
+        ("chat/completions", {"logit_bias": {"a": 1}}, "by token id"),
+        ("chat/completions", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "functions"),
+        ("chat/completions", {"tool_choice": "required"}, "name one of the 'tools'"),
+        ("chat/completions", {"reasoning_effort": "high"}, "is not supported"),
+        ("chat/completions", {"functions": []}, "is not supported"),
+        ("chat/completions", {"top_logprobs": 3}, "takes 'logprobs'"),
+        ("completions", {"prompt": ["a", "b"]}, "one text"),
+        ("completions", {"prompt": []}, "one text"),
+        ("completions", {"prompt": ""}, "is empty"),
+        ("completions", {"echo": True}, "cannot be true"),
+        ("completions", {"prompt": [10**6]}, ""),
+        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
+        ("responses", {"input": []}, ""),
+        ("responses", {"conversation": "c"}, "not supported"),
+        ("responses", {"text": {"format": {"type": "json_schema"}}}, "format"),
+        ("responses", {"reasoning": {"effort": "high"}}, "is not supported"),
+        ("responses", {"tools": [{"type": "web_search"}]}, "functions"),
+        ("messages", {"max_tokens": None}, "is missing"),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 9}}, "the run says"),
+        ("messages", {"messages": [*ASK, {"role": "assistant", "content": "It"}]}, "the assistant's own"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "reads text"),
+        ("messages", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "the agent's own"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(world: World, path: str, change: dict[str, Any], says: str) -> None:
+    path = f"/v1/{path}"
+    claim = world.attempt()
+    response = posted(world, path, {**CALLS[path], **change}, claim.model_key)
+    if says or response.status_code != 200:
+        assert response.status_code == 400, response.text
+        assert says in told(path, response)[0]
+        assert not world.turns(claim.key)
+
+
+def test_what_is_harmless_is_accepted(world: World) -> None:
+    claim = world.attempt()
+    with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+        client.chat.completions.create(
+            **CHAT,
+            user="me",
+            metadata={"a": "b"},
+            store=True,
+            service_tier="auto",
+            frequency_penalty=0,
+            extra_body={"top_k": -1},
+        )
+    assert len(world.turns(claim.key)) == 1
+
+
+def test_an_unknown_answer_to_go_on_from(world: World) -> None:
+    one, other = world.attempt(), world.attempt()
+    with openai.OpenAI(base_url=world.url, api_key=one.model_key) as client:
+        first = client.responses.create(model="policy", input="a")
+        unkept = client.responses.create(model="policy", input="a", store=False)
+    for key, id in ((one.model_key, "resp_none"), (one.model_key, unkept.id), (other.model_key, first.id)):
+        with (
+            openai.OpenAI(base_url=world.url, api_key=key) as client,
+            pytest.raises(openai.NotFoundError, match="go on"),
+        ):
+            client.responses.create(model="policy", input="b", previous_response_id=id)
+
+
+def test_a_prompt_that_is_too_long(world: World) -> None:
+    claim = world.attempt()
+    long: list[Any] = [{"role": "user", "content": "What is it? " * 100}]
+    with (
+        openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client,
+        pytest.raises(openai.BadRequestError, match="maximum context length is 200 tokens") as raised,
+    ):
+        client.chat.completions.create(model="policy", messages=long)
+    assert raised.value.code == "context_length_exceeded"
+    with (
+        anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as claude,
+        pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: .* tokens > 199 maximum"),
+    ):
+        claude.messages.create(model="policy", max_tokens=5, messages=long)
+    notes = world.notes(claim.key)
+    assert [note["name"] for note in notes] == ["context_length_exceeded"] * 2
+    assert notes[0]["data"]["context"] == 200 and notes[0]["data"]["tokens"] > 200
+    assert not world.turns(claim.key)
+
+
+def test_an_attempt_that_is_over(world: World) -> None:
+    claim = world.attempt()
+    assert posted(world, "/v1/chat/completions", CHAT, claim.model_key).status_code == 200
+    world.do(world.desk.finish(claim.key, Ended(Outcome.SUCCEEDED)))
+    for _ in range(2):
+        response = posted(world, "/v1/chat/completions", CHAT, claim.model_key)
+        assert response.status_code == 403 and "is over" in response.text
+    assert len(world.turns(claim.key)) == 1
+    silent = world.attempt()
+    assert posted(world, "/v1/chat/completions", CHAT, silent.model_key).status_code == 200
+    before = world.endpoint.metrics()["endpoint/attempts"]
+    world.do(world.desk.finish(silent.key, Ended(Outcome.SUCCEEDED)))
+    world.do(world.endpoint.sweep())
+    assert world.endpoint.metrics()["endpoint/attempts"] < before
+    assert not world.do(_known(world, silent.key))
+
+
+async def _known(world: World, key: Key) -> bool:
+    return key in world.endpoint._sittings
+
+
+def test_tags(world: World) -> None:
+    claim = world.attempt()
+    headers = {"authorization": f"Bearer {claim.model_key}", "x-etude-tags": "planner, first,"}
+    assert CLIENT.post(f"{world.url}/chat/completions", json=CHAT, headers=headers).status_code == 200
+    assert world.turns(claim.key)[0].tags == ("planner", "first")
+
+
+def test_stop_strings() -> None:
+    with serving(scripted("One, two, three.<|im_end|>"), chat_of()) as world:
+        claim = world.attempt()
+        with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+            whole = client.chat.completions.create(**CHAT, stop=[", th", "nowhere"]).choices[0]
+            chunks = list(client.chat.completions.create(**CHAT, stop=", th", stream=True))
+        assert whole.message.content == "One, two" and whole.finish_reason == "stop"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "One, two"
+        with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as claude:
+            said = claude.messages.create(**CLAUDE | {"max_tokens": 99}, stop_sequences=[", th"])
+        assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", ", th")
+        decode = world.endpoint.chat.tokenizer.decode
+        assert [decode(turn.completion.ids) for turn in world.turns(claim.key)] == ["One, two, th"] * 3
+
+
+def test_the_runs_parameters_are_forced() -> None:
+    upstream = scripted()
+    train, val = SamplingParams(max_tokens=20, stop=("!",)), SamplingParams(max_tokens=30, temperature=0.0)
+    with serving(upstream, chat_of(), train=train, val=val) as world:
+        mine = {**CHAT, "temperature": 0.3, "seed": 5, "max_tokens": 100, "stop": ["?"], "presence_penalty": 1}
+        response = posted(world, "/v1/chat/completions", mine, world.attempt().model_key)
+        assert response.headers["x-etude-ignored"] == "temperature, seed, max_tokens, presence_penalty"
+        response = posted(world, "/v1/chat/completions", {**CHAT, "max_tokens": 7}, world.attempt("val").model_key)
+        assert "x-etude-ignored" not in response.headers
+    one, other = upstream.asked
+    assert (one.temperature, one.max_tokens, one.stop) == (1.0, 20, ("!", "?")) and one.seed not in (None, 5)
+    assert (other.temperature, other.max_tokens) == (0.0, 7)
+
+
+def test_the_agents_parameters_hold_where_they_are_not_forced() -> None:
+    upstream = scripted()
+    config = EndpointConfig(parameters="default")
+    with serving(upstream, chat_of(), train=SamplingParams(top_k=7), config=config) as world:
+        key = world.attempt().model_key
+        mine = {**CHAT, "temperature": 0.3, "seed": 5, "n": 2}
+        assert "x-etude-ignored" not in posted(world, "/v1/chat/completions", mine, key).headers
+        refused = posted(world, "/v1/chat/completions", {**CHAT, "presence_penalty": 1}, key)
+        assert refused.status_code == 400 and "presence_penalty" in refused.text
+    assert [(each.temperature, each.top_k, each.seed) for each in upstream.asked] == [(0.3, 7, 5), (0.3, 7, 6)]
+
+
+def test_seeds_are_derived() -> None:
+    """From the attempt, the prompt and its occurrence; the same in another run of the same program."""
+    seeds: list[list[int | None]] = []
+    for _ in range(2):
+        upstream = scripted()
+        with serving(upstream, chat_of()) as world:
+            one, other = world.attempt().model_key, world.attempt().model_key
+            for key, body in ((one, CHAT), (one, CHAT), (other, CHAT), (one, {**CHAT, "messages": [*ASK, *ASK]})):
+                posted(world, "/v1/chat/completions", body, key)
+        seeds.append([each.seed for each in upstream.asked])
+    assert seeds[0] == seeds[1] and len(set(seeds[0])) == 4
+
+
+def test_a_stream_that_its_client_drops_is_recorded() -> None:
+    with serving(
+        scripted("It is " + "so " * 500, pause=0.01), chat_of(), train=SamplingParams(max_tokens=5000)
+    ) as world:
+        claim = world.attempt()
+        with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+            said = ""
+            with client.chat.completions.create(**CHAT, stream=True) as stream:
+                for chunk in stream:
+                    said += chunk.choices[0].delta.content or ""
+                    if len(said) > 10:
+                        break
+            turn = _until(lambda: world.turns(claim.key))[0]
+        assert turn.completion.finish == "abort"
+        assert turn.completion.text.startswith(said) and 10 < len(turn.completion.ids) < 1500
+        assert set(turn.completion.version) == {7} and len(turn.completion.logp) == len(turn.completion.ids)
+        assert world.endpoint.metrics()["endpoint/turns_aborted"] == 1
+        _until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
+
+
+def test_a_call_that_its_client_drops_is_ended() -> None:
+    with serving(scripted(pause=30), chat_of()) as world:
+        claim = world.attempt()
+        with pytest.raises(httpx2.ReadTimeout):
+            CLIENT.post(
+                f"{world.url}/chat/completions",
+                json=CHAT,
+                headers={"authorization": f"Bearer {claim.model_key}"},
+                timeout=0.5,
+            )
+        notes = _until(lambda: world.notes(claim.key))
+        assert [note["name"] for note in notes] == ["aborted"]
+        _until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_call_that_takes_too_long(streamed: bool) -> None:
+    with serving(
+        scripted("so " * 900, pause=0.05 if streamed else 5),
+        chat_of(),
+        config=EndpointConfig(timeout_s=2 if streamed else 0.1),
+    ) as world:
+        claim = world.attempt()
+        with (
+            openai.OpenAI(base_url=world.url, api_key=claim.model_key, max_retries=0) as client,
+            pytest.raises(openai.APIError, match="took longer than") as raised,
+        ):
+            list(client.chat.completions.create(**CHAT, stream=streamed))
+        if streamed:
+            (turn,) = _until(lambda: world.turns(claim.key))
+            assert turn.completion.finish == "abort" and 1 <= len(turn.completion.ids) < 100
+        else:
+            assert isinstance(raised.value, openai.InternalServerError) and raised.value.status_code == 504
+        assert world.endpoint.metrics()["endpoint/timed_out"] == 1
+
+
+def test_too_many_calls_are_told_to_come_again() -> None:
+    config = EndpointConfig(max_running=1, max_waiting=1)
+    with serving(scripted(pause=0.5), chat_of(), config=config) as world:
+        key = world.attempt().model_key
+        with ThreadPoolExecutor(4) as pool:
+            responses = list(pool.map(lambda _: posted(world, "/v1/messages", CLAUDE, key), range(4)))
+        assert sorted(each.status_code for each in responses) == [200, 200, 429, 429]
+        busy = next(each for each in responses if each.status_code == 429)
+        assert int(busy.headers["retry-after"]) >= 1 and told("/v1/messages", busy)[1] == "rate_limit_error"
+        assert posted(world, "/v1/messages", CLAUDE, key).status_code == 200
+
+
+class Dying(Scripted):
+    """Dies after a few tokens."""
+
+    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+        raise EngineError("The engine has gone.")
+
+    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
+        count = 0
+        async for each in super().stream(prompt, sampling):
+            if (count := count + 1) > 4:
+                raise EngineError("The engine has gone.")
+            yield each
+
+
+def test_an_engine_that_dies() -> None:
+    with serving(Dying(chat_of().tokenizer, lambda _: "It is so."), chat_of()) as world:
+        claim = world.attempt()
+        with openai.OpenAI(base_url=world.url, api_key=claim.model_key, max_retries=0) as client:
+            with pytest.raises(openai.InternalServerError, match="The engine has gone"):
+                client.chat.completions.create(**CHAT)
+            with pytest.raises(openai.APIError, match="The engine has gone"):
+                list(client.chat.completions.create(**CHAT, stream=True))
+            events = list(client.responses.create(model="policy", input="?", stream=True))
+        assert events[-1].type == "response.failed"
+        with (
+            anthropic.Anthropic(base_url=world.root, api_key=claim.model_key, max_retries=0) as claude,
+            pytest.raises(anthropic.APIStatusError, match="The engine has gone"),
+            claude.messages.stream(**CLAUDE) as stream,
+        ):
+            list(stream)
+        turns = _until(lambda: len(found := world.turns(claim.key)) == 3 and found)
+        assert {(turn.completion.finish, turn.completion.text) for turn in turns} == {("abort", "It i")}
+        assert [note["name"] for note in world.notes(claim.key)] == ["upstream_failed"] * 4
+
+
+def test_calls_of_one_attempt_at_once() -> None:
+    """Each is a turn of its own, and each conversation continues exactly."""
+    chat = chat_of()
+    said = Scripted(chat.tokenizer, lambda prompt: f"It is {len(prompt)}.<|im_end|>", pause=0.001)
+    with serving(said, chat) as world:
+        claim = world.attempt()
+
+        async def conversation(client: openai.AsyncOpenAI, n: int) -> None:
+            messages: list[Any] = [{"role": "user", "content": f"What is {n}? {'very long ' * 3000 * (n == 3)}"}]
+            for _ in range(4):
+                answer = await client.chat.completions.create(model="policy", messages=messages)
+                messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+                messages.append({"role": "user", "content": "More."})
+
+        async def all_of_them() -> None:
+            async with openai.AsyncOpenAI(base_url=world.url, api_key=claim.model_key) as client:
+                await asyncio.gather(*(conversation(client, n) for n in range(8)))
+
+        asyncio.run(all_of_them())
+        turns, told = world.turns(claim.key), world.endpoint.metrics()
+        assert [turn.index for turn in turns] == list(range(32))
+        assert (told["endpoint/turns_begun"], told["endpoint/turns_continued"]) == (8, 24)
+        assert "endpoint/turns_branched" not in told
+        for name in ("latency", "overhead"):
+            assert 0 < told[f"endpoint/{name}_p50"] <= told[f"endpoint/{name}_p99"]
+        wholes = {np.concatenate([turn.prompt, turn.completion.ids]).tobytes() for turn in turns}
+        assert len(wholes) == 32
+
+
+def _until(found: Callable[[], Any], seconds: float = 10) -> Any:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if value := found():
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"nothing came within {seconds} s")

@@ -1,0 +1,287 @@
+"""Told piece by piece or read at once, an answer is the same message; and nothing is told too early, or too late."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.chat import Called, Chat, Content, Piece, Reasoning, Tokenizer
+from etude.chat.streaming import Reader, Teller
+from etude.chat.tools import FORMS, MARKS
+from etude.records import Message, SamplingParams, ToolCall
+from tests.chat.conversations import WEATHER
+from tests.chat.families import FAMILIES, FAMILY_ENDS
+from tests.chat.made import byte_level, ends_of, published, save
+from tests.chat.test_tools import scribbles
+
+TEMPLATES = {
+    **{name: published()[name] for name in ("qwen3", "qwen3_6", "llama3_1", "lfm2_2_5", "phi3")},
+    **FAMILIES,
+}
+"""One of each form; that of Phi is not known here."""
+TAGS = ["", "<think>", "</think>", "<think>\n", "\n</think>\n\n", "<thi", "hm\n"]
+answers = st.builds(
+    "".join, st.tuples(st.sampled_from(TAGS), st.just("") | scribbles, st.sampled_from(TAGS), scribbles)
+)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chat]:
+    made = {}
+    for name, template in TEMPLATES.items():
+        ends = FAMILY_ENDS.get(name) or ends_of(name)
+        inner = byte_level(template, [*ends, *MARKS, "<think>", "</think>"])
+        made[name] = Chat(Tokenizer.load(save(tmp_path_factory.mktemp(name), inner, template, ends)))
+    return made
+
+
+def message(pieces: list[Piece]) -> Message:
+    """What they say together."""
+    calls = [piece for piece in pieces if isinstance(piece, Called)]
+    assert [call.index for call in calls] == list(range(len(calls)))
+    return Message(
+        "assistant",
+        "".join(piece.text for piece in pieces if isinstance(piece, Content)),
+        reasoning="".join(piece.text for piece in pieces if isinstance(piece, Reasoning)),
+        tool_calls=tuple(call.call for call in calls),
+    )
+
+
+@pytest.mark.parametrize("form", [*FORMS, None])
+@given(text=answers, opened=st.sampled_from([True, False, None]), reasons=st.booleans(), data=st.data())
+def test_bits_of_any_size_are_told_as_the_whole_is(
+    form: str | None, text: str, opened: bool | None, reasons: bool, data: st.DataObject
+) -> None:
+    def teller() -> Teller:
+        return Teller(FORMS[form] if form else None, [WEATHER], reasons=reasons, opened=opened, seed=b"asked")
+
+    whole, letters, bits = teller(), teller(), teller()
+    at_once = whole.push(text)
+    assert message(at_once + whole.finish()) == whole.message
+    told = [piece for letter in text for piece in letters.push(letter)] + letters.finish()
+    assert message(told) == letters.message == whole.message
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    told = [piece for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) for piece in bits.push(text[a:b])]
+    assert message(told + bits.finish()) == whole.message
+    # What belongs together is one piece, and each piece says something.
+    for one, other in pairwise(at_once):
+        assert type(one) is not type(other) or isinstance(one, Called)
+    assert all(isinstance(piece, Called) or piece.text for piece in at_once + told)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(text=answers, ends=st.booleans(), opens=st.booleans(), stop=st.sampled_from([(), ("f",), ("1\n", "}")]))
+def test_ids_are_told_as_chat_reads_them(
+    name: str, text: str, ends: bool, opens: bool, stop: tuple[str, ...], chats: dict[str, Chat]
+) -> None:
+    chat = chats[name]
+    prompt = chat.tokenizer.encode("?<think>\n" if opens else "?")
+    ids = chat.tokenizer.encode(text + (next(iter(chat.tokenizer.ends)) if ends else ""))
+    sampling = SamplingParams(stop=stop, stop_ids=(int(chat.tokenizer.encode("g")[0]),))
+    reader = chat.reader(prompt, [WEATHER], sampling)
+    told = [piece for id in ids for piece in reader.push([id])] + reader.finish()
+    assert message(told) == reader.message == chat.parse(ids, prompt, [WEATHER], sampling)
+
+
+@given(ids=st.lists(st.integers(0, 400), max_size=40))
+def test_garbage_is_told_as_it_is_read(ids: list[int], chats: dict[str, Chat]) -> None:
+    chat = chats["qwen3"]
+    reader = chat.reader(None)
+    told = [piece for id in ids for piece in reader.push([id])] + reader.finish()
+    assert message(told) == chat.parse(ids)
+
+
+def told_of(form: str | None, text: str, **how: bool) -> tuple[str, str]:
+    """What was told of a text that goes on: the reasoning and the content."""
+    teller = Teller(FORMS[form] if form else None, **how)
+    said = message([piece for letter in text for piece in teller.push(letter)])
+    return said.reasoning, str(said.content)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "told"),
+    [
+        (None, "a <tool_call>", "a <tool_call>"),
+        ("hermes", "a <b", "a <b"),
+        ("hermes", "a <", "a "),
+        ("hermes", "a <tool_cal", "a "),
+        ("hermes", "a <tool_can", "a <tool_can"),
+        ("hermes", "a\n", "a"),
+        ("hermes", "a\n\n", "a\n"),
+        ("hermes", 'a\n<tool_call>{"name": "f"', "a"),
+        ("hermes", 'a\n<tool_call>{"name": x', 'a\n<tool_call>{"name": x'),
+        ("hermes", 'a\n<tool_call>{"name": "f"}', 'a\n<tool_call>{"name": "f"}'),
+        ("hermes", 'a\n<tool_call>{"name": "f", "arguments": {"a": "\\u12', "a"),
+        ("hermes", 'a\n<tool_call>{"name": "f", "arguments": {}}<', "a"),
+        ("hermes", 'a\n<tool_call>{"name": "f", "arguments": {}}.', 'a\n<tool_call>{"name": "f", "arguments": {}}.'),
+        ("hermes", " \n", ""),
+        ("qwen_xml", "<tool_call>\n<function=f>\n<par", ""),
+        ("qwen_xml", "<tool_call>\n<function=f>\n<parts", "<tool_call>\n<function=f>\n<parts"),
+        ("llama3", '{"name": "f", "parameters": {}} ', ""),
+        ("llama3", '{"name": "f", "parameters": {}} .', '{"name": "f", "parameters": {}} .'),
+        ("llama3", "{a", "{a"),
+        ("llama3", "<|python", ""),
+        ("mistral", "a [TOOL", "a "),
+        ("mistral", "a [TOOL_CALLS]f[ARGS]", "a "),
+        ("mistral", "a [TOOL_CALLS]f{", "a [TOOL_CALLS]f{"),
+        ("pythonic", "[f(a=1", ""),
+        ("pythonic", "[f(1", "[f(1"),
+        ("pythonic", "[1", "[1"),
+        ("lfm2", "a <|tool_call_start|>[f()]<|tool_call_end|", "a "),
+        ("lfm2", "a <|tool_call_start|>f", "a <|tool_call_start|>f"),
+    ],
+)
+def test_content_is_held_back_while_it_may_be_a_call_and_no_longer(form: str | None, text: str, told: str) -> None:
+    assert told_of(form, text) == ("", told)
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "told"),
+    [
+        ("<thi", False, ("", "")),
+        ("<the", False, ("", "<the")),
+        ("<the", True, ("<the", "")),
+        ("<think>\nhm\n\n", False, ("hm", "")),
+        ("hm </thi", True, ("hm ", "")),
+        ("hm</think>\n\n", True, ("hm", "")),
+        ("hm</think>\n\na", True, ("hm", "a")),
+    ],
+)
+def test_thinking_is_told_as_it_is_thought(text: str, opened: bool, told: tuple[str, str]) -> None:
+    assert told_of("hermes", text, reasons=True, opened=opened) == told
+
+
+def test_calls_are_told_whole_at_their_last_character() -> None:
+    teller = Teller(FORMS["mistral"])
+    text = 'Look.[TOOL_CALLS]f[ARGS]{"a": [1, {}]}[TOOL_CALLS]g[ARGS]{}'
+    told = [[piece for piece in teller.push(letter) if isinstance(piece, Called)] for letter in text]
+    assert [(at, piece.call.name, piece.call.arguments) for at, new in enumerate(told) for piece in new] == [
+        (text.index("[TOOL_CALLS]g") - 1, "f", '{"a": [1, {}]}'),
+        (len(text) - 1, "g", "{}"),
+    ]
+
+
+def test_ids_tell_calls_of_other_prompts_and_after_other_thoughts_apart(chats: dict[str, Chat]) -> None:
+    chat = chats["qwen3"]
+    block = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+    def ids(text: str, asked: str) -> list[str]:
+        calls = chat.parse(chat.tokenizer.encode(text), chat.tokenizer.encode(asked)).tool_calls
+        return [call.id for call in calls]
+
+    one, two = ids(block + block, "?"), ids(f"<think>hm</think>{block}", "?")
+    assert len({*one, *two, *ids(block, "!")}) == 4 and ids(block, "?") == one[:1] == ids(block + " and", "?")
+    assert all(len(id) == 9 and id.isalnum() and id.isascii() for id in one), "as the templates of Mistral want them"
+
+
+def test_what_made_it_stop_is_no_text(chats: dict[str, Chat]) -> None:
+    chat = chats["qwen3"]
+    ids = chat.tokenizer.encode("one two STOP")
+
+    def said(**how: object) -> str:
+        return str(chat.parse(ids, chat.tokenizer.encode("?"), (), SamplingParams(**how)).content)  # type: ignore[arg-type]
+
+    assert said() == "one two STOP"
+    assert said(stop=(" STOP", "never")) == "one two"
+    assert said(stop=("one",), min_tokens=len(ids) - 1) == "one two STOP", "it stood within the least tokens"
+    assert said(stop_ids=(int(ids[-1]),)) == chat.tokenizer.decode(ids[:-1])
+
+
+def test_a_reader_is_told_what_the_model_opened(chats: dict[str, Chat]) -> None:
+    chat = chats["qwen3_6"]
+    prompt = chat.render([Message("user", "Hi")])
+    reader = chat.reader(prompt)
+    assert isinstance(reader, Reader)
+    assert reader.push(chat.tokenizer.encode("hm")) == [Reasoning("hm")]
+    assert reader.push(chat.tokenizer.encode("\n</think>\n\nHello<|im_end|>")) == [Content("Hello")]
+    assert reader.finish() == []
+    assert reader.message == Message("assistant", "Hello", reasoning="hm")
+
+
+WORDS = " ".join(f"word{index}" for index in range(2000))
+CODE = json.dumps({"code": WORDS.replace(" ", "\n"), "lines": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", WORDS),
+        ("hermes", f"<think>{WORDS}</think>"),
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {CODE}}}</tool_call>'),
+        ("qwen_xml", f"<tool_call><function=f><parameter=a>{WORDS}</parameter></function></tool_call>"),
+        ("llama3", f'{{"name": "f", "parameters": {CODE}}}'),
+        ("mistral", f"[TOOL_CALLS]f[ARGS]{CODE}"),
+        ("pythonic", f'[f(code="{WORDS}")]'),
+    ],
+)
+def test_two_thousand_tokens_cost_milliseconds(form: str, text: str) -> None:
+    bits = [text[at * len(text) // 2000 : (at + 1) * len(text) // 2000] for at in range(2000)]
+
+    def seconds() -> float:
+        teller = Teller(FORMS[form], reasons=True, opened=False)
+        start = time.process_time()
+        for bit in bits:
+            teller.push(bit)
+        teller.finish()
+        return time.process_time() - start
+
+    assert min(seconds() for _ in range(5)) < 0.01  # 2 to 4 ms; twice that on a machine that does other things too
+
+
+def round_trip(chat: Chat, answer: Message) -> Message:
+    """The answer as the model would write it, read back."""
+    asked = [Message("user", "Hi")]
+    ids = chat.completion_ids(asked, answer, [WEATHER])
+    return chat.parse(ids, chat.render(asked, [WEATHER]), [WEATHER])
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "phi3"])
+@given(
+    city=st.text(alphabet="aé🎉 ,:=()[]{}<>\n/", max_size=8),
+    days=st.integers(),
+    twice=st.booleans(),
+    said=st.booleans(),
+)
+def test_calls_go_through_templates_and_come_back(
+    name: str, city: str, days: int, twice: bool, said: bool, chats: dict[str, Chat]
+) -> None:
+    call = ToolCall("call00001", "weather", json.dumps({"city": city, "days": days}))
+    single = name == "llama3_1"  # its template takes one call, in place of an answer
+    calls = (call, ToolCall("call00002", "time", "{}")) if twice and not single else (call,)
+    content = "Look." if said and name not in ("llama3_1", "llama4", "mistral_list") else ""
+    read = round_trip(chats[name], Message("assistant", content, tool_calls=calls))
+    assert str(read.content).strip() == content
+    assert [(each.name, json.loads(each.arguments)) for each in read.tool_calls] == [
+        (each.name, json.loads(each.arguments)) for each in calls
+    ]
+    again = Message("assistant", read.content, tool_calls=read.tool_calls)
+    assert [each.arguments for each in round_trip(chats[name], again).tool_calls], "its ids are fine with the template"
+
+
+def test_the_tools_that_llama_brings_along_come_back(chats: dict[str, Chat]) -> None:
+    chat = Chat(chats["llama3_1"].tokenizer, variables={"builtin_tools": ["brave_search"]})
+    call = ToolCall("c", "brave_search", '{"query": "Zürich, (now)"}')
+    ids = chat.completion_ids([Message("user", "Hi")], Message("assistant", "", tool_calls=(call,)), [WEATHER])
+    assert chat.tokenizer.decode(ids, special=True).startswith("<|python_tag|>brave_search.call(")
+    (read,) = chat.parse(ids).tool_calls
+    assert (read.name, json.loads(read.arguments)) == (call.name, json.loads(call.arguments))
+
+
+def test_a_conversation_of_mistral_goes_on_with_the_ids_of_its_calls(chats: dict[str, Chat], tmp_path: Path) -> None:
+    chat = chats["mistral_args"]
+    asked = [Message("user", "Hi")]
+    prompt = chat.render(asked, [WEATHER])
+    ids = chat.tokenizer.encode('[TOOL_CALLS]weather[ARGS]{"city":  "Bern"}</s>')
+    conversation = chat.conversation()
+    answer = chat.parse(ids, prompt, [WEATHER])
+    conversation.served(asked, [WEATHER], prompt, ids, answer)
+    result = Message("tool", "rain", tool_call_id=answer.tool_calls[0].id)
+    shown = conversation.render([*asked, answer, result], [WEATHER])
+    assert shown[: len(prompt) + len(ids)].tolist() == [*prompt.tolist(), *ids.tolist()]
+    assert chat.tokenizer.decode(shown, special=True).endswith('"Bern"}</s>[TOOL_RESULTS]rain[/TOOL_RESULTS]')
