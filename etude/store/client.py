@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx2
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, KeyRefusedError
 from etude.records import Turn
 from etude.store import wire
 from etude.store.desk import Claim, Desk, Ended, Find, Key, Page, Reward, RunnerState, Wanted
@@ -59,6 +59,8 @@ class RemoteDesk(Desk):
                 f"patience_s is {patience_s:g}; it must be from 0 to {MOST_PATIENCE_S:g}, since a server knows for two "
                 "minutes what it was asked before."
             )
+        if not key or not key.isascii() or not key.isprintable():
+            raise KeyRefusedError("The key of a store is plain text in one line, and this is not; copy it once more.")
         self.url, self._key = url.rstrip("/"), key
         self._patience_s, self._timeout_s, self._transport = patience_s, timeout_s, transport
         self._lines: dict[asyncio.AbstractEventLoop, Line] = {}

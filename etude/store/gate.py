@@ -88,13 +88,22 @@ class Gate:
 
     async def _read(self, scope: Message, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """The body, whole and inflated, as an app receives it."""
+        more = True
+
+        async def heard() -> Message:
+            nonlocal more
+            message = await receive()
+            more = message.get("more_body", False)  # who has gone sends no more
+            return message
+
         try:
             async with asyncio.timeout(self._read_s):
-                body = await self._body(headers, receive)
+                body = await self._body(headers, heard)
         except TimeoutError:
             raise _RefusedError(408, f"The body did not arrive within {self._read_s:g} seconds.") from None
         except _RefusedError:
-            await _drain(receive)
+            if more:
+                await _drain(receive)
             raise
         if body is None:
             return receive

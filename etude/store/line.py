@@ -58,8 +58,6 @@ class Link:
     def __init__(
         self, url: str, key: str, patience_s: float, timeout_s: float, transport: httpx2.AsyncBaseTransport | None
     ) -> None:
-        if not key or not key.isascii() or not key.isprintable():
-            raise KeyRefusedError("The key of a store is plain text in one line, and this is not; copy it once more.")
         self._url, self._patience_s, self._timeout_s = url, patience_s, timeout_s
         self._life, self._reached = "unknown", True
         self._client = httpx2.AsyncClient(

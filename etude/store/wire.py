@@ -146,7 +146,10 @@ def turn_of(document: Mapping[str, Any]) -> Turn:
         prompt, columns = unpack_turn(payload)
         said = Completion(finish=document["finish"], text=document["text"], **columns)
         told = {name: document[name] for name in ("index", "model", "reward", "anchor")}
-        return Turn(prompt, said, tags=tuple(document["tags"]), **told)
+        turn = Turn(prompt, said, tags=tuple(document["tags"]), **told)
+        if len(pack_turn(turn)) != len(payload):
+            raise ValueError(f"its arrays end before their {len(payload)} bytes do")
+        return turn
     except (binascii.Error, StoreError, ValueError, OverflowError) as error:
         raise DataError(f"This is no turn: {str(error).rstrip('.')}.") from error
 
