@@ -27,7 +27,7 @@ from etude.records import Turn
 from etude.store import wire
 from etude.store.desk import Claim, Desk, Ended, Find, Key, Page, Reward, RunnerState, Wanted
 from etude.store.line import Line, Link
-from etude.store.plain import plain
+from etude.store.plain import at_least_one, bounded, plain
 from etude.store.states import RolloutState
 
 __all__ = ["RemoteDesk"]
@@ -36,7 +36,7 @@ POLL_S = 20.0
 """Seconds that one request waits at most for something to happen; a longer wait is several."""
 MOST_PATIENCE_S = 90.0
 """Together with the longest poll it is less than a server keeps its answers for."""
-MOST = {"find": 1000, "wait": 1000, "claim": 1000}
+MOST = 1000
 """Of what one request may ask for; who asks for more gets so many at once."""
 
 
@@ -78,10 +78,10 @@ class RemoteDesk(Desk):
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
         """Rollouts that came to their end after a cursor."""
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + bounded(timeout_s, "timeout_s")
         while True:
             left = min(max(until - time.monotonic(), 0.0), POLL_S)
-            body = {"cursor": cursor, "timeout_s": left, "limit": min(limit, MOST["wait"])}
+            body = {"cursor": cursor, "timeout_s": left, "limit": min(at_least_one(limit, "limit"), MOST)}
             told = await self._ask("wait", wait_s=left, **body)
             cursor = told["cursor"]
             if told["rollouts"] or time.monotonic() >= until:
@@ -90,7 +90,7 @@ class RemoteDesk(Desk):
     async def find(self, what: Find) -> Page:
         """The rollouts that were asked for; a page has at most a thousand."""
         asked = {name: getattr(what, name) for name in what.__slots__}
-        told = await self._ask("find", **asked | {"limit": min(what.limit, MOST["find"])})
+        told = await self._ask("find", **asked | {"limit": min(at_least_one(what.limit, "limit"), MOST)})
         return Page(tuple(RolloutState.restored(state) for state in told["rollouts"]), told["more"])
 
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
@@ -107,10 +107,10 @@ class RemoteDesk(Desk):
 
     async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
         """Up to `n` rollouts. If this is cancelled, the server hands back what it had claimed for it."""
-        until = time.monotonic() + wait_s
+        until = time.monotonic() + bounded(wait_s, "wait_s")
         while True:
             left = min(max(until - time.monotonic(), 0.0), POLL_S)
-            told = await self._ask("claim", wait_s=left, runner=runner, n=min(n, MOST["claim"]))
+            told = await self._ask("claim", wait_s=left, runner=runner, n=min(at_least_one(n, "n"), MOST))
             if told["claims"] or time.monotonic() >= until:
                 return [wire.claim_of(claim) for claim in told["claims"]]
 

@@ -44,6 +44,10 @@ class _RefusedError(Exception):
         self.status = status
 
 
+class _GoneError(Exception):
+    """Who asked hung up before all was said."""
+
+
 def problem(kind: str, message: str, request: str) -> bytes:
     """The body of every answer that is no success."""
     return json.dumps({"error": {"kind": kind, "message": message, "request": request}}).encode()
@@ -70,6 +74,8 @@ class Gate:
             if b"content-length" in headers or b"transfer-encoding" in headers:
                 receive = await self._read(scope, headers, receive)
             await self.app(scope, receive, answer)
+        except _GoneError:
+            return  # nobody is there to be answered
         except _RefusedError as refused:
             await answer.problem(refused.status, "Refused", str(refused), name.decode())
         except Exception:
@@ -105,8 +111,6 @@ class Gate:
             if more:
                 await _drain(receive)
             raise
-        if body is None:
-            return receive
         told = (b"content-length", b"content-encoding", b"transfer-encoding")
         kept = [(key, value) for key, value in scope["headers"] if key not in told]
         scope["headers"] = [*kept, (b"content-length", str(len(body)).encode())]
@@ -117,8 +121,8 @@ class Gate:
 
         return replayed
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """The body, or None where its sender has gone."""
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """The body."""
         inflate = _inflater(headers.get(b"content-encoding", b"").strip().lower(), self._most_bytes)
         if int(headers.get(b"content-length", b"0")) > self._most_bytes:
             raise _too_large(self._most_bytes)
@@ -126,7 +130,7 @@ class Gate:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return None
+                raise _GoneError
             part = message.get("body", b"")
             read += len(part)
             parts.append(inflate(part, size))
