@@ -25,9 +25,10 @@ import httpx2
 from etude.errors import ConfigError, KeyRefusedError
 from etude.records import Turn
 from etude.store import wire
+from etude.store.bounds import at_least_one, bounded
 from etude.store.desk import Claim, Desk, Ended, Find, Key, Page, Reward, RunnerState, Wanted
 from etude.store.line import Line, Link
-from etude.store.plain import at_least_one, bounded, plain
+from etude.store.plain import plain
 from etude.store.states import RolloutState
 
 __all__ = ["RemoteDesk"]

@@ -27,6 +27,7 @@ from typing import Any
 
 from etude.errors import DataError, UnknownError
 from etude.records import Turn
+from etude.store.bounds import at_least_one, bounded
 from etude.store.clerk import Clerk, Promise
 from etude.store.desk import Claim, Desk, Ended, Find, Key, Page, Reward, RunnerState, Wanted
 from etude.store.events import (
@@ -41,9 +42,10 @@ from etude.store.events import (
 )
 from etude.store.journal import Journal, Writing
 from etude.store.keys import Keyring
-from etude.store.ledger import Ledger, Lent, Seat, Watch, attempt_of, earned
-from etude.store.plain import at_least_one, bounded, plain
+from etude.store.ledger import Ledger, Lent, Seat, Watch
+from etude.store.plain import plain
 from etude.store.states import RolloutState, TaskState
+from etude.store.words import attempt_of, earned
 
 __all__ = ["LocalDesk"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,10 @@ import numpy as np
 
 from etude.errors import DataError, RewardError
 
-__all__ = ["at_least_one", "bounded", "finite", "plain"]
+__all__ = ["finite", "plain", "to_json"]
+
+to_json = json.JSONEncoder(separators=(",", ":")).encode
+"""A plain value as it is written."""
 
 
 def finite(value: float, where: str) -> float:
@@ -36,17 +40,3 @@ def plain(value: Any, where: str) -> Any:
         f"{where} is a {type(value).__name__}, which a journal cannot hold: it takes text, numbers, lists and "
         "mappings. Drop the column, or convert it."
     )
-
-
-def bounded(seconds: float, name: str) -> float:
-    """How long somebody waits at most."""
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise DataError(f"{name} is {seconds}; every wait is bounded: give a number of seconds, 0 or more.")
-    return seconds
-
-
-def at_least_one(count: int, name: str) -> int:
-    """How many somebody wants at most."""
-    if count < 1:
-        raise DataError(f"{name} is {count}; it must be 1 or more.")
-    return count
