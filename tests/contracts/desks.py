@@ -12,6 +12,7 @@ from etude.records import Task
 from etude.store import open_store
 from etude.store.desk import Claim, Desk, Limits, Wanted
 from etude.store.local_desk import LocalDesk
+from tests.store.servers import new_database
 
 Story: TypeAlias = Callable[[Desk], Awaitable[None]]
 LONGEST_S = 60.0
@@ -30,7 +31,7 @@ async def in_memory(_: Path) -> AsyncIterator[Desk]:
 
 @asynccontextmanager
 async def on_sqlite(folder: Path) -> AsyncIterator[Desk]:
-    """A desk over a file; opened twice in one folder, it goes on where it was."""
+    """A desk over a file."""
     with closing(open_store(folder / "journal.sqlite")) as journal:
         desk = LocalDesk(journal)
         try:
@@ -39,7 +40,22 @@ async def on_sqlite(folder: Path) -> AsyncIterator[Desk]:
             await desk.close()
 
 
-DESKS: dict[str, Callable[[Path], AbstractAsyncContextManager[Desk]]] = {"memory": in_memory, "sqlite": on_sqlite}
+@asynccontextmanager
+async def on_postgres(_: Path) -> AsyncIterator[Desk]:
+    """A desk over a database of its own."""
+    with closing(open_store(new_database())) as journal:
+        desk = LocalDesk(journal)
+        try:
+            yield desk
+        finally:
+            await desk.close()
+
+
+DESKS: dict[str, Callable[[Path], AbstractAsyncContextManager[Desk]]] = {
+    "memory": in_memory,
+    "sqlite": on_sqlite,
+    "postgres": on_postgres,
+}
 
 
 def play(name: str, folder: Path, story: Story) -> None:
