@@ -53,8 +53,11 @@ class RemoteDesk(Desk):
         timeout_s: float = 30.0,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        if httpx2.URL(url).scheme not in ("http", "https"):
+        address = httpx2.URL(url)
+        if address.scheme not in ("http", "https"):
             raise ConfigError(f"The address of a store begins with http:// or https://, and '{url}' does not.")
+        if address.userinfo:
+            raise ConfigError(f"The address of the store at {address.host} has a password in it; a store takes a key.")
         if not 0 <= patience_s <= MOST_PATIENCE_S:
             raise ConfigError(
                 f"patience_s is {patience_s:g}; it must be from 0 to {MOST_PATIENCE_S:g}, since a server knows for two "

@@ -17,6 +17,7 @@ from etude.store.desk import Claim, Desk, Limits, Wanted
 from etude.store.keys import Keyring
 from etude.store.local_desk import LocalDesk
 from etude.store.server import app, serve
+from tests.store.servers import new_database
 
 Story: TypeAlias = Callable[[Desk], Awaitable[None]]
 LONGEST_S = 60.0
@@ -35,8 +36,19 @@ async def in_memory(_: Path) -> AsyncIterator[Desk]:
 
 @asynccontextmanager
 async def on_sqlite(folder: Path) -> AsyncIterator[Desk]:
-    """A desk over a file; opened twice in one folder, it goes on where it was."""
+    """A desk over a file."""
     with closing(open_store(folder / "journal.sqlite")) as journal:
+        desk = LocalDesk(journal)
+        try:
+            yield desk
+        finally:
+            await desk.close()
+
+
+@asynccontextmanager
+async def on_postgres(_: Path) -> AsyncIterator[Desk]:
+    """A desk over a database of its own."""
+    with closing(open_store(new_database())) as journal:
         desk = LocalDesk(journal)
         try:
             yield desk
@@ -76,6 +88,7 @@ DESKS: dict[str, Callable[[Path], AbstractAsyncContextManager[Desk]]] = {
     "sqlite": on_sqlite,
     "http": over_http,
     "socket": over_a_socket,
+    "postgres": on_postgres,
 }
 
 

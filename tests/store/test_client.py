@@ -213,14 +213,16 @@ def test_refusals_come_back_as_what_they_are() -> None:
     [
         ("store:8700", "k", {}, ConfigError),
         ("ftp://store", "k", {}, ConfigError),
+        ("http://me:secret@store", "k", {}, ConfigError),
         ("http://store", "k", {"patience_s": 500.0}, ConfigError),
         ("http://store", "", {}, KeyRefusedError),
         ("http://store", "a\nb", {}, KeyRefusedError),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(url: str, key: str, options: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
+    with pytest.raises(error) as told:
         RemoteDesk(url, key, **options)
+    assert "secret" not in str(told.value)
 
 
 # -- what travels together --------------------------------------------------------------------------------------------
