@@ -232,6 +232,4 @@ def _document(response: httpx2.Response) -> dict[str, Any]:
         return found
     if status in PASSING:
         raise _LostError(f"it answered {status}")
-    raise StoreError(
-        f"{response.url} answered {status}, and not as a store of ours does. Check the address."
-    )
+    raise StoreError(f"{response.url} answered {status}, and not as a store of ours does. Check the address.")
