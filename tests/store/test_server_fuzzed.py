@@ -45,7 +45,7 @@ def test_whatever_is_sent_is_answered_as_described(
         return  # nothing is said in it that could be wrong
 
     @given(case=schema[path][method].as_strategy(generation_mode=mode))
-    @settings(max_examples=12, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, suppress_health_check=list(HealthCheck))
     def sent(case: schemathesis.Case) -> None:
         if isinstance(case.body, dict):  # nobody waits long for what does not happen
             for name in ("rollout", "attempt"):  # some of them are there
