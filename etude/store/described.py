@@ -12,10 +12,10 @@ from etude.store.otlp import JSON, PROTOBUF
 from etude.store.verbs import VERBS, Batch
 from etude.store.wire import ONCE
 
-__all__ = ["description"]
+__all__ = ["REFUSED", "description"]
 
 _SCHEMA = "#/components/schemas/{model}"
-_REFUSED = {
+REFUSED = {
     "400": "the body is no JSON, or not compressed as it says",
     "401": "no key, or one that is wrong or has expired",
     "403": "a key that opens other things, or another attempt's",
@@ -116,4 +116,4 @@ def _health() -> dict[str, Any]:
 
 
 def _refusals(problem: dict[str, Any]) -> dict[str, Any]:
-    return {status: {"description": why, "content": problem} for status, why in _REFUSED.items()}
+    return {status: {"description": why, "content": problem} for status, why in REFUSED.items()}

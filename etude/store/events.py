@@ -58,7 +58,8 @@ class Event:
 
     def document(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""
-        return {name: getattr(self, name) for name in _names(type(self))}
+        kind: Any = type(self)
+        return {name: getattr(self, name) for name in _names(kind)}
 
     def payload(self) -> bytes:
         """What is kept beside the JSON: nothing, for most."""

@@ -8,10 +8,16 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
 from typing import TypeAlias
 
+import httpx2
+
 from etude.records import Task
 from etude.store import open_store
+from etude.store.client import RemoteDesk
 from etude.store.desk import Claim, Desk, Limits, Wanted
+from etude.store.keys import Keyring
 from etude.store.local_desk import LocalDesk
+from etude.store.server import app, serve
+from tests.store.servers import new_database
 
 Story: TypeAlias = Callable[[Desk], Awaitable[None]]
 LONGEST_S = 60.0
@@ -30,7 +36,7 @@ async def in_memory(_: Path) -> AsyncIterator[Desk]:
 
 @asynccontextmanager
 async def on_sqlite(folder: Path) -> AsyncIterator[Desk]:
-    """A desk over a file; opened twice in one folder, it goes on where it was."""
+    """A desk over a file."""
     with closing(open_store(folder / "journal.sqlite")) as journal:
         desk = LocalDesk(journal)
         try:
@@ -39,7 +45,51 @@ async def on_sqlite(folder: Path) -> AsyncIterator[Desk]:
             await desk.close()
 
 
-DESKS: dict[str, Callable[[Path], AbstractAsyncContextManager[Desk]]] = {"memory": in_memory, "sqlite": on_sqlite}
+@asynccontextmanager
+async def on_postgres(_: Path) -> AsyncIterator[Desk]:
+    """A desk over a database of its own."""
+    with closing(open_store(new_database())) as journal:
+        desk = LocalDesk(journal)
+        try:
+            yield desk
+        finally:
+            await desk.close()
+
+
+@asynccontextmanager
+async def over_http(_: Path) -> AsyncIterator[Desk]:
+    """A desk behind an app in this process, and a client of it."""
+    ring = Keyring()
+    here = LocalDesk(open_store(), ring)
+    desk = RemoteDesk("http://store", ring.admin, transport=httpx2.ASGITransport(app(here, ring)))
+    try:
+        yield desk
+    finally:
+        await desk.close()
+        await here.close()
+
+
+@asynccontextmanager
+async def over_a_socket(folder: Path) -> AsyncIterator[Desk]:
+    """A desk over a file, served from a thread, and a client of it; opened twice in one folder, it goes on."""
+    ring = Keyring()
+    async with on_sqlite(folder) as here:
+        serving = serve(here, ring)
+        desk = RemoteDesk(serving.url, ring.admin)
+        try:
+            yield desk
+        finally:
+            await desk.close()
+            await asyncio.to_thread(serving.stop)
+
+
+DESKS: dict[str, Callable[[Path], AbstractAsyncContextManager[Desk]]] = {
+    "memory": in_memory,
+    "sqlite": on_sqlite,
+    "http": over_http,
+    "socket": over_a_socket,
+    "postgres": on_postgres,
+}
 
 
 def play(name: str, folder: Path, story: Story) -> None:

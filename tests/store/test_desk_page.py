@@ -1,0 +1,32 @@
+"""What the page of the desk says is so."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+from etude.store.limits import BREAKDOWNS, Limits
+from etude.store.local_desk import LATE_S
+
+PAGE = (Path(__file__).parents[2] / "docs" / "desk.md").read_text(encoding="utf-8")
+
+
+def test_its_example_plays_a_rollout() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "desk.md", "exec"), names)
+    assert asyncio.run(names["one_rollout"]()) == 0.75
+
+
+def test_its_limits_are_those_that_there_are() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGE, re.MULTILINE))
+    assert rows.keys() == set(Limits.__slots__)
+    for name, told in rows.items():
+        default = getattr(Limits(), name)
+        if name == "retry_on":
+            assert told.split(", ") == [str(outcome) for outcome in default]
+        else:
+            assert told == ("none" if default is None else f"{default:g}")
+    assert (BREAKDOWNS, LATE_S) == (10, 600.0) and "up to ten times" in PAGE and "ten minutes after" in PAGE
