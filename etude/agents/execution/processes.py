@@ -140,7 +140,7 @@ class ProcessRunners:
         """Each step gives those that are left its time. All are asked at once."""
         pace = self._pace
         steps: list[tuple[Callable[[_Member], None], float]] = [
-            (_Member.ask_to_stop, pace.poll_s + pace.drain_s + MARGIN),
+            (_Member.ask_to_stop, pace.drain_s + MARGIN),
             (_Member.ask_to_stop, 3 * pace.cancel_s + MARGIN),
             (_Member.terminate, MARGIN),
         ]

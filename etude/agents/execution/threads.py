@@ -82,7 +82,7 @@ class ThreadRunners:
         pace = self._pace
         try:
             self._ask_all()
-            self._join(pace.poll_s + pace.drain_s + MARGIN)
+            self._join(pace.drain_s + MARGIN)
         finally:  # also where a second Ctrl-C interrupts the wait
             self._ask_all()
             self._join(4 * pace.cancel_s + MARGIN)
