@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from etude.agents.agent import Agent
 from etude.agents.hands import Hands
 from etude.agents.playing import Playing
-from etude.errors import AgentError, IllegalMoveError, KeyRefusedError, StoreError, UnknownError
+from etude.errors import AgentError, EtudeError, IllegalMoveError, StoreError, UnknownError
 from etude.records import Outcome
 from etude.store.desk import Claim, Desk, Ended, Key
 
@@ -94,6 +94,7 @@ class Runner:
         self.ended: Counter[Outcome] = Counter()
         """How many attempts it handed in, by how they ended."""
         self._desk, self._agent, self._pace, self._store_url = desk, agent, pace or Pace(), store_url
+        self._cancel_s = self._pace.cancel_s + agent.grace_s
         self._slots = min(max_concurrency, agent.max_concurrency or max_concurrency)
         self._playing: dict[Key, Playing] = {}
         self._left: set[Playing] = set()
@@ -166,7 +167,7 @@ class Runner:
 
     def _begin(self, claim: Claim) -> None:
         playing = Playing(
-            self._agent, claim, self._desk, self._hands, cancel_s=self._pace.cancel_s, store_url=self._store_url
+            self._agent, claim, self._desk, self._hands, cancel_s=self._cancel_s, store_url=self._store_url
         )
         self._playing[claim.key] = playing
         if claim.limits.unresponsive_s / ALIVE < self._interval:
@@ -193,10 +194,8 @@ class Runner:
         """Whether the desk took it; one that was over before, or that it knows nothing of, is none of ours."""
         try:
             return await self._insist(partial(self._desk.finish, key, ended), "hand in")
-        except (IllegalMoveError, UnknownError, KeyRefusedError) as error:
+        except EtudeError as error:
             log.warning("Attempt %d at rollout %d could not be handed in: %s", key.attempt, key.rollout, error)
-        except StoreError as error:
-            log.error("Attempt %d at rollout %d is lost: %s", key.attempt, key.rollout, error)
         return False
 
     async def _insist(self, ask: Callable[[], Awaitable[R]], what: str) -> R:
@@ -229,7 +228,7 @@ class Runner:
             try:
                 async with asyncio.timeout(max(self._interval, 10.0)):
                     unwanted = await self._desk.heartbeat(self.name, tuple(self._playing), self._told())
-            except (StoreError, KeyRefusedError, TimeoutError) as error:
+            except (EtudeError, TimeoutError) as error:
                 log.debug("%s: its heartbeat was not heard: %s", self.name, error)
                 unwanted = {}
             for key, why in unwanted.items():
@@ -291,6 +290,6 @@ class Runner:
         for playing in list(self._playing.values()):
             playing.stop(Ended(Outcome.INFRA_ERROR, STOPPED))
         with suppress(asyncio.CancelledError):
-            _, late = await asyncio.wait(self._tasks, timeout=2 * self._pace.cancel_s)
+            _, late = await asyncio.wait(self._tasks, timeout=self._cancel_s + self._pace.cancel_s)
             for task in late:
                 task.cancel()

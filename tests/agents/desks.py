@@ -81,7 +81,7 @@ async def play(
             waiting.cancel()
             await running
         played.states = await waiting
-        played.events = [await desk.events(id) if state.attempts else [] for id, state in zip(ids, played.states)]
+        played.events = [await desk.events(state.id) if state.attempts else [] for state in played.states]
     finally:
         runner.stop()
         await running

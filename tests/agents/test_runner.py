@@ -94,12 +94,12 @@ def test_an_agent_that_wants_a_model_waits_for_an_endpoint_and_does_not_fail() -
 def test_what_takes_too_long_is_timed_out(threaded: bool) -> None:
     release = threading.Event()
 
-    @etude.agent(timeout_s=0.2)
+    @etude.agent(timeout_s=0.6)
     def hangs(task: Task) -> None:
         if task["n"] == 0:
             release.wait(20)
 
-    @etude.agent(timeout_s=0.2)
+    @etude.agent(timeout_s=0.6)
     async def sleeps(task: Task) -> None:
         if task["n"] == 0:
             await asyncio.sleep(20)
@@ -107,7 +107,7 @@ def test_what_takes_too_long_is_timed_out(threaded: bool) -> None:
     found = played(hangs if threaded else sleeps, wanted(3), max_concurrency=1)
     release.set()
     assert [state.status for state in found.states] == [Status.TIMED_OUT, Status.SUCCEEDED, Status.SUCCEEDED]
-    assert "0.2 s" in last_error(found.states[0])
+    assert "0.6 s" in last_error(found.states[0])
 
 
 def test_a_coroutine_that_will_not_be_cancelled_is_left_and_counted() -> None:

@@ -77,7 +77,7 @@ class ProcessRunners:
         a command is. url, key: of the desk's server. logs: where each process writes what it says."""
         if runners < 1:
             raise AgentError(f"{runners} runners were asked for; ask for 1 or more.")
-        self._pace = pace or Pace()
+        self._pace, self._grace_s = pace or Pace(), agent.grace_s
         asked = Appointment(agent, url, key, "", max_concurrency, self._pace)
         host = f"{os.uname().nodename}-{os.getpid()}"
         self._members = [
@@ -141,7 +141,7 @@ class ProcessRunners:
         pace = self._pace
         steps: list[tuple[Callable[[_Member], None], float]] = [
             (_Member.ask_to_stop, pace.drain_s + MARGIN),
-            (_Member.ask_to_stop, 3 * pace.cancel_s + MARGIN),
+            (_Member.ask_to_stop, 4 * pace.cancel_s + self._grace_s + MARGIN),
             (_Member.terminate, MARGIN),
         ]
         for number, (step, seconds) in enumerate(steps):

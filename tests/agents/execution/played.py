@@ -14,6 +14,12 @@ from etude.records import Task
 from tests.agents.desks import QUICK
 
 
+def note(path: str, text: str) -> None:
+    """Add to a file."""
+    with Path(path).open("a") as file:
+        file.write(text)
+
+
 @etude.agent
 async def who(task: Task) -> float:
     """Earns the number of the process that plays it."""
@@ -25,24 +31,32 @@ async def who(task: Task) -> float:
 def starts(task: Task) -> None:
     """Starts a program in the runner's own group, and waits."""
     child = os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ)
-    Path(task["pids"]).open("a").write(f"{child}\n{os.getpid()}\n")
+    note(task["pids"], f"{child}\n{os.getpid()}\n")
     time.sleep(60)
 
 
 @etude.agent
 async def waits(task: Task) -> None:
     """Goes on until it is cancelled, and writes that down."""
-    Path(task["told"]).open("a").write("began\n")
+    note(task["told"], "began\n")
     try:
         await asyncio.sleep(60)
     finally:
-        Path(task["told"]).open("a").write("cancelled\n")
+        note(task["told"], "cancelled\n")
+
+
+@etude.agent
+async def slow(task: Task) -> float:
+    """Takes half a second."""
+    Path(task["told"]).write_text("began")
+    await asyncio.sleep(0.5)
+    return 1.0
 
 
 @etude.agent
 def stops(task: Task) -> None:
     """Stops its process, so that nothing but a kill ends it."""
-    Path(task["told"]).open("a").write("began\n")
+    note(task["told"], "began\n")
     os.kill(os.getpid(), 19)
 
 
@@ -67,9 +81,6 @@ class Made(etude.Agent):
 
 if __name__ == "__main__":  # a program that has runners, and is killed by a test, or interrupted
     url, key, logs = sys.argv[1:]
-
-    @etude.agent
-    def never(task: Task) -> None: ...
 
     agent = etude.command("echo $$ >> $PIDS; sleep 60 & echo $! >> $PIDS; wait", environment={"PIDS": f"{logs}/pids"})
     with ProcessRunners(agent, url, key, 2, logs=Path(logs), pace=QUICK) as runners:

@@ -17,7 +17,8 @@ import pytest
 
 import etude
 from etude.agents.execution.processes import ProcessRunners
-from etude.errors import AgentError
+from etude.agents.execution.worker import join
+from etude.errors import AgentError, ConfigError
 from etude.records import Task
 from etude.store import open_store
 from etude.store.desk import Limits
@@ -122,7 +123,7 @@ def test_a_runner_that_cannot_begin_is_given_up_and_says_why(
     monkeypatch.setattr("etude.agents.execution.again.FIRST", 0.01)
     with ProcessRunners(played.Broken(), place.url, place.key, logs=tmp_path, pace=QUICK) as runners:
         end = time.monotonic() + 20
-        with pytest.raises(AgentError, match="Broken could not be set up: OSError: no index here.*given up"):
+        with pytest.raises(AgentError, match=r"Broken could not be set up: OSError: no index here.*given up"):
             while time.monotonic() < end:
                 runners.check()
                 time.sleep(0.05)
@@ -215,6 +216,28 @@ if __name__ == "__main__":
         assert asyncio.run(waited()) == reward
         program.communicate(b"", timeout=15)
         assert program.returncode == 0
+
+
+def test_a_runner_joins_from_elsewhere_by_name_and_drains_when_it_is_terminated(place: Place, tmp_path: Path) -> None:
+    code = "from etude.agents.execution.worker import join; join('tests.agents.execution.played:slow')"
+    environment = {**os.environ, "ETUDE_STORE_URL": place.url, "ETUDE_STORE_KEY": place.key}
+    told = tmp_path / "told"
+    runner = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        (id,) = asyncio.run(place.desk.enqueue(wanted(1, fields={"told": str(told)})))
+        until(lambda: read(told))
+        runner.send_signal(signal.SIGTERM)
+        assert runner.wait(15) == 0
+    finally:
+        runner.kill()
+        runner.wait()
+    assert place.desk.journal.rollout(id).status is Status.SUCCEEDED
+
+
+def test_a_runner_that_is_not_told_where_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ETUDE_STORE_URL", raising=False)
+    with pytest.raises(ConfigError, match=r"not told where the store is.*ETUDE_STORE_URL"):
+        join("tests.agents.execution.played:who", key="key")
 
 
 def test_the_first_claim_is_there_in_no_time(place: Place) -> None:
