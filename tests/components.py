@@ -12,6 +12,7 @@ from etude.config.env import required_components
 COMPONENTS: dict[str, str] = {
     "lora": "peft",
     "mlflow": "mlflow",
+    "postgres": "pgserver",
     "tensorboard": "tensorboardX",
     "wandb": "wandb",
 }

@@ -70,8 +70,9 @@ __all__ = [
 ]
 
 
-def open_store(where: Path | None = None, *, read_only: bool = False) -> Journal:
-    """The journal in a file, made if it is not there; without a path, one in memory that ends with the process.
+def open_store(where: Path | str | None = None, *, read_only: bool = False) -> Journal:
+    """The journal in a file, or in the PostgreSQL database of an address (`postgresql://…`), made if it is not there;
+    without either, one in memory that ends with the process.
 
     With `read_only` it may be written by another process meanwhile, and must exist.
     """
@@ -81,7 +82,13 @@ def open_store(where: Path | None = None, *, read_only: bool = False) -> Journal
         from etude.store.sql import SqlJournal
     except ImportError as error:
         raise MissingPackageError(
-            f"A journal on disk ({where}) needs the package SQLAlchemy, which cannot be imported here ({error}). "
+            f"A journal on disk needs the package SQLAlchemy, which cannot be imported here ({error}). "
             "Install it with: pip install 'sqlalchemy>=2'"
         ) from error
-    return SqlJournal(where, read_only=read_only)
+    if isinstance(where, str) and "://" in where:
+        from etude.store.postgres import InServer
+
+        return SqlJournal(InServer(where), read_only=read_only)
+    from etude.store.sqlite import InFile
+
+    return SqlJournal(InFile(Path(where), read_only=read_only), read_only=read_only)

@@ -29,6 +29,7 @@ __all__ = ["LATER", "TICK_S", "Clerk", "Duty", "Promise"]
 T = TypeVar("T")
 LATER: Any = object()
 """What is returned by something asked that will be answered in a later round."""
+CLOSED = "The desk is closed, and nothing is done there any more: open another over its journal."
 TICK_S = 1.0
 """How long the clerk sleeps at most."""
 
@@ -36,9 +37,11 @@ TICK_S = 1.0
 class Promise:
     """Somebody's wait for an answer, in their event loop."""
 
-    __slots__ = ("future", "loop")
+    __slots__ = ("answered", "future", "loop")
 
     def __init__(self) -> None:
+        self.answered = False
+        """Whether the clerk has an answer on its way."""
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
 
@@ -56,6 +59,10 @@ class Duty(Protocol):
 
     def next_due(self) -> float | None:
         """When to attend again, if nobody asks before."""
+        ...
+
+    def waiting(self) -> list[Promise]:
+        """Who was told that it will be answered later."""
         ...
 
     def start_over(self) -> None:
@@ -85,7 +92,7 @@ class Clerk:
     def post(self, do: Do, promise: Promise | None = None) -> None:
         """Have this done, answered to this promise if there is one."""
         if self._closed:
-            raise StoreError("The desk is closed, and nothing can be asked there any more.")
+            raise StoreError(CLOSED)
         self._inbox.put((promise, do))
 
     async def close(self) -> None:
@@ -107,6 +114,8 @@ class Clerk:
                 self._refuse(asks, self._broken)
             self._deliver()
             if closing and self._inbox.empty():
+                self._answers = [(promise, None, StoreError(CLOSED)) for promise in self._duty.waiting()]
+                self._deliver()
                 return
 
     def _next(self) -> list[tuple[Promise | None, Do]]:
@@ -126,7 +135,9 @@ class Clerk:
                     self._do(writing, promise, do)
                 self._duty.attend(writing, time.monotonic(), self._answer)
         except Exception as error:
-            self._answers = [(promise, None, error) for promise, _, _ in self._answers]
+            told = [promise for promise, _, _ in self._answers]
+            promises = dict.fromkeys([*told, *(promise for promise, _ in asks if promise is not None)])
+            self._answers = [(promise, None, error) for promise in promises]
             get_log("store").warning("Nothing of %d things asked at the desk was written: %s", len(asks), error)
             self._start_over()
 
@@ -158,6 +169,7 @@ class Clerk:
         """Wake every loop once, with all its answers."""
         of_loop: defaultdict[asyncio.AbstractEventLoop, list[Answer]] = defaultdict(list)
         for answer in self._answers:
+            answer[0].answered = True
             of_loop[answer[0].loop].append(answer)
         self._answers = []
         for loop, answers in of_loop.items():

@@ -22,9 +22,10 @@ from typing import Any
 
 import httpx2
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, KeyRefusedError
 from etude.records import Turn
 from etude.store import wire
+from etude.store.bounds import at_least_one, bounded
 from etude.store.desk import Claim, Desk, Ended, Find, Key, Page, Reward, RunnerState, Wanted
 from etude.store.line import Line, Link
 from etude.store.plain import plain
@@ -36,7 +37,7 @@ POLL_S = 20.0
 """Seconds that one request waits at most for something to happen; a longer wait is several."""
 MOST_PATIENCE_S = 90.0
 """Together with the longest poll it is less than a server keeps its answers for."""
-MOST = {"find": 1000, "wait": 1000, "claim": 1000}
+MOST = 1000
 """Of what one request may ask for; who asks for more gets so many at once."""
 
 
@@ -52,13 +53,18 @@ class RemoteDesk(Desk):
         timeout_s: float = 30.0,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        if httpx2.URL(url).scheme not in ("http", "https"):
+        address = httpx2.URL(url)
+        if address.scheme not in ("http", "https"):
             raise ConfigError(f"The address of a store begins with http:// or https://, and '{url}' does not.")
+        if address.userinfo:
+            raise ConfigError(f"The address of the store at {address.host} has a password in it; a store takes a key.")
         if not 0 <= patience_s <= MOST_PATIENCE_S:
             raise ConfigError(
                 f"patience_s is {patience_s:g}; it must be from 0 to {MOST_PATIENCE_S:g}, since a server knows for two "
                 "minutes what it was asked before."
             )
+        if not key or not key.isascii() or not key.isprintable():
+            raise KeyRefusedError("The key of a store is plain text in one line, and this is not; copy it once more.")
         self.url, self._key = url.rstrip("/"), key
         self._patience_s, self._timeout_s, self._transport = patience_s, timeout_s, transport
         self._lines: dict[asyncio.AbstractEventLoop, Line] = {}
@@ -76,10 +82,10 @@ class RemoteDesk(Desk):
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
         """Rollouts that came to their end after a cursor."""
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + bounded(timeout_s, "timeout_s")
         while True:
             left = min(max(until - time.monotonic(), 0.0), POLL_S)
-            body = {"cursor": cursor, "timeout_s": left, "limit": min(limit, MOST["wait"])}
+            body = {"cursor": cursor, "timeout_s": left, "limit": min(at_least_one(limit, "limit"), MOST)}
             told = await self._ask("wait", wait_s=left, **body)
             cursor = told["cursor"]
             if told["rollouts"] or time.monotonic() >= until:
@@ -88,7 +94,7 @@ class RemoteDesk(Desk):
     async def find(self, what: Find) -> Page:
         """The rollouts that were asked for; a page has at most a thousand."""
         asked = {name: getattr(what, name) for name in what.__slots__}
-        told = await self._ask("find", **asked | {"limit": min(what.limit, MOST["find"])})
+        told = await self._ask("find", **asked | {"limit": min(at_least_one(what.limit, "limit"), MOST)})
         return Page(tuple(RolloutState.restored(state) for state in told["rollouts"]), told["more"])
 
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
@@ -105,10 +111,10 @@ class RemoteDesk(Desk):
 
     async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
         """Up to `n` rollouts. If this is cancelled, the server hands back what it had claimed for it."""
-        until = time.monotonic() + wait_s
+        until = time.monotonic() + bounded(wait_s, "wait_s")
         while True:
             left = min(max(until - time.monotonic(), 0.0), POLL_S)
-            told = await self._ask("claim", wait_s=left, runner=runner, n=min(n, MOST["claim"]))
+            told = await self._ask("claim", wait_s=left, runner=runner, n=min(at_least_one(n, "n"), MOST))
             if told["claims"] or time.monotonic() >= until:
                 return [wire.claim_of(claim) for claim in told["claims"]]
 

@@ -14,13 +14,14 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, ClassVar, NamedTuple, Self
 
 from etude.errors import DataError, StoreError
 from etude.records import Completion, Outcome, Turn
 from etude.store.blobs import pack_turn, unpack_turn
 from etude.store.limits import RETRIED, Limits, Use
-from etude.store.plain import finite, plain
+from etude.store.plain import finite, plain, to_json
 
 __all__ = [
     "EVENTS",
@@ -57,8 +58,8 @@ class Event:
 
     def document(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""
-        event: Any = self  # every event is a dataclass, and this base is not
-        return {column.name: getattr(self, column.name) for column in fields(event)}
+        kind: Any = type(self)
+        return {name: getattr(self, name) for name in _names(kind)}
 
     def payload(self) -> bytes:
         """What is kept beside the JSON: nothing, for most."""
@@ -68,6 +69,12 @@ class Event:
     def restored(cls, document: dict[str, Any], payload: bytes) -> Self:  # noqa: ARG003
         """The event that was written so."""
         return cls(**document)
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    """What the fields of an event are called."""
+    return tuple(column.name for column in fields(kind))
 
 
 # -- tasks ------------------------------------------------------------------------------------------------------------
@@ -412,8 +419,8 @@ class Record(NamedTuple):
 
 def encode(event: Event) -> Record:
     """The written form of an event."""
-    body = json.dumps(event.document(), separators=(",", ":"))
-    return Record(event.kind, event.rollout if isinstance(event, RolloutEvent) else None, body, event.payload())
+    rollout = event.rollout if isinstance(event, RolloutEvent) else None
+    return Record(event.kind, rollout, to_json(event.document()), event.payload())
 
 
 def decode(row: Record) -> Event:

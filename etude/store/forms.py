@@ -85,7 +85,7 @@ class WantedForm(Form):
 
     task: TaskForm
     sample: Number = 0
-    id: Id | None = Field(None, description="its name; null has the store give one")
+    id: Number | None = Field(None, description="its name, 0 or more; null has the store give one")
     use: Use = "train"
     limits: LimitsForm = Field(LimitsForm.model_validate({}))
 

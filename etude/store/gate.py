@@ -44,6 +44,10 @@ class _RefusedError(Exception):
         self.status = status
 
 
+class _GoneError(Exception):
+    """Who asked hung up before all was said."""
+
+
 def problem(kind: str, message: str, request: str) -> bytes:
     """The body of every answer that is no success."""
     return json.dumps({"error": {"kind": kind, "message": message, "request": request}}).encode()
@@ -70,6 +74,8 @@ class Gate:
             if b"content-length" in headers or b"transfer-encoding" in headers:
                 receive = await self._read(scope, headers, receive)
             await self.app(scope, receive, answer)
+        except _GoneError:
+            return  # nobody is there to be answered
         except _RefusedError as refused:
             await answer.problem(refused.status, "Refused", str(refused), name.decode())
         except Exception:
@@ -88,16 +94,23 @@ class Gate:
 
     async def _read(self, scope: Message, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """The body, whole and inflated, as an app receives it."""
+        more = True
+
+        async def heard() -> Message:
+            nonlocal more
+            message = await receive()
+            more = message.get("more_body", False)  # who has gone sends no more
+            return message
+
         try:
             async with asyncio.timeout(self._read_s):
-                body = await self._body(headers, receive)
+                body = await self._body(headers, heard)
         except TimeoutError:
             raise _RefusedError(408, f"The body did not arrive within {self._read_s:g} seconds.") from None
         except _RefusedError:
-            await _drain(receive)
+            if more:
+                await _drain(receive)
             raise
-        if body is None:
-            return receive
         told = (b"content-length", b"content-encoding", b"transfer-encoding")
         kept = [(key, value) for key, value in scope["headers"] if key not in told]
         scope["headers"] = [*kept, (b"content-length", str(len(body)).encode())]
@@ -108,8 +121,8 @@ class Gate:
 
         return replayed
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """The body, or None where its sender has gone."""
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """The body."""
         inflate = _inflater(headers.get(b"content-encoding", b"").strip().lower(), self._most_bytes)
         if int(headers.get(b"content-length", b"0")) > self._most_bytes:
             raise _too_large(self._most_bytes)
@@ -117,7 +130,7 @@ class Gate:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return None
+                raise _GoneError
             part = message.get("body", b"")
             read += len(part)
             parts.append(inflate(part, size))

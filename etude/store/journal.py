@@ -24,6 +24,7 @@ from etude.errors import UnknownError
 from etude.records import Turn
 from etude.store.blobs import Blobs
 from etude.store.events import EVENTS, Admitted, Event, Record, TurnPaid, TurnRecorded, decode, encode
+from etude.store.plain import to_json
 from etude.store.shield import undisturbed
 from etude.store.states import STATES, Phase, ResourceState, RolloutState, S, State, TaskState
 from etude.store.transitions import Fold
@@ -73,6 +74,8 @@ class Journal(ABC):
         self._lock = RLock()
         self._open: dict[tuple[str, int], State] = {}
         """The states that are soon asked for again: open rollouts, and their tasks."""
+        self._greatest: dict[str, int] = {}
+        """By kind, the greatest id there is."""
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -105,6 +108,7 @@ class Journal(ABC):
             self._remember(changed)
         except BaseException:  # whatever was interrupted: what is not remembered is read
             self._open.clear()
+            self._greatest.clear()
             raise
 
     @abstractmethod
@@ -213,18 +217,29 @@ class Journal(ABC):
         """As `_load`, without reading what was remembered. It is never handed out: nobody may change it."""
         found: dict[int, S] = {}
         missing = []
+        greatest = self._greatest_of(kind)
         for id in ids:
             state = self._open.get((kind.kind, id))
             if isinstance(state, kind):
                 found[id] = state
-            else:
+            elif id <= greatest:
                 missing.append(id)
         return {**found, **self._load(kind, missing)} if missing else found
+
+    def _greatest_of(self, kind: type[S]) -> int:
+        """The greatest id of a kind, beyond which nothing need be looked for; -1 if there is none."""
+        if kind.kind not in self._greatest:
+            self._greatest[kind.kind] = max(
+                (_restored(kind, body).id for body in self._listed(kind.kind, None, 1, True)), default=-1
+            )
+        return self._greatest[kind.kind]
 
     def _remember(self, changed: Iterable[State]) -> None:
         """Keep at hand what is open, and let go of what is not."""
         tasks = set()
         for state in changed:
+            if state.id > self._greatest.get(state.kind, state.id):
+                self._greatest[state.kind] = state.id
             if isinstance(state, RolloutState):
                 tasks.add(state.task)
                 if state.phase in (Phase.QUEUED, Phase.RUNNING):
@@ -290,7 +305,7 @@ def _nothing(kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:  # noqa: ARG
 
 def written(state: State) -> Written:
     """The written form of a state."""
-    return Written(state.kind, state.id, str(state.phase), json.dumps(state.document(), separators=(",", ":")))
+    return Written(state.kind, state.id, str(state.phase), to_json(state.document()))
 
 
 def _restored(kind: type[S], body: str) -> S:

@@ -7,7 +7,6 @@ journal, of which it is never more than a part: what waits, what runs, and the l
 
 from __future__ import annotations
 
-import json
 import time
 from bisect import bisect_right
 from collections import Counter, deque
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from etude.errors import DataError, IllegalMoveError, RewardError, UnknownError
+from etude.errors import DataError, IllegalMoveError, UnknownError
 from etude.records import Outcome, Task
 from etude.store.clerk import LATER, TICK_S, Promise
 from etude.store.desk import Ended, Key, RunnerState, Wanted
@@ -30,21 +29,35 @@ from etude.store.events import (
     RolloutCancelled,
     RolloutExpired,
     RolloutQueued,
-    TaskIssued,
 )
 from etude.store.journal import Journal, Writing
 from etude.store.limits import RETRIED, Limits, Use
 from etude.store.open_work import Due, OpenWork
 from etude.store.plain import plain
-from etude.store.states import LIVE, AttemptState, Phase, ResourceState, RolloutState, Status, TaskState
+from etude.store.states import LIVE, Phase, ResourceState, RolloutState, Status, TaskState
+from etude.store.words import (
+    asked_before,
+    attempt_of,
+    earned,
+    issue,
+    limits_of,
+    other_words,
+    retries_of,
+    rollout_of,
+    same_task,
+    why_over,
+)
 
-__all__ = ["Ledger", "Lent", "Seat", "Watch", "attempt_of", "earned"]
+__all__ = ["Ledger", "Lent", "Seat", "Watch"]
 
 LAST_ID = 2**63 - 1
 KEPT_ENDS = 4096
 """How many of the last ends are found without reading the journal."""
 REMEMBERED_S = 300.0
 """For how long a runner is known after its last word."""
+
+
+ENDED = frozenset(Status) - LIVE - {Status.QUEUED}
 
 
 class Lent(NamedTuple):
@@ -109,7 +122,7 @@ class Ledger:
         for state in self._journal.listed(RolloutState):
             self._next_id = state.id + 1
             self._late += sum(attempt.late is not None for attempt in state.attempts)
-            self._retries += _retries(state)
+            self._retries += retries_of(state)
             if state.status is Status.QUEUED:
                 self._work.wait(state.id, state.limits or Limits(), now)
             elif state.status is not Status.RUNNING:
@@ -132,16 +145,16 @@ class Ledger:
         for one in wanted:
             ordinal = one.task.ordinal
             if ordinal not in tasks:
-                events += _issue(writing, one.task)
-            elif not _same(tasks[ordinal], one.task):
-                raise _other_words(f"Task {ordinal}", "issued")
+                events += issue(writing, one.task)
+            elif not same_task(tasks[ordinal], one.task):
+                raise other_words(f"Task {ordinal}", "issued")
             tasks[ordinal] = one.task
             id = next_id if one.id is None else one.id
             if not 0 <= id <= LAST_ID:
                 raise DataError(f"A rollout cannot be called {id}: its id is a number from 0 to {LAST_ID}.")
             next_id = max(next_id, id + 1)
             ids.append(id)
-            if _asked_before(writing, new, id, one):
+            if asked_before(writing, new, id, one):
                 continue
             new[id] = one
             events.append(RolloutQueued(id, ordinal, one.sample, one.use, one.limits))
@@ -154,13 +167,13 @@ class Ledger:
 
     def cancel(self, writing: Writing, rollouts: Sequence[int], why: str) -> None:
         """Nobody wants these any more."""
-        states = [_rollout(writing, id) for id in dict.fromkeys(rollouts)]
+        states = [rollout_of(writing, id) for id in dict.fromkeys(rollouts)]
         events = [RolloutCancelled(state.id, why) for state in states if state.phase in (Phase.QUEUED, Phase.RUNNING)]
         last = writing.take(events)
         for place, event in enumerate(events):
             id = event.rollout
             self._work.queue.pop(id, None)
-            self._work.leases.pop(Key(id, len(_rollout(writing, id).attempts) - 1), None)
+            self._work.leases.pop(Key(id, len(rollout_of(writing, id).attempts) - 1), None)
             self._ended(last - len(events) + 1 + place, id, Status.CANCELLED)
 
     def watch(self, writing: Writing, watch: Watch, promise: Promise) -> Any:
@@ -212,7 +225,7 @@ class Ledger:
             elif lease is not None:
                 stop[key] = f"It is being played by the runner '{lease.runner}'."
             else:
-                stop[key] = _why_over(writing, key)
+                stop[key] = why_over(writing, key)
         return stop
 
     def finish(self, writing: Writing, key: Key, ended: Ended) -> bool:
@@ -295,10 +308,15 @@ class Ledger:
             times.append(due)
         return min(times, default=None)
 
+    def waiting(self) -> list[Promise]:
+        """Who waits for work, or for ends."""
+        promises = [*(seat.promise for seat in self._seats), *(watch.promise for watch in self._watches)]
+        return [promise for promise in promises if promise is not None]
+
     def _pass(self, writing: Writing, due: Due) -> None:
         """End what passed a limit."""
         if due.cause == "queue":
-            limit = _limits(_rollout(writing, due.key.rollout)).queue_timeout_s
+            limit = limits_of(rollout_of(writing, due.key.rollout)).queue_timeout_s
             position = writing.take([RolloutExpired(due.key.rollout, f"It waited in the queue for {limit:g} s.")])
             del self._work.queue[due.key.rollout]
             self._ended(position, due.key.rollout, Status.FAILED)
@@ -318,7 +336,7 @@ class Ledger:
         still: deque[Seat] = deque()
         for seat in self._seats:
             assert seat.promise is not None
-            if seat.left or seat.promise.future.done():
+            if seat.left or seat.promise.answered or seat.promise.future.done():
                 continue
             while self._work.queue and len(seat.lent) < seat.n:
                 seat.lent.append(self._lend_next(writing, seat.runner, now))
@@ -331,15 +349,15 @@ class Ledger:
 
     def _lend_next(self, writing: Writing, runner: str, now: float) -> Lent:
         id = next(iter(self._work.queue))
-        state = _rollout(writing, id)
+        state = rollout_of(writing, id)
         key = Key(id, len(state.attempts))
         writing.take([AttemptStarted(*key, runner)])
         del self._work.queue[id]
-        self._work.lend(key, runner, _limits(state), now)
+        self._work.lend(key, runner, limits_of(state), now)
         task = writing.state(TaskState, state.task)
         assert task is not None, f"rollout {id} is a try at task {state.task}, which has no state"
         fields = plain(task.fields, "fields")  # a copy, as whoever plays it may change it
-        return Lent(key, Task(task.id, fields, task.source), state.use, _limits(state))
+        return Lent(key, Task(task.id, fields, task.source), state.use, limits_of(state))
 
     def _answer_watches(self, now: float, answer: Callable[[Promise, Any], None]) -> None:
         still = []
@@ -348,7 +366,7 @@ class Ledger:
             found = self._ends_after(watch)
             if found or watch.until <= now:
                 answer(watch.promise, found)
-            elif not watch.promise.future.done():
+            elif not (watch.promise.answered or watch.promise.future.done()):
                 still.append(watch)
         self._watches = still
 
@@ -365,14 +383,14 @@ class Ledger:
         watched: bool = False,
     ) -> None:
         """An attempt is over, and its rollout with it or queued again."""
-        state = _rollout(writing, key.rollout)
+        state = rollout_of(writing, key.rollout)
         outcomes = [Outcome(attempt.status) for attempt in state.attempts[:-1]]
-        retry = outcome in RETRIED and _limits(state).allow_another([*outcomes, outcome])
+        retry = outcome in RETRIED and limits_of(state).allow_another([*outcomes, outcome])
         position = writing.take([*before, AttemptEnded(*key, outcome, error, retry, watched)])
         self._work.leases.pop(key, None)
         if retry:
             self._retries += 1
-            self._work.wait(key.rollout, _limits(state), time.monotonic())
+            self._work.wait(key.rollout, limits_of(state), time.monotonic())
         else:
             self._ended(position, key.rollout, Status(outcome))
 
@@ -393,100 +411,3 @@ class Ledger:
         known.heard = time.monotonic()
         if told is not None:
             known.told = told
-
-
-ENDED = frozenset(Status) - LIVE - {Status.QUEUED}
-
-
-def earned(reward: Any, key: Key, turn: int | None = None) -> tuple[float, dict[str, float]]:
-    """A reward as a number and its parts."""
-    if not isinstance(reward, Mapping):
-        return float(reward), {}
-    if not reward:
-        raise RewardError(
-            f"Attempt {key.attempt} of rollout {key.rollout} was given a reward without parts{_of(turn)}: give a "
-            "number, or at least one named part."
-        )
-    parts = {str(name): float(value) for name, value in reward.items()}
-    return sum(parts.values()), parts
-
-
-def attempt_of(writing: Writing, key: Key) -> AttemptState:
-    """An attempt that was started."""
-    attempts = _rollout(writing, key.rollout).attempts
-    if not 0 <= key.attempt < len(attempts):
-        raise UnknownError(f"Rollout {key.rollout} has {len(attempts)} attempts, and no attempt {key.attempt}.")
-    return attempts[key.attempt]
-
-
-def _of(turn: int | None) -> str:
-    return "" if turn is None else f" for turn {turn}"
-
-
-def _rollout(writing: Writing, id: int) -> RolloutState:
-    state = writing.state(RolloutState, id)
-    if state is None:
-        raise UnknownError(f"The desk has no rollout {id}.")
-    return state
-
-
-def _limits(state: RolloutState) -> Limits:
-    return state.limits or Limits()
-
-
-def _retries(state: RolloutState) -> int:
-    """How often it was queued again."""
-    last = state.last
-    queued = state.status is Status.QUEUED or (bool(state.why) and last is not None and not last.watched)
-    return max(0, len(state.attempts) - (not queued))
-
-
-def _why_over(writing: Writing, key: Key) -> str:
-    """Why a runner is to stop what it has no lease of."""
-    state = writing.state(RolloutState, key.rollout)
-    if state is None or not 0 <= key.attempt < len(state.attempts):
-        return "Nobody here knows of it."
-    attempt = state.attempts[key.attempt]
-    return attempt.error or f"It is over: {attempt.status}."
-
-
-def _issue(writing: Writing, task: Task) -> list[Event]:
-    """What makes a task one of the run; nothing, if it was issued before in the same words."""
-    row = task.fields.get("row")
-    issued = TaskIssued(task.ordinal, row if isinstance(row, int) else task.ordinal, task.source, task.fields)
-    known = writing.state(TaskState, task.ordinal)
-    if known is None:
-        return [issued]
-    if not _same(known.task, Task(task.ordinal, issued.fields, task.source)):
-        raise _other_words(f"Task {task.ordinal}", "issued")
-    return []
-
-
-def _asked_before(writing: Writing, new: Mapping[int, Wanted], id: int, one: Wanted) -> bool:
-    """Whether a rollout of this id was asked for before, in the same words."""
-    words = (one.task.ordinal, one.sample, one.use, one.limits)
-    if id in new:
-        before = new[id]
-        said = (before.task.ordinal, before.sample, before.use, before.limits)
-    else:
-        state = writing.state(RolloutState, id)
-        if state is None:
-            return False
-        said = (state.task, state.sample, state.use, _limits(state))
-    if said != words:
-        raise _other_words(f"Rollout {id}", "queued")
-    return True
-
-
-def _same(left: Task, right: Task) -> bool:
-    """Whether two tasks ask the same; as text, since a number that is none is not equal to itself."""
-    if left.source != right.source:
-        return False
-    return left.fields == right.fields or json.dumps(plain(left.fields, "")) == json.dumps(plain(right.fields, ""))
-
-
-def _other_words(what: str, done: str) -> IllegalMoveError:
-    return IllegalMoveError(
-        f"{what} was {done} before in other words, and what was {done} is never changed: give it another number, or "
-        "the very same content."
-    )

@@ -13,7 +13,6 @@ from uuid import uuid4
 
 import httpx2
 
-from etude.config.secrets import mask_text
 from etude.errors import (
     ConfigError,
     DataError,
@@ -58,8 +57,6 @@ class Link:
     def __init__(
         self, url: str, key: str, patience_s: float, timeout_s: float, transport: httpx2.AsyncBaseTransport | None
     ) -> None:
-        if not key or not key.isascii() or not key.isprintable():
-            raise KeyRefusedError("The key of a store is plain text in one line, and this is not; copy it once more.")
         self._url, self._patience_s, self._timeout_s = url, patience_s, timeout_s
         self._life, self._reached = "unknown", True
         self._client = httpx2.AsyncClient(
@@ -102,7 +99,7 @@ class Link:
             self._well(False, why)
             if time.monotonic() + pause > until:
                 raise StoreError(
-                    f"The store at {mask_text(self._url)} could not be reached for {self._patience_s:g} seconds; the "
+                    f"The store at {self._url} could not be reached for {self._patience_s:g} seconds; the "
                     f"last time, {why}. See whether it runs, and whether this machine may connect to it."
                 )
             await asyncio.sleep(pause * (0.5 + random.random() / 2))
@@ -127,7 +124,7 @@ class Link:
         """Tell of an outage once, and of its end."""
         if well != self._reached:
             self._reached = well
-            where = mask_text(self._url)
+            where = self._url
             if well:
                 _LOG.info("The store at %s answers again.", where)
             else:
@@ -236,5 +233,5 @@ def _document(response: httpx2.Response) -> dict[str, Any]:
     if status in PASSING:
         raise _LostError(f"it answered {status}")
     raise StoreError(
-        f"{mask_text(str(response.url))} answered {status}, and not as a store of ours does. Check the address."
+        f"{response.url} answered {status}, and not as a store of ours does. Check the address."
     )

@@ -18,7 +18,6 @@ process itself stood still, silence meanwhile is held against no runner.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from typing import Any
 
 from etude.errors import DataError, UnknownError
 from etude.records import Turn
+from etude.store.bounds import at_least_one, bounded
 from etude.store.clerk import Clerk, Promise
 from etude.store.desk import Claim, Desk, Ended, Find, Key, Page, Reward, RunnerState, Wanted
 from etude.store.events import (
@@ -42,9 +42,10 @@ from etude.store.events import (
 )
 from etude.store.journal import Journal, Writing
 from etude.store.keys import Keyring
-from etude.store.ledger import Ledger, Lent, Seat, Watch, attempt_of, earned
+from etude.store.ledger import Ledger, Lent, Seat, Watch
 from etude.store.plain import plain
 from etude.store.states import RolloutState, TaskState
+from etude.store.words import attempt_of, earned
 
 __all__ = ["LocalDesk"]
 
@@ -87,9 +88,9 @@ class LocalDesk(Desk):
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
         """Rollouts that came to their end after `cursor`, and the next cursor."""
-        until = time.monotonic() + _bounded(timeout_s, "timeout_s")
+        until = time.monotonic() + bounded(timeout_s, "timeout_s")
         while True:
-            watch = Watch(cursor, _at_least_one(limit, "limit"), until)
+            watch = Watch(cursor, at_least_one(limit, "limit"), until)
             ends = await self._clerk.ask(partial(self._watch, watch))
             if ends is None:
                 cursor, ends = await asyncio.to_thread(self._ends_read, cursor, limit)
@@ -103,7 +104,7 @@ class LocalDesk(Desk):
 
     async def find(self, what: Find) -> Page:
         """The rollouts that were asked for."""
-        _at_least_one(what.limit, "limit")
+        at_least_one(what.limit, "limit")
         return await asyncio.to_thread(self._found, what)
 
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
@@ -120,7 +121,7 @@ class LocalDesk(Desk):
         """Up to `n` rollouts that waited longest."""
         if not runner:
             raise DataError("A runner that claims rollouts needs a name, by which it is told apart from others.")
-        seat = Seat(runner, _at_least_one(n, "n"), time.monotonic() + _bounded(wait_s, "wait_s"))
+        seat = Seat(runner, at_least_one(n, "n"), time.monotonic() + bounded(wait_s, "wait_s"))
         try:
             lent = await self._clerk.ask(lambda _, promise: self._ledger.sit(seat, promise))
         except asyncio.CancelledError:
@@ -285,15 +286,3 @@ class LocalDesk(Desk):
 def _fits(state: RolloutState, what: Find) -> bool:
     statuses = not what.statuses or state.status in what.statuses
     return statuses and (what.use is None or state.use == what.use)
-
-
-def _bounded(seconds: float, name: str) -> float:
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise DataError(f"{name} is {seconds}; every wait is bounded: give a number of seconds, 0 or more.")
-    return seconds
-
-
-def _at_least_one(count: int, name: str) -> int:
-    if count < 1:
-        raise DataError(f"{name} is {count}; it must be 1 or more.")
-    return count

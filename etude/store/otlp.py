@@ -47,6 +47,8 @@ def spans(body: bytes, form: str) -> list[Spanned]:
             request = ExportTraceServiceRequest.FromString(body)
         else:
             document = json.loads(body)
+            if not isinstance(document, dict):
+                raise ValueError("it is no object")
             request = ParseDict(_with_ids(document), ExportTraceServiceRequest(), ignore_unknown_fields=True)
         return list(_spans(request))
     except (DecodeError, ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:

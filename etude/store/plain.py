@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,10 @@ import numpy as np
 
 from etude.errors import DataError, RewardError
 
-__all__ = ["finite", "plain"]
+__all__ = ["finite", "plain", "to_json"]
+
+to_json = json.JSONEncoder(separators=(",", ":")).encode
+"""A plain value as it is written."""
 
 
 def finite(value: float, where: str) -> float:

@@ -238,7 +238,10 @@ class _Door:
         if form not in (otlp.JSON, otlp.PROTOBUF):
             why = f"Spans come as {otlp.PROTOBUF} or {otlp.JSON}, and this says that it is {form!r}."
             return 415, _problem(request, "Refused", why)
-        spans = otlp.spans(await request.body(), form)
+        try:
+            spans = otlp.spans(await request.body(), form)
+        except DataError as error:
+            raise _UnreadableError(str(error)) from error
         refused: list[str] = []
 
         async def note(span: otlp.Spanned) -> None:
@@ -278,8 +281,8 @@ class _RestartedError(StoreError):
     """What must not be done twice, and may have been done."""
 
 
-class _NoJsonError(DataError):
-    """A body that is no JSON at all."""
+class _UnreadableError(DataError):
+    """A body that is no JSON at all, or no spans."""
 
 
 def _opens(grant: Grant, opens: frozenset[Scope]) -> None:
@@ -302,7 +305,7 @@ _STATUSES: tuple[tuple[type[EtudeError], int], ...] = (
     (UnknownError, 404),
     (IllegalMoveError, 409),
     (_RestartedError, 412),
-    (_NoJsonError, 400),
+    (_UnreadableError, 400),
     (DataError, 422),
     (ConfigError, 422),
     (StoreError, 503),
@@ -344,7 +347,7 @@ def _read(form: type[F], body: bytes) -> F:
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False, include_context=False)
         if wrong[0]["type"] == "json_invalid":
-            raise _NoJsonError(f"The body is no JSON: {wrong[0]['msg']}.") from None
+            raise _UnreadableError(f"The body is no JSON: {wrong[0]['msg']}.") from None
         told = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}" for one in wrong[:5])
         more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
         raise DataError(f"The body does not say what it must: {told}{more}.") from None

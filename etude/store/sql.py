@@ -1,13 +1,10 @@
-"""The journal in a database: SQLite, a file in the run directory. The only file that speaks SQL.
+"""The journal in a database: a file of SQLite's (`sqlite`), or a PostgreSQL server's (`postgres`). The only file that
+speaks SQLAlchemy, and the one implementation of both: a `Place` says in which few lines they differ.
 
-Durability: write-ahead log with `synchronous=NORMAL`. When `append` returns, a commit has handed its pages to the
-operating system, so that what is acknowledged survives the death of the process, by `kill -9` too, and no disk is
-waited for. A loss of power may take the last moments, in whole batches, and never corrupts; `flush` closes that gap.
+When `append` returns, what was written survives the death of the process, by `kill -9` too. One process writes at a
+time, and the right to write ends with it. Others may read meanwhile.
 
-One process writes at a time: it holds an exclusive lock on a file beside the journal, which the operating system frees
-however the process ends. Others may read meanwhile.
-
-Every event carries a checksum over its body and payload, which SQLite does not have: a damaged one is refused.
+Every event carries a checksum over its body and payload, which not every database has: a damaged one is refused.
 """
 
 from __future__ import annotations
@@ -16,10 +13,9 @@ import os
 import socket
 import sqlite3
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
 
 from sqlalchemy import (
     URL,
@@ -39,11 +35,12 @@ from sqlalchemy import (
     create_engine,
     delete,
     func,
+    insert,
     inspect,
     select,
+    text,
 )
-from sqlalchemy.dialects.sqlite import insert
-from sqlalchemy.exc import DBAPIError, ResourceClosedError
+from sqlalchemy.exc import DBAPIError, PendingRollbackError, ResourceClosedError
 
 from etude.errors import StoreError
 from etude.store.events import Record
@@ -56,12 +53,10 @@ SCHEMA = "1"
 """The layout of the tables below. A journal of another layout is refused."""
 DERIVATION = "2"
 """What `transitions` makes of events. States made by another version are made anew when a writer opens the journal."""
-WAIT_S = 30.0
-"""How long a statement waits for another process that holds the database."""
 LAST_ID = 2**63 - 1
 """No id is beyond it."""
 MANY = 10_000
-"""Values in one statement, of which SQLite takes 32,766."""
+"""Values in one statement, of which SQLite takes 32,766 and PostgreSQL 65,535."""
 
 _NUMBER = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers its rows by a column of exactly this type
 
@@ -96,11 +91,13 @@ STATES = Table(
     Index("states_in_phase", "kind", "phase", "id"),
 )
 
-_STATE, _FACT = insert(STATES), insert(FACTS)
-KEEP_STATE = _STATE.on_conflict_do_update(
-    index_elements=["kind", "id"], set_={"phase": _STATE.excluded.phase, "body": _STATE.excluded.body}
+KEEP_STATE = text(
+    "INSERT INTO states (kind, id, phase, body) VALUES (:kind, :id, :phase, :body) "
+    "ON CONFLICT (kind, id) DO UPDATE SET phase = excluded.phase, body = excluded.body"
 )
-KEEP_FACT = _FACT.on_conflict_do_update(index_elements=["name"], set_={"value": _FACT.excluded.value})
+KEEP_FACT = text(
+    "INSERT INTO facts (name, value) VALUES (:name, :value) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+)
 
 # Statements are built once: to build one costs more than to run it.
 FIND_EVENTS = (
@@ -133,18 +130,43 @@ FIND_LISTED_BACKWARDS = (
 FIND_NEWEST = select(func.max(EVENTS.c.position))
 KEEP_EVENT, KEEP_PAYLOAD = insert(EVENTS), insert(BLOBS)
 
-FAILURES: dict[int, str] = {
-    sqlite3.SQLITE_BUSY: f"another process has held it for {WAIT_S:g} seconds: end that process and go on",
-    sqlite3.SQLITE_FULL: "the disk is full: free some space and go on; what was written before is safe",
-    sqlite3.SQLITE_IOERR: "the operating system failed to read or write it: look at the disk, its space and its quota; "
-    "what was written before is safe",
-    sqlite3.SQLITE_CORRUPT: "its contents are damaged, and nothing was changed: keep the file, and go on from a copy "
-    "made by the `.recover` command of sqlite3",
-    sqlite3.SQLITE_NOTADB: "it is not a database, and nothing was changed: give the path of a journal or a new file",
-    sqlite3.SQLITE_READONLY: "it may not be written here: look at the permissions of the file and its directory",
-    sqlite3.SQLITE_CANTOPEN: "its directory is missing or closed to us: look at the path and the permissions",
-}
-"""What SQLite's errors mean and what to do, by their primary code."""
+
+class Place(Protocol):
+    """What differs between the databases."""
+
+    driver: str
+    name: str
+    """As it is called in sentences."""
+    begin: str
+    """Begins a transaction that writes."""
+    to_write: Sequence[str]
+    """What is said to a connection first, if it will write."""
+    to_read: Sequence[str]
+    """What is said to it if it may only read."""
+    to_flush: tuple[str, str]
+    """What is said before and after a commit that makes everything safe."""
+
+    @property
+    def url(self) -> dict[str, Any]:
+        """What is connected to."""
+        ...
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How it is connected to."""
+        ...
+
+    def hold(self, ask: Callable[[str], Any]) -> Callable[[], None]:
+        """Have the right to write, or say who has it; what gives it back."""
+        ...
+
+    def under_way(self, raw: Any) -> bool:
+        """Whether a transaction that failed is still to be undone."""
+        ...
+
+    def failure(self, error: Any) -> str:
+        """What went wrong and what to do."""
+        ...
 
 
 class SqlBlobs:
@@ -169,21 +191,22 @@ class SqlBlobs:
 
 
 class SqlJournal(Journal):
-    """A journal in a file. With `read_only` another process may be writing it, and nothing can be appended here."""
+    """A journal in a database. With `read_only` another process may be writing it, and nothing can be appended here."""
 
-    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+    def __init__(self, place: Place, *, read_only: bool = False) -> None:
         super().__init__()
-        self._path, self._read_only = path, read_only
-        if path.is_dir() or (read_only and not path.exists()):
-            found = "a directory" if path.is_dir() else "nothing"
-            raise StoreError(f"A journal was to be opened at {path}, and {found} is there. Give the path of its file.")
-        options = {"check_same_thread": False, "timeout": WAIT_S}
-        url = URL.create("sqlite", database=str(path))
-        engine = create_engine(url, isolation_level="AUTOCOMMIT", poolclass=NullPool, connect_args=options)
+        self._place, self._read_only = place, read_only
+        engine = create_engine(
+            URL.create(place.driver, **place.url),
+            isolation_level="AUTOCOMMIT",
+            poolclass=NullPool,
+            connect_args=place.options,
+        )
         with ExitStack() as opened, self._speaking("opened"):
-            if not read_only:
-                opened.enter_context(closing(_held(path)))
+            held = opened.enter_context(ExitStack())  # the last to be let go of
             self._connection = opened.enter_context(engine.connect())
+            if not read_only:
+                held.callback(place.hold(self._connection.exec_driver_sql))
             self.blobs = SqlBlobs(self._connection)
             self._prepare()
             self._opened = opened.pop_all()
@@ -191,16 +214,16 @@ class SqlJournal(Journal):
     def flush(self) -> None:
         """Make all that is written survive the loss of power too."""
         with self._lock, self._speaking("flushed"):
-            ask = self._connection.exec_driver_sql
-            ask("PRAGMA synchronous=FULL")  # the next commit syncs the log, and with it every commit before
+            before, after = self._place.to_flush
+            self._connection.exec_driver_sql(before)
             try:
                 with self._transaction():
                     self._note(flushed=str(self.position))
             finally:
-                ask("PRAGMA synchronous=NORMAL")
+                self._connection.exec_driver_sql(after)
 
     def close(self) -> None:
-        """Let go of the file, and of the right to write it."""
+        """Let go of the database, and of the right to write it."""
         with self._lock, self._speaking("closed"):
             self._opened.close()
 
@@ -219,14 +242,14 @@ class SqlJournal(Journal):
         if (tables or self._read_only) and facts.get("schema") != SCHEMA:
             found = f"schema {facts['schema']}" if "schema" in facts else f"the tables {', '.join(tables) or '(none)'}"
             raise StoreError(
-                f"The file {self._path} is not a journal that this version of Etude reads: it wants schema {SCHEMA} "
-                f"and found {found}. Nothing was changed: open it with the version that wrote it, or give another path."
+                f"What is at {self._place.name} is not a journal that this version of Etude reads: it wants schema "
+                f"{SCHEMA} and found {found}. Nothing was changed: open it with the version that wrote it, or give "
+                "another path."
             )
+        for said in self._place.to_read if self._read_only else self._place.to_write:
+            self._connection.exec_driver_sql(said)
         if self._read_only:
-            self._connection.exec_driver_sql("PRAGMA query_only=ON")
             return
-        self._connection.exec_driver_sql("PRAGMA journal_mode=WAL")
-        self._connection.exec_driver_sql("PRAGMA synchronous=NORMAL")
         with self._transaction():
             if not tables:
                 TABLES.create_all(self._connection)
@@ -248,15 +271,16 @@ class SqlJournal(Journal):
     def _transaction(self) -> Iterator[None]:
         """What is written inside is written together, or not at all where an exception leaves it."""
         if self._read_only:
-            raise StoreError(f"The journal {self._path} was opened to be read, and cannot be written through that.")
+            raise StoreError(
+                f"The journal {self._place.name} was opened to be read, and cannot be written through that."
+            )
         with undisturbed(), self._speaking("written"):
-            self._connection.exec_driver_sql("BEGIN IMMEDIATE")
+            self._connection.exec_driver_sql(self._place.begin)
             try:
                 yield
                 self._connection.exec_driver_sql("COMMIT")
             except BaseException:
-                raw: Any = self._connection.connection.driver_connection
-                if raw.in_transaction:  # where it is not, SQLite has undone it itself
+                if self._place.under_way(self._connection.connection.driver_connection):
                     self._connection.exec_driver_sql("ROLLBACK")
                 raise
 
@@ -290,8 +314,8 @@ class SqlJournal(Journal):
     def _checked(self, row: Row[Any], payload: bytes) -> Record:
         if _checksum(row.body, payload) != row.crc:
             raise StoreError(
-                f"The event at position {row.position} of the journal {self._path} does not match its checksum: the "
-                "file was damaged after it was written. Keep the file, and go on from a copy of it that is whole."
+                f"The event at position {row.position} of the journal {self._place.name} does not match its checksum: "
+                "it was damaged after it was written. Keep the journal, and go on from a copy of it that is whole."
             )
         return Record(row.kind, row.rollout, row.body, payload)
 
@@ -320,38 +344,15 @@ class SqlJournal(Journal):
         try:
             yield
         except ResourceClosedError as error:
-            raise StoreError(f"The journal {self._path} could not be {done}: it is closed.") from error
+            raise StoreError(f"The journal {self._place.name} could not be {done}: it is closed.") from error
+        except PendingRollbackError as error:  # it is never made anew, as the right to write went with it
+            raise StoreError(
+                f"The journal {self._place.name} could not be {done}: its connection was lost. Open the journal again."
+            ) from error
         except (DBAPIError, sqlite3.Error) as error:
             cause: Any = error.orig if isinstance(error, DBAPIError) else error
-            code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
-            raise StoreError(f"The journal {self._path} could not be {done}: {FAILURES.get(code, cause)}.") from error
-
-
-def _held(path: Path) -> sqlite3.Connection:
-    """The right to write this journal: a lock of the operating system, which no process keeps beyond its end."""
-    lock = sqlite3.connect(
-        path.with_name(f"{path.name}-lock"), timeout=0, isolation_level=None, check_same_thread=False
-    )
-    try:
-        lock.execute("BEGIN EXCLUSIVE")
-    except sqlite3.OperationalError as error:
-        lock.close()
-        if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
-            raise
-        raise StoreError(
-            f"The journal {path} is being written by {_writer(path)}, and one process writes a journal at a time. End "
-            "that run or wait for it, or choose another run directory."
-        ) from error
-    return lock
-
-
-def _writer(path: Path) -> str:
-    """Who opened a journal for writing last, as far as it can be told."""
-    try:
-        with closing(sqlite3.connect(path)) as journal:
-            return str(journal.execute("SELECT value FROM facts WHERE name = 'writer'").fetchone()[0])
-    except (sqlite3.Error, TypeError):  # it is being made at this moment
-        return "another process"
+            why = self._place.failure(cause)
+            raise StoreError(f"The journal {self._place.name} could not be {done}: {why}.") from error
 
 
 def _checksum(body: str, payload: bytes) -> int:

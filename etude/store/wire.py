@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from etude.store.blobs import pack_turn, unpack_turn
 from etude.store.desk import Claim, Ended, Key, Reward, RunnerState, Wanted
 from etude.store.limits import Limits
 from etude.store.plain import finite, plain
+from etude.store.plain import to_json as plain_json
 
 __all__ = [
     "AGAIN",
@@ -50,7 +50,7 @@ AGAIN = "x-sent-to"
 
 def to_json(document: Any) -> bytes:
     """A document as bytes. A number that is none, which JSON does not have, is written as Python reads it."""
-    return json.dumps(document, separators=(",", ":")).encode()
+    return plain_json(document).encode()
 
 
 # -- whose -------------------------------------------------------------------------------------------------------------
@@ -146,7 +146,10 @@ def turn_of(document: Mapping[str, Any]) -> Turn:
         prompt, columns = unpack_turn(payload)
         said = Completion(finish=document["finish"], text=document["text"], **columns)
         told = {name: document[name] for name in ("index", "model", "reward", "anchor")}
-        return Turn(prompt, said, tags=tuple(document["tags"]), **told)
+        turn = Turn(prompt, said, tags=tuple(document["tags"]), **told)
+        if len(pack_turn(turn)) != len(payload):
+            raise ValueError(f"its arrays end before their {len(payload)} bytes do")
+        return turn
     except (binascii.Error, StoreError, ValueError, OverflowError) as error:
         raise DataError(f"This is no turn: {str(error).rstrip('.')}.") from error
 

@@ -16,28 +16,42 @@ from etude.records import Outcome, Task
 from etude.store import (
     Admitted,
     AttemptEnded,
+    AttemptReady,
     AttemptStarted,
     Evaluated,
     Event,
     Journal,
+    LateEnd,
+    Noted,
     Phase,
     Published,
+    ResourcePut,
     Rewarded,
     RolloutCancelled,
     RolloutExpired,
     RolloutQueued,
+    RolloutState,
     Status,
     TaskDropped,
     TaskIssued,
+    TaskState,
+    TurnPaid,
     TurnRecorded,
     open_store,
 )
 from tests.store.made import group, same, tried, turn
+from tests.store.servers import new_database
+
+WHERE: dict[str, Callable[[Path], Path | str | None]] = {
+    "memory": lambda _: None,
+    "sqlite": lambda folder: folder / "journal.db",
+    "postgres": lambda _: new_database(),
+}
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=list(WHERE))
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Journal]:
-    with closing(open_store(None if request.param == "memory" else tmp_path / "journal.db")) as made:
+    with closing(open_store(WHERE[request.param](tmp_path))) as made:
         yield made
 
 
@@ -46,16 +60,24 @@ STORY: list[Event] = [
     *group(1),
     *tried(0, 1.0),
     *tried(1, 0.0, turns=3),
-    AttemptStarted(2, 0),
+    AttemptStarted(2, 0, "runner"),
+    AttemptReady(2, 0),
     TurnRecorded(2, 0, turn()),
-    AttemptEnded(2, 0, Outcome.UNRESPONSIVE, "silent for 60 s", retry=True),
+    TurnPaid(2, 0, 0, 0.25),
+    Noted(2, 0, "seen", {"tool": "search"}),
+    AttemptEnded(2, 0, Outcome.UNRESPONSIVE, "silent for 60 s", retry=True, watched=True),
+    LateEnd(2, 0, Outcome.SUCCEEDED, reward=1.0),
     RolloutExpired(3, "queued for 600 s"),
     *tried(2, 0.5, attempt=1),
     Admitted(1, (1, 0)),
     TaskDropped(1, 1, "infrastructure"),
     Published(1, 1),
+    ResourcePut("prompt", 1, "Think."),
     Evaluated(1, "val", {"mean@4": 0.25, "pass@4": 0.5}, [{"prompt": "1+1?", "answer": "2", "reward": 1.0}]),
 ]
+
+
+LATE = {"outcome": "succeeded", "error": "", "reward": 1.0, "parts": {}}
 
 
 # -- the log ----------------------------------------------------------------------------------------------------------
@@ -141,6 +163,11 @@ def test_a_story_leads_where_it_should(store: Journal) -> None:
     assert second.last is not None and second.last.turns == 3
     assert [attempt.status for attempt in third.attempts] == [Status.UNRESPONSIVE, Status.SUCCEEDED]
     assert third.attempts[0].error == "silent for 60 s" and third.phase is Phase.DROPPED
+    assert (third.attempts[0].paid, third.attempts[0].late) == (0.25, LATE)
+    assert [told.reward for told in store.turns(2, 0)] == [0.25]
+    resource = store.resource("prompt")
+    assert resource is not None and (resource.version, resource.value) == (1, "Think.")
+    assert store.resource("endpoint") is None
     assert (fourth.status, fourth.why, fourth.last) == (Status.FAILED, "queued for 600 s", None)
     assert (store.task(0).phase, store.task(0).step, store.task(0).rollouts) == (Phase.ADMITTED, 1, (0, 1))
     assert (store.task(1).phase, store.task(1).cause) == (Phase.DROPPED, "infrastructure")
@@ -204,6 +231,35 @@ def test_a_name_nobody_knows_is_a_sentence(store: Journal) -> None:
         store.task(5)
 
 
+def test_states_are_listed_in_order_and_against_it(store: Journal) -> None:
+    store.append([event for task in range(100) for event in group(task)])
+    assert [state.id for state in store.listed(RolloutState)] == list(range(200))
+    assert [state.id for state in store.listed(RolloutState, 130)] == list(range(131, 200))
+    assert [state.id for state in store.listed(RolloutState, 130, backwards=True)] == list(range(129, -1, -1))
+    assert [state.id for state in store.listed(TaskState, backwards=True)] == list(range(99, -1, -1))
+    assert {id: state.task for id, state in store.some(RolloutState, [7, 199, 200]).items()} == {7: 3, 199: 99}
+
+
+def test_several_batches_in_one_writing_and_one_that_is_refused_spoils_no_other(store: Journal) -> None:
+    with store.writing() as writing:
+        assert writing.take(group(0)) == 3
+        for wrong in (tried(9), [*tried(0), RolloutQueued(0, 0, 0)], [TaskIssued(3, 0, "s", {}), AttemptStarted(1, 1)]):
+            with pytest.raises(IllegalMoveError):
+                writing.take(wrong)
+        assert writing.state(TaskState, 3) is None and writing.state(RolloutState, 9) is None
+        assert writing.take([AttemptStarted(0, 0)]) == 4
+        state = writing.state(RolloutState, 0)
+        assert state is not None and state.status is Status.RUNNING
+        assert store.position == 0, "nothing is written before the end"
+    assert same([event for _, event in store.read()], [*group(0), AttemptStarted(0, 0)])
+    assert [state.status for state in store.rollouts()] == [Status.RUNNING, Status.QUEUED]
+    with pytest.raises(KeyError), store.writing() as writing:
+        writing.take(group(1))
+        raise KeyError
+    assert store.position == 4 and len(store.tasks()) == 1
+    store.append(group(1))
+
+
 # -- what may not follow ----------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, list[Event], str]] = [
@@ -243,6 +299,18 @@ REFUSED: list[tuple[str, list[Event], str]] = [
         [*tried(0), *tried(1), TaskDropped(0, 1, "flat"), RolloutQueued(2, 0, 2)],
         r"Task 0 is settled \(dropped at step 1\), so rollout 2 cannot be queued for it",
     ),
+    ("ready at once", [AttemptStarted(0, 0), AttemptReady(0, 0)], "is running and cannot be ready; only one that is"),
+    ("ready twice", [AttemptStarted(0, 0, "r"), AttemptReady(0, 0), AttemptReady(0, 0)], "is running and cannot be r"),
+    ("pay for no turn", [AttemptStarted(0, 0), TurnPaid(0, 0, 0, 1.0)], "cannot be paid for turn 0: it has 0 turns"),
+    ("note of no attempt", [Noted(0, 0, "seen")], "an event of attempt 0 cannot follow, only one of attempt -1"),
+    ("late while it runs", [AttemptStarted(0, 0), LateEnd(0, 0, Outcome.FAILED)], "it may only be handed in"),
+    ("late once handed in", [*tried(0), LateEnd(0, 0, Outcome.FAILED)], "it may only stay as it was handed in"),
+    (
+        "late twice",
+        [AttemptStarted(0, 0), RolloutCancelled(0, "no"), *[LateEnd(0, 0, Outcome.FAILED)] * 2],
+        "was handed in late before, as failed",
+    ),
+    ("version left out", [ResourcePut("prompt", 2, "?")], "is at version 0, so version 2 cannot follow, only 1"),
     (
         "reward of the settled",
         [*tried(0)[:2], AttemptEnded(0, 0, Outcome.FAILED), *tried(1), Admitted(1, (1,)), Rewarded(0, 0, 1.0)],
@@ -264,6 +332,15 @@ def test_a_reward_may_come_after_the_end_while_the_task_is_open(store: Journal) 
     store.append([Rewarded(0, 0, -1.0)])
     state = store.rollout(0)
     assert state.status is Status.TIMED_OUT and state.last is not None and state.last.reward == -1.0
+
+
+def test_what_nothing_follows_from_may_come_after_all_is_settled(store: Journal) -> None:
+    started = [AttemptStarted(0, 0, "runner"), AttemptEnded(0, 0, Outcome.TIMED_OUT, "60 s", watched=True)]
+    store.append([*group(0, 1), *started, TaskDropped(0, 1, "failed")])
+    store.append([Noted(0, 0, "span", {"took": 61.5}), LateEnd(0, 0, Outcome.SUCCEEDED, reward=1.0)])
+    state = store.rollout(0)
+    assert (state.status, state.phase) == (Status.TIMED_OUT, Phase.DROPPED)
+    assert state.last is not None and (state.last.reward, state.last.late) == (None, LATE)
 
 
 def test_a_rollout_that_is_cancelled_takes_its_attempt_with_it(store: Journal) -> None:

@@ -16,7 +16,19 @@ from typing import Any
 import pytest
 
 from etude.errors import StoreError
-from etude.store import Admitted, Event, Journal, Phase, RolloutQueued, TaskDropped, TurnRecorded, open_store, sql
+from etude.store import (
+    Admitted,
+    Event,
+    Journal,
+    Phase,
+    RolloutQueued,
+    RolloutState,
+    TaskDropped,
+    TurnRecorded,
+    open_store,
+    sql,
+    sqlite,
+)
 from etude.store.events import encode
 from tests.store.made import group, tried
 
@@ -163,7 +175,7 @@ def test_states_of_another_derivation_are_made_anew(path: Path) -> None:
 
 
 def test_a_held_database_is_waited_for_and_then_a_sentence(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sql, "WAIT_S", 0.2)
+    monkeypatch.setattr(sqlite, "WAIT_S", 0.2)
     with closing(open_store(path)) as store:
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
@@ -303,6 +315,7 @@ def test_every_question_is_answered_from_an_index(path: Path) -> None:
         for answer in (store.read(), store.read(3, kinds=(RolloutQueued, TurnRecorded)), store.read(rollout=2)):
             assert len(list(answer)) > 0
         assert store.turns(2) and store.admitted(1) and store.rollouts(Phase.ADMITTED) and store.task(0)
+        assert len(list(store.listed(RolloutState))) == 4 == len(list(store.listed(RolloutState, backwards=True)))
         raw.set_trace_callback(None)
     with closing(sqlite3.connect(path)) as raw:
         questions = [question for question in asked if question.startswith("SELECT")]
@@ -314,6 +327,8 @@ def test_every_question_is_answered_from_an_index(path: Path) -> None:
         "SEARCH events USING INDEX events_of_rollout (rollout=? AND position>? AND position<?)",
         "SEARCH blobs USING INTEGER PRIMARY KEY (rowid=?)",
         "SEARCH states USING INDEX sqlite_autoindex_states_1 (kind=? AND id=?)",
+        "SEARCH states USING INDEX sqlite_autoindex_states_1 (kind=? AND id<?)",  # the greatest
+        "SEARCH states USING INDEX sqlite_autoindex_states_1 (kind=? AND id>?)",
         "SEARCH states USING INDEX states_in_phase (kind=? AND phase=?)",
     }
 

@@ -1,0 +1,105 @@
+"""A PostgreSQL server for tests: the one that the package `pgserver` carries, started as a user who is not root."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tests.components import require
+
+ROOM_S = 60.0
+"""How long a server may take to begin or to end, on a machine that is busy."""
+_numbers = itertools.count()
+
+
+def new_database() -> str:
+    """The address of an empty database, on the one server of this process; the test is skipped where there is none."""
+    require("postgres")
+    return made_database(_host(), f"journal_{next(_numbers)}")
+
+
+@cache
+def _host() -> str:
+    """The server of this process, which ends with it."""
+    running = ExitStack()
+    atexit.register(running.close)
+    return running.enter_context(server())
+
+
+def _programs() -> Path:
+    found = find_spec("pgserver")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent / "pginstall" / "bin"
+
+
+def _somebody() -> dict[str, Any]:
+    """Who runs the server, which refuses to be run by root."""
+    if os.geteuid() != 0:
+        return {}
+    nobody = pwd.getpwnam("nobody")
+    return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    """A server on a socket in a new folder, which is gone with it; its folder, which is its host."""
+    folder = Path(tempfile.mkdtemp(prefix="etude-postgres-"))
+    programs = _programs()
+    who, environment = _somebody(), {"PATH": str(programs), "LC_ALL": "C"}
+    if who:
+        os.chown(folder, who["user"], who["group"])
+    try:
+        making = [programs / "initdb", "-D", folder / "data", "-A", "trust", "-U", "etude", "-E", "utf8", "--no-sync"]
+        subprocess.run(making, check=True, capture_output=True, cwd=folder, env=environment, timeout=ROOM_S, **who)
+        serving = [programs / "postgres", "-D", folder / "data", "-k", folder, "-c", "listen_addresses=", "-F"]
+        with (folder / "log").open("wb") as log:
+            running = subprocess.Popen(serving, cwd=folder, env=environment, stdout=log, stderr=log, **who)
+        try:
+            _ready(folder, running)
+            yield str(folder)
+        finally:
+            running.send_signal(signal.SIGINT)  # at once, whoever is connected
+            try:
+                running.wait(ROOM_S)
+            except subprocess.TimeoutExpired:
+                running.kill()
+                running.wait()
+    finally:
+        shutil.rmtree(folder)
+
+
+def _ready(folder: Path, running: subprocess.Popen[bytes]) -> None:
+    import psycopg
+
+    deadline = time.monotonic() + ROOM_S
+    while True:
+        try:
+            psycopg.connect(host=str(folder), user="etude", dbname="postgres").close()
+        except psycopg.OperationalError:
+            assert running.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.05)
+        else:
+            return
+
+
+def made_database(host: str, name: str) -> str:
+    """The address of a database, made if it is not there."""
+    import psycopg
+
+    with closing(psycopg.connect(host=host, user="etude", dbname="postgres", autocommit=True)) as ask:
+        if ask.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name]).fetchone() is None:
+            ask.execute(f'CREATE DATABASE "{name}"')
+    return f"postgresql://etude@/{name}?host={host}"

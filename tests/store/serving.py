@@ -1,0 +1,20 @@
+"""A store in a process of its own, to be killed: `python -m tests.store.serving JOURNAL PORT`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+from etude.store import open_store
+from etude.store.keys import Keyring
+from etude.store.local_desk import LocalDesk
+from etude.store.server import serve
+from tests.store.served import SECRET
+
+if __name__ == "__main__":
+    ring = Keyring(SECRET)
+    desk = LocalDesk(open_store(Path(sys.argv[1])), ring)
+    with serve(desk, ring, port=int(sys.argv[2])):
+        print("ready", flush=True)
+        threading.Event().wait(300)

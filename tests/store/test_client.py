@@ -1,0 +1,326 @@
+"""A desk that is elsewhere: what is lost on the way is asked again, and nothing is done twice."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
+import pytest
+
+from etude.errors import (
+    ConfigError,
+    DataError,
+    IllegalMoveError,
+    KeyRefusedError,
+    RewardError,
+    StoreError,
+    UnknownError,
+)
+from etude.records import Outcome, Task
+from etude.store.client import RemoteDesk
+from etude.store.desk import Desk, Ended, Find, Key, Wanted
+from etude.store.server import app, serve
+from tests.store.made import turn
+from tests.store.served import Served, served
+
+ROOT = Path(__file__).parents[2]
+T = TypeVar("T")
+
+
+class Road(httpx2.AsyncBaseTransport):
+    """A way to an app on which answers, or requests, get lost as often as is said."""
+
+    def __init__(self, to: Any) -> None:
+        self.way = httpx2.ASGITransport(to)
+        self.lose_answers = self.lose_requests = 0
+        self.sent: list[httpx2.Request] = []
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if self.lose_requests:
+            self.lose_requests -= 1
+            raise httpx2.ConnectError("nobody is there", request=request)
+        self.sent.append(request)
+        answer = await self.way.handle_async_request(request)
+        if self.lose_answers:
+            self.lose_answers -= 1
+            raise httpx2.ReadError("the line went dead", request=request)
+        return answer
+
+
+def visited(story: Callable[[Served, RemoteDesk, Road], Coroutine[Any, Any, T]], **options: Any) -> T:
+    """A story of a remote desk."""
+    with served() as store:
+        road = Road(store.app)
+        desk = RemoteDesk("http://store", store.ring.admin, transport=road, **options)
+
+        async def told() -> T:
+            try:
+                return await story(store, desk, road)
+            finally:
+                await desk.close()
+
+        return asyncio.run(told())
+
+
+async def claimed(desk: Desk, n: int = 1) -> list[Key]:
+    await desk.enqueue([Wanted(Task(place, {}), id=place) for place in range(n)])
+    return [claim.key for claim in await desk.claim("r", n, 1.0)]
+
+
+# -- what is lost -----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_lost_on_the_way_is_done_once() -> None:
+    async def story(store: Served, desk: RemoteDesk, road: Road) -> None:
+        async def lossy(work: Awaitable[T]) -> T:
+            road.lose_answers, road.lose_requests = 2, 1
+            return await work
+
+        ids = await lossy(desk.enqueue([Wanted(Task(0, {})), Wanted(Task(1, {}))]))
+        assert ids == [0, 1] and (await desk.statistics())["queued"] == 2
+        (first,) = await lossy(desk.claim("r", 1, 1.0))
+        assert first.key == Key(0, 0) and (await desk.statistics())["running"] == 1
+        await lossy(desk.ready(first.key))
+        assert await lossy(desk.turn(first.key, turn())) == 0
+        await lossy(desk.reward(first.key, 0.25, turn=0))
+        await lossy(desk.note(first.key, "seen", [1]))
+        assert await lossy(desk.put("prompt", "hello")) == 1
+        assert await lossy(desk.finish(first.key, Ended(Outcome.SUCCEEDED, reward=1.0)))
+        (said,) = await lossy(desk.turns(0))
+        assert said.reward == 0.25 and len(await desk.events(0)) == 1
+        assert (await lossy(desk.wait(0, 5.0)))[1][0].id == 0
+
+    visited(story)
+
+
+def test_what_was_lost_in_a_restart_is_not_added_again() -> None:
+    async def story(store: Served, desk: RemoteDesk, road: Road) -> None:
+        (key,) = await claimed(desk)
+
+        async def restarted(work: Coroutine[Any, Any, T]) -> T:
+            road.lose_answers = 1
+            task = asyncio.create_task(work)
+            while road.lose_answers:
+                await asyncio.sleep(0.001)
+            road.way = httpx2.ASGITransport(app(store.desk, store.ring))
+            return await task
+
+        with pytest.raises(StoreError, match="before the store was restarted"):
+            await restarted(desk.turn(key, turn()))
+        assert len(await desk.turns(0)) == 1
+        with pytest.raises(StoreError, match="before the store was restarted"):
+            await restarted(desk.reward(key, 1.0, turn=0))
+        assert (await desk.turns(0))[0].reward == 1.0
+        assert await restarted(desk.finish(key, Ended(Outcome.FAILED, "it broke", 0.0)))
+        assert (await desk.find(Find())).rollouts[0].last is not None
+
+    visited(story)
+
+
+def test_what_never_arrived_is_sent_to_whoever_is_there_next() -> None:
+    async def story(store: Served, desk: RemoteDesk, road: Road) -> None:
+        (key,) = await claimed(desk)
+        road.lose_requests = 2
+        road.way = httpx2.ASGITransport(app(store.desk, store.ring))
+        assert await desk.turn(key, turn()) == 0
+
+    visited(story)
+
+
+def test_patience_ends_with_a_sentence() -> None:
+    async def story(store: Served, desk: RemoteDesk, road: Road) -> None:
+        road.lose_requests = 10**9
+        start = time.monotonic()
+        for work in (desk.statistics(), desk.ready(Key(0, 0))):
+            with pytest.raises(StoreError, match=r"could not be reached for 0\.3 seconds.*nobody is there"):
+                await work
+        assert time.monotonic() - start < 2.0
+        road.lose_requests = 0
+        assert await desk.runners() == []
+
+    visited(story, patience_s=0.3)
+
+
+def test_a_server_that_does_not_answer_is_left() -> None:
+    async def story() -> None:
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        desk = RemoteDesk(f"http://127.0.0.1:{port}", "etude.admin.x", patience_s=0.5, timeout_s=0.2)
+        start = time.monotonic()
+        with pytest.raises(StoreError, match=r"did not answer|broke"):
+            await desk.statistics()
+        assert time.monotonic() - start < 5.0
+        await desk.close()
+        server.close()
+
+    asyncio.run(story())
+
+
+def test_a_server_of_others_is_told_from_ours() -> None:
+    async def other(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/html")]})
+        await send({"type": "http.response.body", "body": b"<html>"})
+
+    async def story() -> None:
+        desk = RemoteDesk("http://elsewhere", "k", transport=httpx2.ASGITransport(other))
+        with pytest.raises(StoreError, match="not as a store of ours does"):
+            await desk.statistics()
+
+    asyncio.run(story())
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_refusals_come_back_as_what_they_are() -> None:
+    async def story(store: Served, desk: RemoteDesk, road: Road) -> None:
+        (key,) = await claimed(desk)
+        await desk.finish(key, Ended(Outcome.SUCCEEDED))
+        with pytest.raises(IllegalMoveError, match=r"succeeded.*failed"):
+            await desk.finish(key, Ended(Outcome.FAILED))
+        with pytest.raises(UnknownError):
+            await desk.turns(99)
+        with pytest.raises(RewardError):
+            await desk.reward(key, float("nan"))
+        with pytest.raises(RewardError):
+            await desk.reward(key, {})
+        with pytest.raises(DataError, match="limit"):
+            await desk.find(Find(limit=0))
+        with pytest.raises(DataError, match="journal cannot hold"):
+            await desk.note(key, "odd", object())
+        for bad in (store.ring.model_key(key, 60.0), "wrong", store.ring.reward_key(key, -1.0)):
+            refused = RemoteDesk("http://store", bad, transport=road)
+            for work in (refused.statistics(), refused.finish(key, Ended(Outcome.SUCCEEDED))):
+                with pytest.raises(KeyRefusedError):
+                    await work
+
+    visited(story)
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "options", "error"),
+    [
+        ("store:8700", "k", {}, ConfigError),
+        ("ftp://store", "k", {}, ConfigError),
+        ("http://me:secret@store", "k", {}, ConfigError),
+        ("http://store", "k", {"patience_s": 500.0}, ConfigError),
+        ("http://store", "", {}, KeyRefusedError),
+        ("http://store", "a\nb", {}, KeyRefusedError),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(url: str, key: str, options: Any, error: type[Exception]) -> None:
+    with pytest.raises(error) as told:
+        RemoteDesk(url, key, **options)
+    assert "secret" not in str(told.value)
+
+
+# -- what travels together --------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_meanwhile_travels_together_and_large_bodies_are_compressed() -> None:
+    async def story(store: Served, desk: RemoteDesk, road: Road) -> None:
+        keys = await claimed(desk, 200)
+        road.sent.clear()
+        ended = [desk.finish(key, Ended(Outcome.SUCCEEDED, reward=float(key.rollout))) for key in keys]
+        assert all(await asyncio.gather(*ended)) and len(road.sent) <= 3
+        states = (await desk.find(Find(limit=1000))).rollouts
+        assert [state.last.reward for state in states if state.last] == [float(key.rollout) for key in keys]
+        road.sent.clear()
+        await desk.note(keys[0], "long", "word " * 100_000)
+        (sent,) = road.sent
+        assert sent.headers["content-encoding"] == "gzip" and len(sent.content) < 50_000
+        assert len((await desk.events(0))[0]["data"]) == 500_000
+
+    visited(story)
+
+
+def test_one_that_is_ill_formed_does_not_fail_the_others() -> None:
+    async def story(store: Served, desk: RemoteDesk, road: Road) -> None:
+        keys = await claimed(desk, 4)
+        works = [desk.note(key, "" if key.rollout == 2 else "fine", None) for key in keys]
+        done = await asyncio.gather(*works, return_exceptions=True)
+        assert [type(one) for one in done] == [type(None), type(None), DataError, type(None)]
+        works = [desk.note(key, "x", "y" * 33 * 2**20 if key.rollout == 1 else None) for key in keys]
+        done = await asyncio.gather(*works, return_exceptions=True)
+        assert [type(one) for one in done] == [type(None), StoreError, type(None), type(None)]
+        assert [len(await desk.events(key.rollout)) for key in keys] == [2, 1, 1, 2]
+
+    visited(story)
+
+
+def test_a_writing_goes_out_even_if_nobody_waits_for_it_any_more() -> None:
+    async def story(store: Served, desk: RemoteDesk, road: Road) -> None:
+        keys = await claimed(desk, 3)
+        tasks = [asyncio.create_task(desk.note(key, "seen", None)) for key in keys]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert [len(await desk.events(key.rollout)) for key in keys] == [1, 1, 1]
+
+    visited(story)
+
+
+# -- over a socket ----------------------------------------------------------------------------------------------------
+
+
+def test_a_desk_serves_several_event_loops_and_survives_a_restart() -> None:
+    with served() as store:
+        first = serve(store.desk, store.ring)
+        port = int(first.url.rpartition(":")[2])
+        desk = RemoteDesk(first.url, store.ring.admin)
+
+        async def notes(n: int) -> None:
+            for place in range(n):
+                await desk.note(Key(0, 0), "seen", place)
+                await asyncio.sleep(0.01)
+            await desk.close()
+
+        asyncio.run(claimed(desk))
+        threads = [threading.Thread(target=asyncio.run, args=(notes(60),)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        first.stop()
+        time.sleep(0.2)
+        with serve(store.desk, store.ring, port=port):
+            for thread in threads:
+                thread.join(20)
+            assert len(asyncio.run(desk.events(0))) >= 120
+
+
+def test_a_claim_that_is_cancelled_takes_nothing() -> None:
+    with served() as store, serve(store.desk, store.ring) as serving:
+
+        async def story() -> dict[str, float]:
+            desk = RemoteDesk(serving.url, store.ring.runner)
+            for _ in range(3):
+                claim = asyncio.create_task(desk.claim("r", 1, 20.0))
+                await asyncio.sleep(0.1)
+                claim.cancel()
+            await asyncio.sleep(0.2)
+            await store.desk.enqueue([Wanted(Task(0, {}))])
+            await asyncio.sleep(0.2)
+            told = await store.desk.statistics()
+            await desk.close()
+            return told
+
+        told = asyncio.run(story())
+        assert (told["queued"], told["running"]) == (1, 0)
+
+
+def test_the_client_needs_no_server_and_no_database() -> None:
+    names = ("fastapi", "starlette", "uvicorn", "sqlalchemy", "torch", "opentelemetry")
+    program = f"import sys, etude.store.client; print([name for name in {names} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,113 @@
+"""Keys open what they say, for as long as they say, and nothing else does."""
+
+from __future__ import annotations
+
+import base64
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.errors import ConfigError, KeyRefusedError
+from etude.store.desk import Key
+from etude.store.keys import Grant, Keyring
+
+RING = Keyring(b"0123456789abcdef0123456789abcdef")
+MODEL = RING.model_key(Key(12, 3), 60)
+
+
+def test_a_key_says_what_it_opens() -> None:
+    assert RING.read(RING.admin) == Grant("admin", None)
+    assert RING.read(RING.runner) == Grant("runner", None)
+    assert RING.read(MODEL) == Grant("model", Key(12, 3))
+    assert RING.read(RING.reward_key(Key(2**63 - 1, 0), 60)) == Grant("reward", Key(2**63 - 1, 0))
+    assert MODEL.startswith("etude.model.12.3.") and re.fullmatch(r"[A-Za-z0-9._-]+", MODEL), "fit for a header"
+
+
+def test_any_process_that_knows_the_secret_reads_them() -> None:
+    assert Keyring(b"0123456789abcdef0123456789abcdef").read(MODEL) == RING.read(MODEL)
+
+
+def test_of_another_secret_none_is_good() -> None:
+    other = Keyring(b"fedcba9876543210fedcba9876543210")
+    for key in (RING.admin, RING.runner, MODEL):
+        with pytest.raises(KeyRefusedError, match="was not made here"):
+            other.read(key)
+    assert Keyring().admin != Keyring().admin, "without a secret each makes up its own"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("model", "reward"),
+        ("model", "admin"),
+        (".12.", ".13."),
+        (".12.3.", ".12.4."),
+        (".12.3.", ".123.."),
+        ("etude.", ""),
+        ("etude.", "etude.etude."),
+    ],
+)
+def test_another_word_needs_another_seal(change: tuple[str, str]) -> None:
+    with pytest.raises(KeyRefusedError):
+        RING.read(MODEL.replace(*change))
+
+
+def test_a_longer_life_needs_another_seal() -> None:
+    *told, expires, seal = MODEL.split(".")
+    with pytest.raises(KeyRefusedError):
+        RING.read(".".join([*told, str(int(expires) + 1), seal]))
+
+
+def test_the_seal_of_one_key_fits_no_other() -> None:
+    seals = [key.rpartition(".")[2] for key in (RING.admin, RING.runner, RING.reward_key(Key(12, 3), 60))]
+    for seal in seals:
+        with pytest.raises(KeyRefusedError):
+            RING.read(f"{MODEL.rpartition('.')[0]}.{seal}")
+
+
+@given(st.integers(0, len(MODEL) - 1), st.characters())
+def test_one_character_changed_is_no_key(place: int, character: str) -> None:
+    changed = MODEL[:place] + character + MODEL[place + 1 :]
+    if changed == MODEL:
+        assert RING.read(changed).scope == "model"
+    else:
+        with pytest.raises(KeyRefusedError):
+            RING.read(changed)
+
+
+@given(st.text() | st.text().map(lambda text: f"etude.admin.{text}"))
+def test_any_text_is_refused_in_a_sentence(text: str) -> None:
+    with pytest.raises(KeyRefusedError, match="was not made here"):
+        RING.read(text)
+
+
+def test_the_seal_is_of_all_its_bits() -> None:
+    """Base64 has spare bits at its end: another text that decodes to the same seal is refused too."""
+    told, _, seal = MODEL.rpartition(".")
+    alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+    twin = seal[:-1] + alphabet[alphabet.index(seal[-1]) ^ 1]
+    assert base64.urlsafe_b64decode(twin + "=") == base64.urlsafe_b64decode(seal + "=") and twin != seal
+    with pytest.raises(KeyRefusedError):
+        RING.read(f"{told}.{twin}")
+
+
+def test_a_key_is_good_until_its_time() -> None:
+    old = RING.reward_key(Key(7, 1), -5)
+    with pytest.raises(KeyRefusedError, match=r"The reward key of attempt 1 of rollout 7 expired \d+ s ago"):
+        RING.read(old)
+    short = RING.model_key(Key(7, 1), 2)
+    assert RING.read(short).key == Key(7, 1)
+    deadline = time.monotonic() + 10
+    with pytest.raises(KeyRefusedError, match="expired"):
+        while time.monotonic() < deadline:
+            RING.read(short)
+            time.sleep(0.05)
+
+
+def test_a_secret_that_can_be_guessed_is_refused_and_none_is_shown() -> None:
+    with pytest.raises(ConfigError, match="has 5 bytes, and one below 16 can be guessed"):
+        Keyring(b"12345")
+    assert "0123456789abcdef" not in repr(RING)

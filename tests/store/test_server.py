@@ -1,0 +1,349 @@
+"""The server: what it answers to what is right, wrong, too large, too slow, or sent twice."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import http.client
+import json
+import logging
+import socket
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import jsonschema
+import pytest
+from fastapi import APIRouter, FastAPI
+
+from etude.errors import ConfigError, StoreError
+from etude.records import Task
+from etude.store import open_store, wire
+from etude.store.desk import Wanted
+from etude.store.keys import Keyring
+from etude.store.local_desk import LocalDesk
+from etude.store.server import app, serve
+from tests.store.made import turn
+from tests.store.served import SECRET, Served, served
+
+MEGABYTE = 2**20
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Served]:
+    with served(most_bytes=MEGABYTE) as made:
+        yield made
+
+
+def kind(answer: httpx2.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["kind"]
+
+
+# -- what is wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "status"),
+    [
+        ("statistics", b"", 400),
+        ("statistics", b"{", 400),
+        ("statistics", b'{"a": "\xff"}', 400),
+        ("statistics", b'{"a": "\\ud800"}', 400),
+        ("note", b'{"rollout": 0, "attempt": 0, "event": "x", "data": ' + b"[" * 9999 + b"]" * 9999 + b"}", 400),
+        ("statistics", b"[]", 422),
+        ("statistics", {"unknown": 1}, 422),
+        ("turns", {"rollout": "0"}, 422),
+        ("turns", {"rollout": 2**63}, 422),
+        ("turns", {"rollout": -1}, 422),
+        ("find", {"limit": 1001}, 422),
+        ("find", {"limit": 0}, 422),
+        ("wait", {"limit": 1001}, 422),
+        ("wait", {"timeout_s": 31}, 422),
+        ("wait", b'{"timeout_s": NaN}', 422),
+        ("claim", {"runner": "r", "n": 1001}, 422),
+        ("claim", {"runner": "", "n": 1}, 422),
+        ("claim", {"runner": "a\x00b", "n": 1}, 422),
+        ("reward", b'{"rollout": 0, "attempt": 0, "reward": NaN}', 422),
+        ("reward", b'{"rollout": 0, "attempt": 0, "reward": 1e999}', 422),
+        ("reward", b'{"rollout": 0, "attempt": 0, "reward": {"a": Infinity}}', 422),
+        ("reward", {"rollout": 0, "attempt": 0, "reward": {}}, 422),
+        ("finish", {"rollout": 0, "attempt": 0, "outcome": "gone"}, 422),
+        ("enqueue", {"wanted": [{"task": {"ordinal": 1, "fields": {}}, "limits": {"retry_on": ["succeeded"]}}]}, 422),
+        ("enqueue", {"wanted": [{"task": {"ordinal": 1, "fields": {}}, "limits": {"timeout_s": 0}}]}, 422),
+        ("turns", {"rollout": 2**62}, 404),
+        ("events", {"rollout": 2**62}, 404),
+        ("finish", {"rollout": 2**62, "attempt": 0, "outcome": "succeeded"}, 404),
+        ("reward", {"rollout": 2**62, "attempt": 0, "reward": 1}, 404),
+        ("cancel", {"rollouts": [2**62], "why": "x"}, 404),
+        ("resource", {"resource": "nothing"}, 404),
+        ("wait", {"cursor": 2**62}, 404),
+        ("nothing", {}, 404),
+    ],
+)
+def test_what_is_wrong_is_a_clear_refusal(store: Served, verb: str, body: Any, status: int) -> None:
+    answer = store.verb(verb, body)
+    assert answer.status_code == status, answer.text
+    told = answer.json()["error"]
+    assert (told["request"] == answer.headers["x-request-id"] and told["message"][-1] in ".;)") or status == 404
+
+
+@pytest.mark.parametrize("arrays", ["", "!!", "AAAA", "/" * 200, "A" * 44])
+def test_a_turn_that_is_none_is_refused(store: Served, arrays: str) -> None:
+    (claim,) = store.claimed()
+    told = {"verb": "turn", **wire.key_document(claim.key), "turn": wire.turn_document(turn()) | {"arrays": arrays}}
+    assert kind(store.verb("turn", told)) == (422, "DataError")
+    store.ended(claim)
+
+
+def test_an_illegal_move_names_both_states(store: Served) -> None:
+    (claim,) = store.claimed()
+    store.ended(claim)
+    told = wire.key_document(claim.key) | {"outcome": "failed"}
+    answer = store.verb("finish", told)
+    assert kind(answer) == (409, "IllegalMoveError")
+    assert "succeeded" in answer.text and "failed" in answer.text
+
+
+def test_other_methods_are_refused(store: Served) -> None:
+    assert store.ask("/v1/store/enqueue", method="GET").status_code == 405
+    assert store.ask("/healthz", b"{}").status_code == 405
+
+
+# -- bodies ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "status"),
+    [
+        (gzip.compress(b"{}"), "gzip", 200),
+        (zlib.compress(b"{}"), "deflate", 200),
+        (b"{}", "identity", 200),
+        (gzip.compress(b"{}")[:-4], "gzip", 400),
+        (gzip.compress(b"{}") + b"more", "gzip", 400),
+        (b"{}", "gzip", 400),
+        (b"{}", "br", 415),
+        (b" " * (MEGABYTE + 1), "identity", 413),
+        (gzip.compress(b" " * (MEGABYTE + 1)), "gzip", 413),
+        (gzip.compress(bytes(100 * MEGABYTE)), "gzip", 413),
+        (b" " * (MEGABYTE - 2) + b"{}", "identity", 200),
+        (gzip.compress(b" " * (MEGABYTE - 2) + b"{}"), "gzip", 200),
+    ],
+)
+def test_bodies_are_inflated_and_bounded(store: Served, body: bytes, encoding: str, status: int) -> None:
+    assert store.verb("statistics", body, content_encoding=encoding).status_code == status
+
+
+def test_a_body_of_unsaid_length_is_bounded_too(store: Served) -> None:
+    async def asked(client: httpx2.AsyncClient) -> int:
+        async def parts() -> Any:
+            for _ in range(40):
+                yield bytes(MEGABYTE // 20)
+
+        headers = {"authorization": f"Bearer {store.ring.admin}"}
+        return (await client.post("/v1/store/statistics", content=parts(), headers=headers)).status_code
+
+    assert store.run(asked) == 413
+
+
+def test_a_large_answer_is_compressed(store: Served) -> None:
+    (claim,) = store.claimed()
+    for _ in range(30):
+        store.verb("turn", wire.key_document(claim.key) | {"turn": wire.turn_document(turn(tokens=200))})
+    answer = store.verb("turns", {"rollout": claim.key.rollout}, accept_encoding="gzip")
+    assert answer.headers["content-encoding"] == "gzip" and len(answer.json()["turns"]) == 30
+    assert "content-encoding" not in store.verb("turns", {"rollout": claim.key.rollout}, accept_encoding="br").headers
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_keeps_its_name_and_the_log_has_it(store: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "etude.store"):
+        assert store.verb("statistics", x_request_id="mine-1").headers["x-request-id"] == "mine-1"
+    assert "mine-1" in caplog.text and "/v1/store/statistics" in caplog.text
+    made = {store.verb("statistics").headers["x-request-id"] for _ in range(3)}
+    assert len(made) == 3
+    assert store.verb("statistics", x_request_id="x" * 500).headers["x-request-id"] != "x" * 500
+
+
+def test_what_is_sent_twice_under_one_name_is_done_once(store: Served) -> None:
+    (claim,) = store.claimed()
+    told = wire.key_document(claim.key) | {"turn": wire.turn_document(turn())}
+    once = [store.verb("turn", told, idempotency_key="a").json() for _ in range(3)]
+    assert once == [{"index": 0}] * 3
+    assert store.verb("turn", told, idempotency_key="b").json() == {"index": 1}
+    store.claimed()
+    first, again = (store.verb("claim", {"runner": "r", "n": 5}, idempotency_key="c").json() for _ in range(2))
+    assert first == again
+    other = store.ask("/v1/store/claim", {"runner": "r", "n": 5}, store.ring.runner, idempotency_key="c").json()
+    assert other == {"claims": []}, "another key is another's name"
+
+
+def test_what_may_have_been_done_before_a_restart_is_not_added_again(store: Served) -> None:
+    (claim,) = store.claimed()
+    told = wire.key_document(claim.key) | {"turn": wire.turn_document(turn())}
+    before = {"idempotency_key": "d", "x_sent_to": "another life"}
+    assert kind(store.verb("turn", told, **before)) == (412, "StoreError")
+    pay = wire.key_document(claim.key) | {"reward": 1.0}
+    batch = {"writings": [{"verb": "turn"} | told, {"verb": "reward"} | pay]}
+    replies = store.verb("batch", batch, **before).json()["replies"]
+    assert [reply.get("status", 200) for reply in replies] == [412, 200]
+    assert kind(store.verb("enqueue", {"wanted": [{"task": {"ordinal": 10**6, "fields": {}}}]}, **before))[0] == 412
+
+
+# -- what is described ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_answered_is_what_the_description_says(store: Served) -> None:
+    description = store.ask("/openapi.json", method="GET").json()
+    (claim,) = store.claimed()
+    own = wire.key_document(claim.key)
+    story: dict[str, Any] = {
+        "put": {"resource": "endpoint", "value": {"base_url": "http://x"}},
+        "resource": {"resource": "endpoint"},
+        "enqueue": {"wanted": [{"task": {"ordinal": 10**7, "fields": {"a": [1, None]}}, "use": "val"}]},
+        "claim": {"runner": "r"},
+        "heartbeat": {"runner": "r", "running": [own], "told": {"pid": 1}},
+        "ready": own,
+        "turn": own | {"turn": wire.turn_document(turn())},
+        "reward": own | {"reward": {"right": 1.0}},
+        "note": own | {"event": "seen", "data": [1]},
+        "finish": own | {"outcome": "succeeded"},
+        "batch": {"writings": [{"verb": "ready"} | own, {"verb": "ready", "rollout": 2**60, "attempt": 0}]},
+        "cancel": {"rollouts": [], "why": "x"},
+        "wait": {"cursor": 0},
+        "find": {"ids": [claim.key.rollout]},
+        "turns": {"rollout": claim.key.rollout},
+        "events": {"rollout": claim.key.rollout},
+        "runners": {},
+        "statistics": {},
+    }
+    for verb, body in story.items():
+        told = description["paths"][f"/v1/store/{verb}"]["post"]
+        schemas = {"components": description["components"]}
+        body = json.loads(json.dumps(body))
+        jsonschema.validate(body, told["requestBody"]["content"]["application/json"]["schema"] | schemas)
+        for status, answer in (("200", store.verb(verb, body)), ("422", store.verb(verb, {"unknown": 1}))):
+            assert str(answer.status_code) == status, answer.text
+            jsonschema.validate(
+                answer.json(),
+                told["responses"][str(answer.status_code)]["content"]["application/json"]["schema"] | schemas,
+            )
+        assert told["summary"] and told["security"] == [{"key": []}]
+
+
+# -- what fails inside ------------------------------------------------------------------------------------------------
+
+
+class Broken(LocalDesk):
+    """A desk with a defect."""
+
+    async def statistics(self) -> dict[str, float]:
+        raise RuntimeError("a defect of ours")
+
+
+def test_a_defect_is_a_sentence_with_the_name_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    ring, journal = Keyring(SECRET), open_store()
+    desk = Broken(journal, ring)
+    broken = Served(journal, ring, desk, app(desk, ring))
+    answer = broken.verb("statistics", x_request_id="mine-2")
+    assert kind(answer) == (500, "Failed") and "a defect of ours" not in answer.text
+    assert "mine-2" in caplog.text and "a defect of ours" in caplog.text
+    asyncio.run(desk.close())
+    assert kind(broken.verb("runners")) == (503, "StoreError")
+
+
+# -- over a socket ----------------------------------------------------------------------------------------------------
+
+
+def test_serving_starts_and_stops_soon_and_others_are_served_beside_it() -> None:
+    router, other = APIRouter(), FastAPI()
+
+    @router.get("/v1/models")
+    async def models() -> list[str]:
+        return ["policy"]
+
+    @other.get("/hello")
+    async def hello() -> str:
+        return "hello"
+
+    ring, journal = Keyring(SECRET), open_store()
+    desk = LocalDesk(journal, ring)
+    with serve(desk, ring, routers=[router], mounts={"/other": other}) as serving:
+        assert serving.admin == ring.admin and serving.url.startswith("http://127.0.0.1:")
+        assert httpx2.get(f"{serving.url}/healthz").json() == {"status": "ok"}
+        assert httpx2.get(f"{serving.url}/v1/models").json() == ["policy"]
+        assert httpx2.get(f"{serving.url}/other/hello").json() == "hello"
+        assert "x-request-id" in httpx2.get(f"{serving.url}/other/hello").headers
+        assert "/v1/models" in httpx2.get(f"{serving.url}/openapi.json").json()["paths"]
+        with pytest.raises(StoreError, match="another port"):
+            serve(desk, ring, port=int(serving.url.rpartition(":")[2]))
+
+        async def polls() -> float:
+            headers = {"authorization": f"Bearer {ring.admin}"}
+            async with httpx2.AsyncClient(base_url=serving.url, headers=headers, timeout=20.0) as client:
+                claim = asyncio.create_task(client.post("/v1/store/claim", json={"runner": "r", "wait_s": 20}))
+                wait = asyncio.create_task(client.post("/v1/store/wait", json={"timeout_s": 20}))
+                await asyncio.sleep(0.3)
+                start = time.monotonic()
+                await asyncio.to_thread(serving.stop)
+                assert (await claim).json() == {"claims": []} and (await wait).json()["rollouts"] == []
+                return time.monotonic() - start
+
+        assert asyncio.run(polls()) < 1.5
+    asyncio.run(desk.close())
+
+
+def test_a_server_that_others_can_reach_needs_a_key_that_was_given() -> None:
+    shown: list[str] = []
+    desk = LocalDesk(open_store())
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 .*127\.0\.0\.1"):
+        serve(desk, host="0.0.0.0", show=shown.append)
+    assert shown == []
+    with serve(desk, show=shown.append) as serving:
+        assert len(shown) == 1 and serving.admin in shown[0]
+        headers = {"authorization": f"Bearer {serving.admin}"}
+        assert httpx2.post(f"{serving.url}/v1/store/statistics", json={}, headers=headers).status_code == 200
+    with serve(desk, Keyring(SECRET), host="0.0.0.0", show=shown.append):
+        assert len(shown) == 1
+    asyncio.run(desk.close())
+
+
+@pytest.fixture(scope="module")
+def listening() -> Iterator[tuple[str, int, str, LocalDesk]]:
+    ring, journal = Keyring(SECRET), open_store()
+    desk = LocalDesk(journal, ring)
+    with serve(desk, ring) as serving:
+        host, _, port = serving.url.removeprefix("http://").rpartition(":")
+        yield host, int(port), ring.admin, desk
+    asyncio.run(desk.close())
+
+
+def test_who_sends_fifty_megabytes_hears_why_not(listening: tuple[str, int, str, LocalDesk]) -> None:
+    host, port, admin, _ = listening
+    connection = http.client.HTTPConnection(host, port, timeout=20)
+    body = bytes(50 * MEGABYTE)
+    connection.request("POST", "/v1/store/statistics", body, {"authorization": f"Bearer {admin}"})
+    answer = connection.getresponse()
+    assert answer.status == 413 and json.loads(answer.read())["error"]["message"].startswith("The body has more")
+    connection.close()
+
+
+def test_a_runner_that_hangs_up_while_it_claims_is_given_nothing(listening: tuple[str, int, str, LocalDesk]) -> None:
+    host, port, admin, desk = listening
+    body = json.dumps({"runner": "gone", "wait_s": 20}).encode()
+    head = f"POST /v1/store/claim HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {admin}\r\ncontent-length: {len(body)}"
+    with socket.create_connection((host, port)) as line:
+        line.sendall(head.encode() + b"\r\n\r\n" + body)
+        time.sleep(0.3)
+    time.sleep(0.3)
+
+    async def counted() -> dict[str, float]:
+        await desk.enqueue([Wanted(Task(0, {}))])
+        await asyncio.sleep(0.2)
+        return await desk.statistics()
+
+    told = asyncio.run(counted())
+    assert (told["queued"], told["running"], told["retries"]) == (1, 0, 0)

@@ -1,0 +1,57 @@
+"""The OpenAPI description, turned against the server: whatever is sent, it answers as described and never with 5xx."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from etude.store.described import description
+from tests.store.served import Served, served
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+PATHS, _ = description()
+WAITS = ("timeout_s", "wait_s")
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Served]:
+    with served() as made:
+        made.claimed(3)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def schema(store: Served) -> schemathesis.BaseSchema:
+    return schemathesis.openapi.from_asgi("/openapi.json", store.app)
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize("path", sorted(PATHS))
+def test_whatever_is_sent_is_answered_as_described(
+    store: Served, schema: schemathesis.BaseSchema, path: str, mode: GenerationMode
+) -> None:
+    (method,) = PATHS[path]
+    if method == "get" and mode is GenerationMode.NEGATIVE:
+        return  # nothing is said in it that could be wrong
+
+    @given(case=schema[path][method].as_strategy(generation_mode=mode))
+    @settings(max_examples=12, suppress_health_check=list(HealthCheck))
+    def sent(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict):  # nobody waits long for what does not happen
+            for name in ("rollout", "attempt"):  # some of them are there
+                if isinstance(case.body.get(name), int):
+                    case.body[name] %= 3
+            case.body |= {name: 0.01 for name in WAITS if isinstance(case.body.get(name), int | float)}
+        case.call_and_validate(headers={"authorization": f"Bearer {store.ring.admin}"}, checks=CHECKS)
+
+    sent()

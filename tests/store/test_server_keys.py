@@ -1,0 +1,124 @@
+"""Who gets in where: every route with every kind of key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from etude.store import wire
+from etude.store.desk import Key
+from etude.store.keys import Keyring
+from etude.store.verbs import VERBS
+from tests.store.made import turn
+from tests.store.served import Served, served
+
+KEYS = ("none", "garbage", "another store's", "expired", "model", "another attempt's", "reward", "runner", "admin")
+STRANGERS = ("none", "garbage", "another store's", "expired")
+OPENS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("enqueue", "cancel", "wait", "find", "turns", "events", "turn", "put"), ("admin",)),
+    **dict.fromkeys(("runners", "statistics"), ("admin",)),
+    **dict.fromkeys(("claim", "heartbeat", "ready", "finish", "resource"), ("admin", "runner")),
+    **dict.fromkeys(("reward", "note"), ("admin", "runner", "reward")),
+}
+"""Which keys open which verb, written down once more: this is what nobody may change by mistake."""
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Served]:
+    with served() as made:
+        yield made
+
+
+def keys_of(ring: Keyring, key: Key) -> dict[str, str | None]:
+    return {
+        "none": None,
+        "garbage": "etude.admin.AAAA",
+        "another store's": Keyring(b"another secret, not this one").admin,
+        "expired": ring.reward_key(key, -10.0),
+        "model": ring.model_key(key, 60.0),
+        "another attempt's": ring.reward_key(Key(key.rollout, key.attempt + 1), 60.0),
+        "reward": ring.reward_key(key, 60.0),
+        "runner": ring.runner,
+        "admin": ring.admin,
+    }
+
+
+def body_of(verb: str, key: Key) -> dict[str, Any]:
+    """What each verb is asked, so that it would be done if the key allowed it."""
+    own = wire.key_document(key)
+    bodies: dict[str, dict[str, Any]] = {
+        "enqueue": {"wanted": []},
+        "cancel": {"rollouts": [], "why": "nobody wants it"},
+        "turns": {"rollout": key.rollout},
+        "events": {"rollout": key.rollout},
+        "claim": {"runner": "another"},
+        "heartbeat": {"runner": "runner", "running": [own]},
+        "ready": own,
+        "finish": own | {"outcome": "succeeded"},
+        "reward": own | {"reward": 0.5, "turn": 0},
+        "note": own | {"event": "seen"},
+        "turn": own | {"turn": wire.turn_document(turn())},
+        "put": {"resource": "prompt", "value": 1},
+        "resource": {"resource": "prompt"},
+    }
+    return bodies.get(verb, {})
+
+
+def wanted(verb: str, key: str) -> int:
+    if key in STRANGERS:
+        return 401
+    return 200 if key in OPENS[verb] else 403
+
+
+@pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
+def test_every_key_opens_what_it_is_for_and_nothing_else(store: Served, verb: str) -> None:
+    (claim,) = store.claimed()
+    assert store.verb("turn", body_of("turn", claim.key)).status_code == 200
+    assert store.verb("put", body_of("put", claim.key)).status_code == 200
+    keys = keys_of(store.ring, claim.key)
+    assert tuple(keys) == KEYS
+    for name, key in keys.items():
+        answer = store.ask(f"/v1/store/{verb}", body_of(verb, claim.key), key)
+        assert answer.status_code == wanted(verb, name), (name, answer.text)
+        assert ("www-authenticate" in answer.headers) == (answer.status_code == 401)
+        if answer.status_code in (401, 403):
+            assert answer.json()["error"]["kind"] == "KeyRefusedError"
+
+
+def test_the_writings_of_a_batch_are_each_held_to_the_key(store: Served) -> None:
+    names = [verb for verb in OPENS if verb in ("ready", "reward", "note", "turn", "finish")]
+    for name in KEYS:
+        (claim,) = store.claimed()
+        store.verb("turn", body_of("turn", claim.key))
+        key = keys_of(store.ring, claim.key)[name]
+        body = {"writings": [{"verb": verb} | body_of(verb, claim.key) for verb in names]}
+        answer = store.ask("/v1/store/batch", body, key)
+        if name in STRANGERS or name == "model":
+            assert answer.status_code == (403 if name == "model" else 401)
+            continue
+        found = [reply.get("status", 200) for reply in answer.json()["replies"]]
+        assert found == [wanted(verb, name) for verb in names], name
+
+
+def test_spans_are_taken_from_an_attempt_and_from_the_admin(store: Served) -> None:
+    (claim,) = store.claimed()
+    for name, key in keys_of(store.ring, claim.key).items():
+        answer = store.ask("/v1/traces", {"resourceSpans": []}, key, content_type="application/json")
+        # A key of another attempt notes its spans there, which is its own.
+        taken = name in ("admin", "reward", "another attempt's")
+        assert answer.status_code == (401 if name in STRANGERS else 200 if taken else 403), name
+
+
+def test_what_tells_nothing_of_a_run_needs_no_key(store: Served) -> None:
+    for path in ("/healthz", "/openapi.json"):
+        assert store.ask(path, method="GET").status_code == 200
+    for header in ("Basic YTpi", "Bearer", "Bearer  ", store.ring.admin):
+        assert store.ask("/v1/store/statistics", {}, authorization=header).status_code == 401
+
+
+def test_every_route_is_in_the_matrix(store: Served) -> None:
+    """A route that is added is described, and is tried with every key."""
+    paths = set(store.ask("/openapi.json", method="GET").json()["paths"])
+    assert paths == {f"/v1/store/{verb}" for verb in (*OPENS, "batch")} | {"/v1/traces", "/healthz"}

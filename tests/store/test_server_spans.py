@@ -1,0 +1,146 @@
+"""Spans come in as OpenTelemetry's own exporter sends them, in both forms, and are noted where they belong."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.exporter.otlp.proto.http import Compression
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+from etude.store.desk import Claim
+from etude.store.server import serve
+from tests.store.served import Served, served
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+TRACE, SPAN = "5b8efff798038103d269b633813fc60c", "eee19b7ec3c1b174"
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Served]:
+    with served() as made:
+        yield made
+
+
+def document(claim: Claim | None, spans: int = 1) -> dict[str, Any]:
+    """An export as OTLP's JSON has it; of an attempt, if one is given."""
+    named = {} if claim is None else {"etude.rollout": claim.key.rollout, "etude.attempt": claim.key.attempt}
+    attributes = [{"key": name, "value": {"intValue": str(value)}} for name, value in named.items()]
+    span = {
+        "traceId": TRACE,
+        "spanId": SPAN,
+        "name": "call a tool",
+        "kind": 2,
+        "startTimeUnixNano": "1544712660000000000",
+        "endTimeUnixNano": "1544712661000000000",
+        "attributes": [
+            {"key": "tool", "value": {"stringValue": "calculator"}},
+            {"key": "odd", "value": {"doubleValue": "NaN"}},
+            {"key": "many", "value": {"arrayValue": {"values": [{"boolValue": True}, {"bytesValue": "AAE="}]}}},
+        ],
+        "status": {"code": 1},
+        "aNewField": 1,
+    }
+    scope = {"scope": {"name": "mine"}, "spans": [span] * spans}
+    return {"resourceSpans": [{"resource": {"attributes": attributes}, "scopeSpans": [scope]}]}
+
+
+def notes(store: Served, claim: Claim) -> list[dict[str, Any]]:
+    return asyncio.run(store.desk.events(claim.key.rollout))
+
+
+def test_json_and_protobuf_say_the_same(store: Served) -> None:
+    (claim,) = store.claimed()
+    told = document(claim)
+    assert store.ask("/v1/traces", told, store.ring.admin, content_type="application/json; charset=utf-8").json() == {}
+    (noted,) = notes(store, claim)
+    assert noted["name"] == "span" and noted["attempt"] == claim.key.attempt
+    data = noted["data"]
+    assert (data["name"], data["trace_id"], data["span_id"], data["scope"]) == ("call a tool", TRACE, SPAN, "mine")
+    assert data["attributes"] == {"tool": "calculator", "odd": "nan", "many": [True, "AAE="]}
+    assert data["end_ns"] - data["start_ns"] == 10**9 and data["status"] == {"code": 1, "message": ""}
+
+    request = ExportTraceServiceRequest()
+    of_resource = request.resource_spans.add()
+    for name, value in (("etude.rollout", claim.key.rollout), ("etude.attempt", claim.key.attempt)):
+        attribute = of_resource.resource.attributes.add(key=name)
+        attribute.value.int_value = value
+    of_scope = of_resource.scope_spans.add()
+    of_scope.scope.name = "mine"
+    span = of_scope.spans.add(name="call a tool", kind=2, trace_id=bytes.fromhex(TRACE), span_id=bytes.fromhex(SPAN))
+    span.start_time_unix_nano, span.end_time_unix_nano = data["start_ns"], data["end_ns"]
+    span.attributes.add(key="tool").value.string_value = "calculator"
+    span.attributes.add(key="odd").value.double_value = float("nan")
+    values = span.attributes.add(key="many").value.array_value.values
+    values.add().bool_value = True
+    values.add().bytes_value = b"\0\1"
+    span.status.code = 1
+    body = gzip.compress(request.SerializeToString())
+    answer = store.ask("/v1/traces", body, store.ring.admin, content_type=PROTOBUF, content_encoding="gzip")
+    assert answer.status_code == 200 and answer.headers["content-type"] == PROTOBUF
+    assert not ExportTraceServiceResponse.FromString(answer.content).HasField("partial_success")
+    assert notes(store, claim) == [noted, noted]
+
+
+def test_a_reward_key_notes_on_its_own_attempt_whatever_is_said(store: Served) -> None:
+    own, other = store.claimed(2)
+    store.ask("/v1/traces", document(other), own.reward_key, content_type=JSON)
+    store.ask("/v1/traces", document(None), own.reward_key, content_type=JSON)
+    assert len(notes(store, own)) == 2 and notes(store, other) == []
+
+
+def test_spans_of_nobody_are_counted_and_the_others_kept(store: Served) -> None:
+    (claim,) = store.claimed()
+    told = document(claim, 3)
+    told["resourceSpans"] += document(None, 2)["resourceSpans"]
+    answer = store.ask("/v1/traces", told, store.ring.admin, content_type=JSON).json()["partialSuccess"]
+    assert answer["rejectedSpans"] == "2" and "etude.rollout" in answer["errorMessage"]
+    assert len(notes(store, claim)) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "form", "status"),
+    [
+        (b"{", JSON, 400),
+        (b"\xff", JSON, 400),
+        (b'"text"', JSON, 400),
+        (json.dumps({"resourceSpans": 1}).encode(), JSON, 400),
+        (json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": "xyz"}]}]}]}).encode(), JSON, 400),
+        (b"[" * 500 + b"]" * 500, JSON, 400),
+        (b"\xff\xff\xff", PROTOBUF, 400),
+        (b"", PROTOBUF, 200),
+        (b"{}", "text/plain", 415),
+    ],
+)
+def test_what_is_no_export_is_refused(store: Served, body: bytes, form: str, status: int) -> None:
+    answer = store.ask("/v1/traces", body, store.ring.admin, content_type=form)
+    assert answer.status_code == status, answer.text
+
+
+def test_the_exporter_of_opentelemetry_is_understood() -> None:
+    with served() as store, serve(store.desk, store.ring) as serving:
+        (claim,) = store.claimed()
+        exporter = OTLPSpanExporter(
+            f"{serving.url}/v1/traces",
+            headers={"authorization": f"Bearer {claim.reward_key}"},
+            compression=Compression.Gzip,
+        )
+        provider = TracerProvider(resource=Resource.create({"service.name": "agent"}))
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        with provider.get_tracer("mine").start_as_current_span("plan") as span:
+            span.set_attribute("steps", 3)
+        provider.shutdown()
+        (noted,) = notes(store, claim)
+        assert noted["data"]["name"] == "plan" and noted["data"]["attributes"] == {"steps": 3}
+        assert noted["data"]["resource"]["service.name"] == "agent"

@@ -1,0 +1,100 @@
+"""What goes over HTTP comes back as it was, to the last bit."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.errors import DataError
+from etude.records import Outcome, Task
+from etude.store import wire
+from etude.store.blobs import pack_turn
+from etude.store.desk import Claim, Key, Limits, RunnerState, Wanted
+from etude.store.verbs import Enqueue, TurnForm
+from tests.store.made import turn
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+LIMITS = st.builds(
+    Limits,
+    timeout_s=st.none() | st.floats(0.001, 1e6),
+    unresponsive_s=st.floats(0.001, 1e6),
+    queue_timeout_s=st.none() | st.floats(0.001, 1e6),
+    max_attempts=st.integers(1, 100),
+    retry_on=st.sampled_from([(), (Outcome.FAILED,), Limits().retry_on]),
+)
+TASKS = st.builds(Task, st.integers(0, 2**63 - 1), st.dictionaries(st.text(), JSON, max_size=3), st.text())
+
+
+def sent(document: Any) -> Any:
+    return json.loads(wire.to_json(document))
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal, where a number that is none equals itself."""
+    return repr(left) == repr(right)
+
+
+@given(TASKS, st.integers(0, 9), st.none() | st.integers(0, 2**63 - 1), LIMITS)
+def test_what_is_wanted_arrives(task: Task, sample: int, id: int | None, limits: Limits) -> None:
+    wanted = Wanted(task, sample, id, "val", limits)
+    (arrived,) = Enqueue.model_validate_json(wire.to_json({"wanted": [wire.wanted_document(wanted)]})).wanted
+    assert same(arrived.made(), wanted)
+
+
+@given(TASKS, LIMITS, st.dictionaries(st.text(), JSON, max_size=3))
+def test_what_is_claimed_arrives(task: Task, limits: Limits, resources: dict[str, Any]) -> None:
+    claim = Claim(Key(1, 2), task, "train", limits, resources, "a", "b")
+    assert same(wire.claim_of(sent(wire.claim_document(claim))), claim)
+    runner = RunnerState("r", (Key(1, 2), Key(3, 4)), 0.5, resources)
+    assert same(wire.runner_of(sent(wire.runner_document(runner))), runner)
+
+
+@given(st.integers(0, 20), st.integers(0, 2**31), st.none() | st.floats(allow_nan=False, allow_infinity=False))
+def test_a_turn_arrives_to_the_last_bit(tokens: int, anchor: int, reward: float | None) -> None:
+    for said in (turn(3, tokens, anchor=anchor, reward=reward), bare(turn(0, tokens))):
+        document = wire.turn_document(said)
+        told = {"rollout": 0, "attempt": 0, "turn": document}
+        read = TurnForm.model_validate_json(wire.to_json(told)).turn.model_dump()
+        for arrived in (wire.turn_of(sent(document)), wire.turn_of(read)):
+            assert pack_turn(arrived) == pack_turn(said)
+            names = ("index", "model", "tags", "reward", "anchor")
+            assert [getattr(arrived, name) for name in names] == [getattr(said, name) for name in names]
+            assert (arrived.completion.finish, arrived.completion.text) == ("stop", said.completion.text)
+
+
+def bare(said: Any) -> Any:
+    """A turn without what is optional."""
+    return replace(said, completion=replace(said.completion, raw_logp=None, top_ids=None, top_logp=None))
+
+
+@given(st.integers(0, 200), st.binary(max_size=40))
+def test_a_turn_that_was_cut_or_went_on_is_refused(at: int, more: bytes) -> None:
+    document = wire.turn_document(turn())
+    whole = pack_turn(turn())
+    broken = whole[: at % len(whole)] + more
+    if broken == whole:
+        return
+    changed = document | {"arrays": base64.b64encode(broken).decode()}
+    try:
+        arrived = wire.turn_of(changed)
+    except DataError:
+        return
+    assert len(pack_turn(arrived)) == len(broken), "every byte is one of some array"
+
+
+def test_a_reward_is_a_finite_number_or_several() -> None:
+    assert wire.reward_document({"a": 1, "b": 0.5}) == {"a": 1.0, "b": 0.5}
+    for reward in (math.nan, {"a": math.inf}):
+        with pytest.raises(DataError):
+            wire.reward_document(reward)

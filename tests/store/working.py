@@ -1,0 +1,69 @@
+"""A process that works at a desk and says what was acknowledged, until it is killed.
+
+Started as `python -m tests.store.working PATH`. It takes up what an earlier one left. Each line it prints is one thing
+that a desk acknowledged: `queued 12`, `turn 12.0 1`, `rewarded 12.0 0.5`, `noted 12.0`, `finished 12.0`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from etude.records import Outcome, Task
+from etude.store import open_store
+from etude.store.desk import Claim, Ended, Limits, Wanted
+from etude.store.local_desk import LocalDesk
+from tests.store.made import turn
+
+LIMITS = Limits(unresponsive_s=3600.0, max_attempts=2)
+
+
+def say(line: str) -> None:
+    """One thing that was acknowledged, in one piece."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+async def produce(desk: LocalDesk, task: int) -> None:
+    """Queue group after group, each for a task of its own."""
+    while True:
+        asked = Task(task, {"prompt": "?" * 100})
+        for id in await desk.enqueue([Wanted(asked, sample, limits=LIMITS) for sample in range(4)]):
+            say(f"queued {id}")
+        task += 2
+
+
+async def play(desk: LocalDesk, got: Claim) -> None:
+    """Play one to its end, some of them badly."""
+    where = f"{got.key.rollout}.{got.key.attempt}"
+    for _ in range(2):
+        index = await desk.turn(got.key, turn(seed=got.key.rollout))
+        say(f"turn {where} {index}")
+    await desk.reward(got.key, 0.5, turn=1)
+    say(f"paid {where}")
+    await desk.note(got.key, "seen", [got.key.rollout])
+    say(f"noted {where}")
+    if got.key.rollout % 5 == 0 and got.key.attempt == 0:
+        await desk.finish(got.key, Ended(Outcome.FAILED, "as it happens"))
+    else:
+        await desk.finish(got.key, Ended(Outcome.SUCCEEDED, reward=float(got.key.rollout)))
+    say(f"finished {where}")
+
+
+async def work(path: Path) -> None:
+    """Everything at once."""
+    journal = open_store(path)
+    first = 2 * len(journal.tasks())
+    desk = LocalDesk(journal)
+
+    async def run(name: str) -> None:
+        while True:
+            for got in await desk.claim(name, 2, 10):
+                await play(desk, got)
+
+    await asyncio.gather(produce(desk, first), produce(desk, first + 1), *(run(f"runner {n}") for n in range(16)))
+
+
+if __name__ == "__main__":
+    asyncio.run(work(Path(sys.argv[1])))
