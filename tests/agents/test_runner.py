@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import etude
-from etude.agents.agent import LLM
+from etude.agents.agent import LLM, RolloutInfo
 from etude.agents.runner import Pace, Runner
 from etude.errors import AgentError, EngineError
 from etude.records import Task
@@ -69,6 +69,26 @@ def test_what_the_machine_breaks_is_not_the_agents_failure() -> None:
     found = played(agent, wanted(1))
     assert found.only.status is Status.SUCCEEDED and len(tries) == 2
     assert [attempt.status for attempt in found.only.attempts] == [Status.INFRA_ERROR, Status.SUCCEEDED]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_model_that_cannot_be_reached_is_not_the_agents_failure(waits: bool) -> None:
+    asked = {"model": "policy", "messages": [{"role": "user", "content": "2+2?"}]}
+
+    @etude.agent
+    def calls(llm: LLM, rollout: RolloutInfo) -> None:
+        if rollout.attempt == 0:
+            llm.client.with_options(max_retries=0).chat.completions.create(**asked)  # type: ignore[call-overload]
+
+    @etude.agent
+    async def asks(llm: LLM, rollout: RolloutInfo) -> None:
+        if rollout.attempt == 0:
+            client = llm.async_client.with_options(max_retries=0)
+            await client.chat.completions.create(**asked)  # type: ignore[call-overload]
+
+    found = played(asks if waits else calls, wanted(1))
+    assert [attempt.status for attempt in found.only.attempts] == [Status.INFRA_ERROR, Status.SUCCEEDED]
+    assert "APIConnectionError" in found.only.attempts[0].error
 
 
 def test_an_agent_that_wants_a_model_waits_for_an_endpoint_and_does_not_fail() -> None:
