@@ -56,6 +56,8 @@ class Playing:
 
     async def play(self) -> Ended:
         """Have the agent play it, to whatever end."""
+        if self._ending is not None:
+            return self._ending
         limits = [each for each in (self.claim.limits.timeout_s, self._agent.timeout_s) if each is not None]
         limit = min(limits) if limits else None
         if limit is None or limit > LASTING:
@@ -76,10 +78,11 @@ class Playing:
 
     def stop(self, ended: Ended) -> None:
         """Have it end so, unless it has ended by itself."""
-        if self._ending is None and not self._over.done() and self._work is not None:
+        if self._ending is None and not self._over.done():
             self._ending = ended
-            self._work.cancel()
-            self._after(self._cancel_s, self._leave)
+            if self._work is not None:  # else it was claimed, and has not begun
+                self._work.cancel()
+                self._after(self._cancel_s, self._leave)
 
     def forsaken(self, ended: Callable[[], None]) -> None:
         """Have it told when a coroutine that was left to itself has ended after all."""

@@ -223,6 +223,7 @@ class Runner:
         """Tell the desk what is under way, and stop what it wants stopped."""
         loop = asyncio.get_running_loop()
         while True:
+            self._beat_soon.clear()
             silences = [playing.claim.limits.unresponsive_s for playing in self._playing.values()]
             self._interval = min([self._pace.heartbeat_s, *(silence / ALIVE for silence in silences)])
             try:
@@ -235,7 +236,6 @@ class Runner:
                 if key in self._playing:
                     self._playing[key].stop(Ended(Outcome.CANCELLED, why))
             due = loop.time() + self._interval
-            self._beat_soon.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._beat_soon.wait(), self._interval)
             if loop.time() - due > BLOCKED:
