@@ -127,6 +127,8 @@ class Agent(ABC):
     """How many attempts of it one runner plays at once; None leaves it to the runner."""
     timeout_s: ClassVar[float | None] = None
     """Seconds that an attempt may take, where its rollout does not allow less; None is without a limit of its own."""
+    grace_s: ClassVar[float] = 0.0
+    """Seconds that an attempt has to end once it is cancelled, beyond what its runner gives it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG004
         """An agent, unless its `run` asks for what nobody gives."""

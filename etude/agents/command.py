@@ -78,7 +78,7 @@ class Command(Agent):
     """Megabytes of address space, for each of its processes; some languages reserve a lot that they never use."""
     output_kb: int = 64
     """Kilobytes kept of the end of what it writes, to standard output and to standard error each."""
-    grace_s: float = 2.0
+    grace_s: float = 2.0  # type: ignore[misc]
     """Seconds that it has to end once it is asked to, by SIGTERM; then it is killed."""
     max_concurrency: int | None = None  # type: ignore[misc]
     """How many of it one runner has at once; None leaves it to the runner."""

@@ -30,7 +30,7 @@ __all__ = ["event", "reward"]
 
 LARGEST = 1 << 20
 """Bytes that an event may have, as JSON."""
-ANSWERED = 60.0
+ANSWERED = 100.0
 """Seconds within which a server answers, or a process learns that it was not heard."""
 
 

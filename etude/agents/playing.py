@@ -56,11 +56,14 @@ class Playing:
 
     async def play(self) -> Ended:
         """Have the agent play it, to whatever end."""
+        if self._ending is not None:
+            return self._ending
         limits = [each for each in (self.claim.limits.timeout_s, self._agent.timeout_s) if each is not None]
-        if limits:
-            late = Ended(Outcome.TIMED_OUT, f"It was not over after {min(limits):g} s.")
-            self._timers.append(self._loop.call_later(min(limits), self.stop, late))
-        self._timers.append(self._loop.call_later(LASTING, self._lasts))
+        limit = min(limits) if limits else None
+        if limit is None or limit > LASTING:
+            self._after(LASTING, self._lasts, limit)
+        else:
+            self._after(limit, self._late, limit)
         self._work = self._loop.create_task(self._called())
         self._work.add_done_callback(self._came)
         try:
@@ -75,10 +78,11 @@ class Playing:
 
     def stop(self, ended: Ended) -> None:
         """Have it end so, unless it has ended by itself."""
-        if self._ending is None and not self._over.done() and self._work is not None:
+        if self._ending is None and not self._over.done():
             self._ending = ended
-            self._work.cancel()
-            self._timers.append(self._loop.call_later(self._cancel_s, self._leave))
+            if self._work is not None:  # else it was claimed, and has not begun
+                self._work.cancel()
+                self._after(self._cancel_s, self._leave)
 
     def forsaken(self, ended: Callable[[], None]) -> None:
         """Have it told when a coroutine that was left to itself has ended after all."""
@@ -155,9 +159,18 @@ class Playing:
 
     # -- its end -------------------------------------------------------------------------------------------------------
 
-    def _lasts(self) -> None:
+    def _after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+        self._timers.append(self._loop.call_later(seconds, call, *args))
+
+    def _lasts(self, limit: float | None) -> None:
+        """Say that it runs. Most attempts of a quick agent are over by now, and need no second timer either."""
         if not self._over.done():
             self._scope.say(lambda desk, key: desk.ready(key))
+            if limit is not None:
+                self._after(limit - LASTING, self._late, limit)
+
+    def _late(self, limit: float) -> None:
+        self.stop(Ended(Outcome.TIMED_OUT, f"It was not over after {limit:g} s."))
 
     def _came(self, work: asyncio.Task[Ended]) -> None:
         if work.cancelled():

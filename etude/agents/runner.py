@@ -21,12 +21,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from etude.agents.agent import Agent
 from etude.agents.hands import Hands
 from etude.agents.playing import Playing
-from etude.errors import AgentError, IllegalMoveError, KeyRefusedError, StoreError, UnknownError
+from etude.errors import AgentError, EtudeError, IllegalMoveError, StoreError, UnknownError
 from etude.records import Outcome
 from etude.store.desk import Claim, Desk, Ended, Key
 
@@ -52,8 +53,8 @@ class Pace:
 
     heartbeat_s: float = 5.0
     """Between two signs of life, or less where a rollout wants it; what is to stop learns so by the next."""
-    poll_s: float = 1.0
-    """For a rollout to claim, each time it asks."""
+    poll_s: float = 20.0
+    """For a rollout to claim, each time it asks; when it is stopped, it does not wait for that."""
     drain_s: float = 30.0
     """When it is stopped, for what is under way to end."""
     cancel_s: float = 5.0
@@ -93,6 +94,7 @@ class Runner:
         self.ended: Counter[Outcome] = Counter()
         """How many attempts it handed in, by how they ended."""
         self._desk, self._agent, self._pace, self._store_url = desk, agent, pace or Pace(), store_url
+        self._cancel_s = self._pace.cancel_s + agent.grace_s
         self._slots = min(max_concurrency, agent.max_concurrency or max_concurrency)
         self._playing: dict[Key, Playing] = {}
         self._left: set[Playing] = set()
@@ -100,6 +102,7 @@ class Runner:
         self._asked = 0
         self._interval = self._pace.heartbeat_s
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._claiming: asyncio.Task[None] | None = None
         self._changed, self._beat_soon, self._hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property
@@ -117,7 +120,8 @@ class Runner:
 
     def _stop(self) -> None:
         self._asked += 1
-        self._changed.set()
+        if self._claiming is not None:
+            self._claiming.cancel()  # the desk takes back what it was about to give
         if self._asked > 1:
             self._hurry.set()
 
@@ -128,15 +132,19 @@ class Runner:
         try:
             await self._prepared("set up", self._agent.setup)
             beating = asyncio.create_task(self._beat(), name=f"{self.name} beats")
+            self._claiming = asyncio.create_task(self._claim(), name=f"{self.name} claims")
             try:
-                await self._claim_until_stopped()
+                await asyncio.wait({self._claiming})
                 await self._drain()
             finally:
+                self._claiming.cancel()
                 await self._cancel_all()
                 beating.cancel()
                 await self._prepared("torn down", self._agent.teardown)
         finally:
             self._hands.close()
+        if not self._claiming.cancelled():
+            self._claiming.result()  # where it ended by an error, that is what this ends by
         if self.left >= MOST_LEFT:
             raise AgentError(
                 f"The runner {self.name} gives up: {self.left} attempts of the agent {self._agent.title} did not end "
@@ -146,23 +154,20 @@ class Runner:
 
     # -- claiming and playing ------------------------------------------------------------------------------------------
 
-    async def _claim_until_stopped(self) -> None:
+    async def _claim(self) -> None:
+        """Claim as much as there is room for, until this is cancelled, or too much was left behind."""
         while not self._asked and self.left < MOST_LEFT:
             free = self._slots - len(self._playing)
             if free < 1:
                 await self._changed.wait()
                 self._changed.clear()
                 continue
-            for claim in await self._claimed(free):
+            for claim in await self._insist(partial(self._desk.claim, self.name, free, self._pace.poll_s), "claim"):
                 self._begin(claim)
-
-    async def _claimed(self, free: int) -> list[Claim]:
-        claims = await self._insist(lambda: self._desk.claim(self.name, free, self._pace.poll_s), "claim")
-        return claims or []
 
     def _begin(self, claim: Claim) -> None:
         playing = Playing(
-            self._agent, claim, self._desk, self._hands, cancel_s=self._pace.cancel_s, store_url=self._store_url
+            self._agent, claim, self._desk, self._hands, cancel_s=self._cancel_s, store_url=self._store_url
         )
         self._playing[claim.key] = playing
         if claim.limits.unresponsive_s / ALIVE < self._interval:
@@ -175,8 +180,7 @@ class Runner:
         """Play one attempt and hand it in; its place is free when the desk has acknowledged that."""
         key = playing.claim.key
         try:
-            # What was claimed while this runner was told to stop is for another.
-            ended = Ended(Outcome.INFRA_ERROR, STOPPED) if self._asked else await playing.play()
+            ended = await playing.play()
             if playing.left:
                 self._left.add(playing)
                 playing.forsaken(lambda: self._left.discard(playing))
@@ -189,15 +193,13 @@ class Runner:
     async def _hand_in(self, key: Key, ended: Ended) -> bool:
         """Whether the desk took it; one that was over before, or that it knows nothing of, is none of ours."""
         try:
-            return bool(await self._insist(lambda: self._desk.finish(key, ended), "hand in", even_stopped=True))
-        except (IllegalMoveError, UnknownError, KeyRefusedError) as error:
+            return await self._insist(partial(self._desk.finish, key, ended), "hand in")
+        except EtudeError as error:
             log.warning("Attempt %d at rollout %d could not be handed in: %s", key.attempt, key.rollout, error)
-        except StoreError as error:
-            log.error("Attempt %d at rollout %d is lost: %s", key.attempt, key.rollout, error)
         return False
 
-    async def _insist(self, ask: Callable[[], Awaitable[R]], what: str, even_stopped: bool = False) -> R | None:
-        """Ask the desk until it answers; None once this runner was stopped. Its refusals are answers."""
+    async def _insist(self, ask: Callable[[], Awaitable[R]], what: str) -> R:
+        """Ask the desk until it answers; its refusals are answers."""
         since: float | None = None
         wait = 0.1
         while True:
@@ -206,8 +208,6 @@ class Runner:
             except (IllegalMoveError, UnknownError):
                 raise
             except StoreError as error:
-                if self._asked and not even_stopped:
-                    return None
                 now = asyncio.get_running_loop().time()
                 since = now if since is None else since
                 if now - since + wait > self._pace.patience_s or self._hurry.is_set():
@@ -223,19 +223,19 @@ class Runner:
         """Tell the desk what is under way, and stop what it wants stopped."""
         loop = asyncio.get_running_loop()
         while True:
+            self._beat_soon.clear()
             silences = [playing.claim.limits.unresponsive_s for playing in self._playing.values()]
             self._interval = min([self._pace.heartbeat_s, *(silence / ALIVE for silence in silences)])
             try:
                 async with asyncio.timeout(max(self._interval, 10.0)):
                     unwanted = await self._desk.heartbeat(self.name, tuple(self._playing), self._told())
-            except (StoreError, KeyRefusedError, TimeoutError) as error:
+            except (EtudeError, TimeoutError) as error:
                 log.debug("%s: its heartbeat was not heard: %s", self.name, error)
                 unwanted = {}
             for key, why in unwanted.items():
                 if key in self._playing:
                     self._playing[key].stop(Ended(Outcome.CANCELLED, why))
             due = loop.time() + self._interval
-            self._beat_soon.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._beat_soon.wait(), self._interval)
             if loop.time() - due > BLOCKED:
@@ -290,6 +290,6 @@ class Runner:
         for playing in list(self._playing.values()):
             playing.stop(Ended(Outcome.INFRA_ERROR, STOPPED))
         with suppress(asyncio.CancelledError):
-            _, late = await asyncio.wait(self._tasks, timeout=2 * self._pace.cancel_s)
+            _, late = await asyncio.wait(self._tasks, timeout=self._cancel_s + self._pace.cancel_s)
             for task in late:
                 task.cancel()

@@ -9,13 +9,34 @@ Where there is something to choose, `Choice` names what there is. The rest of th
     etude.config.secrets    what looks like a secret is masked, everywhere
     etude.config.env        the one reader of the process environment
 
-Only the words needed to declare options are imported here; Hydra loads with `etude.config.compose`.
+The words needed to declare options load when they are asked for, and Hydra with `etude.config.compose`: a process that
+only reads its environment or finds a plug-in, as a runner does, loads neither pydantic nor Hydra.
 """
 
 from __future__ import annotations
 
-from etude.config.choice import Choice
-from etude.config.model import Config
-from etude.config.plugin import load_named, load_plugin
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etude.config.choice import Choice
+    from etude.config.model import Config
+    from etude.config.plugin import load_named, load_plugin
 
 __all__ = ["Choice", "Config", "load_named", "load_plugin"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, from the files they are in."""
+    if name == "Choice":
+        from etude.config.choice import Choice
+
+        return Choice
+    if name == "Config":
+        from etude.config.model import Config
+
+        return Config
+    if name in ("load_named", "load_plugin"):
+        from etude.config import plugin
+
+        return getattr(plugin, name)
+    raise AttributeError(f"module 'etude.config' has no attribute '{name}'")

@@ -9,18 +9,22 @@ with open_run_log(config.observe, run, headline=["reward", "loss"]) as log:
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from rich.console import Console
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from etude.errors import MissingPackageError
-from etude.observe.config import ConsoleStyle, MlflowConfig, Observe, WandbConfig
-from etude.observe.console import Bar, ConsoleSink, format_number, format_seconds, make_console, progress
-from etude.observe.jsonl import JsonlSink, last_step
-from etude.observe.log import LogLevel, configure, get_log
-from etude.observe.logger import Display, RunLog, Step, unwatched
-from etude.observe.metrics import Last, Max, Mean, Metric, Metrics, Min, Sum, WireMetrics
-from etude.observe.sinks import Background, Guarded, RunInfo, Sink
-from etude.observe.timer import Timer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from etude.observe.config import ConsoleStyle, MlflowConfig, Observe, WandbConfig
+    from etude.observe.console import Bar, ConsoleSink, format_number, format_seconds, make_console, progress
+    from etude.observe.jsonl import JsonlSink, last_step
+    from etude.observe.log import LogLevel, configure, get_log
+    from etude.observe.logger import Display, RunLog, Step, unwatched
+    from etude.observe.metrics import Last, Max, Mean, Metric, Metrics, Min, Sum, WireMetrics
+    from etude.observe.sinks import Background, Guarded, RunInfo, Sink
+    from etude.observe.timer import Timer
 
 __all__ = [
     "Background",
@@ -59,11 +63,35 @@ __all__ = [
     "unwatched",
 ]
 
+# Which file each public name is in. They load when they are asked for: whoever only wants the log need not wait for a
+# terminal's colours.
+_PLACES = {
+    "config": ("ConsoleStyle", "MlflowConfig", "Observe", "WandbConfig"),
+    "console": ("Bar", "ConsoleSink", "format_number", "format_seconds", "make_console", "progress"),
+    "jsonl": ("JsonlSink", "last_step"),
+    "log": ("LogLevel", "configure", "get_log"),
+    "logger": ("Display", "RunLog", "Step", "unwatched"),
+    "metrics": ("Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum", "WireMetrics"),
+    "sinks": ("Background", "Guarded", "RunInfo", "Sink"),
+    "timer": ("Timer",),
+}
+_FILES = {name: file for file, names in _PLACES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, from the files they are in."""
+    if name in _FILES:
+        return getattr(import_module(f"etude.observe.{_FILES[name]}"), name)
+    raise AttributeError(f"module 'etude.observe' has no attribute '{name}'")
+
 
 def open_run_log(
     config: Observe, run: RunInfo, headline: Sequence[str] = (), console: Console | None = None, written: int = -1
 ) -> RunLog:
     """The log of a run, with the sinks that the configuration asks for, open; up to `written` its steps are there."""
+    from etude.observe.console import ConsoleSink
+    from etude.observe.logger import RunLog
+
     sinks = choose_sinks(config, headline, console)
     display = next((sink for sink in sinks if isinstance(sink, ConsoleSink)), None)
     return RunLog(sinks, run, config.every, written=written, display=display)
@@ -71,6 +99,10 @@ def open_run_log(
 
 def choose_sinks(config: Observe, headline: Sequence[str] = (), console: Console | None = None) -> list[Sink]:
     """The sinks that the configuration asks for, not yet opened. `console` replaces the one on standard output."""
+    from etude.observe.console import ConsoleSink, make_console
+    from etude.observe.jsonl import JsonlSink
+    from etude.observe.sinks import Background
+
     sinks: list[Sink] = [JsonlSink()]
     if config.console != "off":
         sinks.append(ConsoleSink(make_console(config.console) if console is None else console, headline))

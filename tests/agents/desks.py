@@ -13,7 +13,7 @@ from etude.store import RolloutState, open_store
 from etude.store.desk import Limits, Wanted
 from etude.store.local_desk import LocalDesk
 
-QUICK = Pace(heartbeat_s=0.05, poll_s=0.1, drain_s=5.0, cancel_s=0.5, patience_s=5.0, setup_s=5.0)
+QUICK = Pace(heartbeat_s=0.05, poll_s=1.0, drain_s=5.0, cancel_s=0.5, patience_s=5.0, setup_s=5.0)
 ONCE = Limits(timeout_s=20.0, max_attempts=1)
 ENDPOINT = {"base_url": "http://127.0.0.1:1/v1", "model": "policy"}
 
@@ -81,7 +81,7 @@ async def play(
             waiting.cancel()
             await running
         played.states = await waiting
-        played.events = [await desk.events(id) if state.attempts else [] for id, state in zip(ids, played.states)]
+        played.events = [await desk.events(state.id) if state.attempts else [] for state in played.states]
     finally:
         runner.stop()
         await running

@@ -57,7 +57,8 @@ import json, os, sys
 task = {reads}
 if {task!r} != "stdin":
     assert sys.stdin.read() == ""
-told = {{name: value for name, value in os.environ.items() if name.startswith(("ETUDE_", "OPENAI_", "ANTHROPIC_", "MINE"))}}
+names = ("ETUDE_", "OPENAI_", "ANTHROPIC_", "MINE")
+told = {{name: value for name, value in os.environ.items() if name.startswith(names)}}
 print(json.dumps(told))
 print(json.dumps({{"reward": len(task["question"])}}))
 """
@@ -185,7 +186,7 @@ def test_a_key_to_write_rewards_needs_a_server_to_write_them_to() -> None:
 
 
 def test_where_it_runs_is_chosen(tmp_path: Path) -> None:
-    (tmp_path / "agent.sh").write_text("#!/bin/sh\necho \"{\\\"reward\\\": 2}\"\n")
+    (tmp_path / "agent.sh").write_text('#!/bin/sh\necho "{\\"reward\\": 2}"\n')
     (tmp_path / "agent.sh").chmod(0o700)
     assert ran(["./agent.sh"], directory=tmp_path).rewards == [2.0]
 
@@ -214,4 +215,3 @@ asyncio.run(play(agent, wanted(3), max_concurrency=3))
         os.kill(process, 9)
         os.waitpid(process, 0)
     assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
-

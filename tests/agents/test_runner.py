@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import etude
-from etude.agents.agent import LLM
+from etude.agents.agent import LLM, RolloutInfo
 from etude.agents.runner import Pace, Runner
 from etude.errors import AgentError, EngineError
 from etude.records import Task
@@ -71,6 +71,26 @@ def test_what_the_machine_breaks_is_not_the_agents_failure() -> None:
     assert [attempt.status for attempt in found.only.attempts] == [Status.INFRA_ERROR, Status.SUCCEEDED]
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_model_that_cannot_be_reached_is_not_the_agents_failure(waits: bool) -> None:
+    asked = {"model": "policy", "messages": [{"role": "user", "content": "2+2?"}]}
+
+    @etude.agent
+    def calls(llm: LLM, rollout: RolloutInfo) -> None:
+        if rollout.attempt == 0:
+            llm.client.with_options(max_retries=0).chat.completions.create(**asked)  # type: ignore[call-overload]
+
+    @etude.agent
+    async def asks(llm: LLM, rollout: RolloutInfo) -> None:
+        if rollout.attempt == 0:
+            client = llm.async_client.with_options(max_retries=0)
+            await client.chat.completions.create(**asked)  # type: ignore[call-overload]
+
+    found = played(asks if waits else calls, wanted(1))
+    assert [attempt.status for attempt in found.only.attempts] == [Status.INFRA_ERROR, Status.SUCCEEDED]
+    assert "APIConnectionError" in found.only.attempts[0].error
+
+
 def test_an_agent_that_wants_a_model_waits_for_an_endpoint_and_does_not_fail() -> None:
     @etude.agent
     async def agent(llm: LLM) -> None: ...
@@ -94,12 +114,12 @@ def test_an_agent_that_wants_a_model_waits_for_an_endpoint_and_does_not_fail() -
 def test_what_takes_too_long_is_timed_out(threaded: bool) -> None:
     release = threading.Event()
 
-    @etude.agent(timeout_s=0.2)
+    @etude.agent(timeout_s=0.6)
     def hangs(task: Task) -> None:
         if task["n"] == 0:
             release.wait(20)
 
-    @etude.agent(timeout_s=0.2)
+    @etude.agent(timeout_s=0.6)
     async def sleeps(task: Task) -> None:
         if task["n"] == 0:
             await asyncio.sleep(20)
@@ -107,7 +127,7 @@ def test_what_takes_too_long_is_timed_out(threaded: bool) -> None:
     found = played(hangs if threaded else sleeps, wanted(3), max_concurrency=1)
     release.set()
     assert [state.status for state in found.states] == [Status.TIMED_OUT, Status.SUCCEEDED, Status.SUCCEEDED]
-    assert "0.2 s" in last_error(found.states[0])
+    assert "0.6 s" in last_error(found.states[0])
 
 
 def test_a_coroutine_that_will_not_be_cancelled_is_left_and_counted() -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from etude.config import env
+from etude.errors import ConfigError
 
 
 def test_it_offers_only_what_is_used() -> None:
-    offered = ["bound_kernel_caches", "cache_directory", "etude_command", "for_one_machine", "memory_is_chosen"]
-    assert env.__all__ == [*offered, "required_components"]
+    offered = ["Appointed", "Role", "appointed", "bound_kernel_caches", "cache_directory", "etude_command"]
+    offered += ["for_a_program", "for_a_runner", "for_one_machine", "memory_is_chosen", "required_components", "role"]
+    assert env.__all__ == [*offered, "store_address"]
 
 
 def test_required_components(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,3 +67,35 @@ def test_processes_of_one_machine_speak_through_its_loopback_unless_told_otherwi
     assert given["PATH"] == "/somewhere" and given["GLOO_SOCKET_IFNAME"].startswith("lo")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert env.for_one_machine()["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_a_process_may_have_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ETUDE_ROLE", raising=False)
+    assert env.role() is None
+    monkeypatch.setenv("ETUDE_ROLE", "runner")
+    assert env.role() == "runner"
+    monkeypatch.setenv("ETUDE_ROLE", "algorithm")
+    with pytest.raises(ConfigError, match="ETUDE_ROLE is 'algorithm'; it may be store, runner, train"):
+        env.role()
+
+
+def test_a_process_may_play_one_attempt_and_say_what_it_earned(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert env.appointed() is None
+    monkeypatch.setenv("ETUDE_STORE_URL", "http://here")
+    assert env.appointed() is None
+    monkeypatch.setenv("ETUDE_REWARD_KEY", "key")
+    with pytest.raises(ConfigError, match="ETUDE_ROLLOUT is ''"):
+        env.appointed()
+    monkeypatch.setenv("ETUDE_ROLLOUT", "7")
+    monkeypatch.setenv("ETUDE_ATTEMPT", "1")
+    assert env.appointed() == ("http://here", "key", 7, 1)
+
+
+def test_a_program_that_plays_is_given_nothing_that_opens_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/somewhere")
+    monkeypatch.setenv("ETUDE_STORE_URL", "http://here")
+    monkeypatch.setenv("ETUDE_STORE_KEY", "everything")
+    assert env.store_address() == ("http://here", "everything")
+    given = env.for_a_program({"ETUDE_ROLLOUT": "3"})
+    assert {name: value for name, value in given.items() if name.startswith("ETUDE_")} == {"ETUDE_ROLLOUT": "3"}
+    assert given["PATH"] == "/somewhere" and env.for_a_runner()["ETUDE_ROLE"] == "runner"

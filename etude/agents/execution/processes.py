@@ -77,7 +77,7 @@ class ProcessRunners:
         a command is. url, key: of the desk's server. logs: where each process writes what it says."""
         if runners < 1:
             raise AgentError(f"{runners} runners were asked for; ask for 1 or more.")
-        self._pace = pace or Pace()
+        self._pace, self._grace_s = pace or Pace(), agent.grace_s
         asked = Appointment(agent, url, key, "", max_concurrency, self._pace)
         host = f"{os.uname().nodename}-{os.getpid()}"
         self._members = [
@@ -140,8 +140,8 @@ class ProcessRunners:
         """Each step gives those that are left its time. All are asked at once."""
         pace = self._pace
         steps: list[tuple[Callable[[_Member], None], float]] = [
-            (_Member.ask_to_stop, pace.poll_s + pace.drain_s + MARGIN),
-            (_Member.ask_to_stop, 3 * pace.cancel_s + MARGIN),
+            (_Member.ask_to_stop, pace.drain_s + MARGIN),
+            (_Member.ask_to_stop, 4 * pace.cancel_s + self._grace_s + MARGIN),
             (_Member.terminate, MARGIN),
         ]
         for number, (step, seconds) in enumerate(steps):

@@ -82,10 +82,10 @@ class ThreadRunners:
         pace = self._pace
         try:
             self._ask_all()
-            self._join(pace.poll_s + pace.drain_s + MARGIN)
+            self._join(pace.drain_s + MARGIN)
         finally:  # also where a second Ctrl-C interrupts the wait
             self._ask_all()
-            self._join(4 * pace.cancel_s + MARGIN)
+            self._join(4 * pace.cancel_s + self._agent.grace_s + MARGIN)
             late = [seat.name for seat in self._seats if seat.thread is not None and seat.thread.is_alive()]
             if late:
                 log.warning("%s did not stop, and ends with the process.", ", ".join(late))

@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from etude.agents import distant_desk
-from etude.agents.agent import Agent
+from etude.agents.agent import Agent, load_agent
 from etude.agents.command import guard
 from etude.agents.runner import Pace, Runner
-from etude.errors import EtudeError
+from etude.config.env import store_address
+from etude.errors import ConfigError, EtudeError
 
-__all__ = ["REFUSED", "STOP", "Appointment", "main", "serve"]
+__all__ = ["REFUSED", "STOP", "Appointment", "join", "main", "serve"]
 
 REFUSED = 2
 """The exit code of a process that had something to say against what it was asked, in the last line it wrote."""
@@ -44,6 +45,24 @@ class Appointment:
     name: str
     max_concurrency: int
     pace: Pace
+
+
+def join(
+    agent: str, url: str = "", key: str = "", *, name: str = "", max_concurrency: int = 8, pace: Pace | None = None
+) -> None:
+    """Be a runner of a desk that is served elsewhere, until SIGINT or SIGTERM: what `etude runner` does.
+
+    agent: `module:name` or `path/to/file.py:name`. url, key: of the server, by default `ETUDE_STORE_URL` and
+    `ETUDE_STORE_KEY`.
+    """
+    there, theirs = store_address()
+    url, key = url or there, key or theirs
+    if not (url and key):
+        raise ConfigError(
+            f"A runner was asked to play {agent}, and not told {'where the store is' if key else 'the key to it'}. Set "
+            "ETUDE_STORE_URL and ETUDE_STORE_KEY to what `etude store` shows when it starts."
+        )
+    serve(Appointment(load_agent(agent), url, key, name, max_concurrency, pace or Pace()))
 
 
 def serve(asked: Appointment, orders: BinaryIO | None = None) -> None:

@@ -1,0 +1,90 @@
+"""Agents that runner processes load by their names, and one program that has such processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import etude
+from etude.agents.execution.processes import ProcessRunners
+from etude.records import Task
+from tests.agents.desks import QUICK
+
+
+def note(path: str, text: str) -> None:
+    """Add to a file."""
+    with Path(path).open("a") as file:
+        file.write(text)
+
+
+@etude.agent
+async def who(task: Task) -> float:
+    """Earns the number of the process that plays it."""
+    await asyncio.sleep(0.02)
+    return float(os.getpid())
+
+
+@etude.agent
+def starts(task: Task) -> None:
+    """Starts a program in the runner's own group, and waits."""
+    child = os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ)
+    note(task["pids"], f"{child}\n{os.getpid()}\n")
+    time.sleep(60)
+
+
+@etude.agent
+async def waits(task: Task) -> None:
+    """Goes on until it is cancelled, and writes that down."""
+    note(task["told"], "began\n")
+    try:
+        await asyncio.sleep(60)
+    finally:
+        note(task["told"], "cancelled\n")
+
+
+@etude.agent
+async def slow(task: Task) -> float:
+    """Takes half a second."""
+    Path(task["told"]).write_text("began")
+    await asyncio.sleep(0.5)
+    return 1.0
+
+
+@etude.agent
+def stops(task: Task) -> None:
+    """Stops its process, so that nothing but a kill ends it."""
+    note(task["told"], "began\n")
+    os.kill(os.getpid(), 19)
+
+
+class Broken(etude.Agent):
+    """Cannot be set up."""
+
+    def setup(self) -> None:
+        raise OSError("no index here")
+
+    def run(self, task: Task) -> None: ...
+
+
+class Made(etude.Agent):
+    """Holds what it was made with."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def run(self, task: Task) -> float:
+        return self.value
+
+
+if __name__ == "__main__":  # a program that has runners, and is killed by a test, or interrupted
+    url, key, logs = sys.argv[1:]
+
+    agent = etude.command("echo $$ >> $PIDS; sleep 60 & echo $! >> $PIDS; wait", environment={"PIDS": f"{logs}/pids"})
+    with ProcessRunners(agent, url, key, 2, logs=Path(logs), pace=QUICK) as runners:
+        Path(logs, "runners").write_text("")
+        while True:
+            Path(logs, "runners").write_text(" ".join(map(str, runners.pids)))
+            time.sleep(0.05)

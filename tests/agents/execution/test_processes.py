@@ -1,0 +1,272 @@
+"""Runners in processes: joined by a server's address, begun again when they are killed, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import etude
+from etude.agents.execution.processes import ProcessRunners
+from etude.agents.execution.worker import join
+from etude.errors import AgentError, ConfigError
+from etude.records import Task
+from etude.store import open_store
+from etude.store.desk import Limits
+from etude.store.local_desk import LocalDesk
+from etude.store.server import serve
+from etude.store.states import Status
+from tests.agents.desks import QUICK, wanted
+from tests.agents.execution import played
+from tests.agents.execution.test_threads import through
+from tests.processes import gone
+
+
+class Place:
+    """A desk that is served."""
+
+    def __init__(self, desk: LocalDesk, url: str) -> None:
+        self.desk, self.url = desk, url
+        self.key = desk.keyring.runner
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    desk = LocalDesk(open_store())
+    with serve(desk, desk.keyring) as server:
+        yield Place(desk, server.url)
+    asyncio.run(desk.close())
+
+
+def until(true: Callable[[], object], within: float = 20.0) -> None:
+    """Wait for something to become true."""
+    end = time.monotonic() + within
+    while not true():
+        assert time.monotonic() < end, "it did not become true"
+        time.sleep(0.02)
+
+
+def read(path: Path) -> list[str]:
+    return path.read_text().split() if path.exists() else []
+
+
+def test_processes_share_the_work_and_none_is_left(place: Place, tmp_path: Path) -> None:
+    with ProcessRunners(played.who, place.url, place.key, 2, logs=tmp_path, max_concurrency=1, pace=QUICK) as runners:
+        until(lambda: len(asyncio.run(place.desk.runners())) == 2)
+        pids = runners.pids
+        found = through(place.desk, wanted(20))
+        runners.check()
+        began = time.monotonic()
+    assert time.monotonic() - began < 3
+    assert {state.status for state in found} == {Status.SUCCEEDED}
+    assert {state.last.total for state in found if state.last} == {float(pid) for pid in pids}
+    assert all(gone(pid) for pid in pids)
+    assert read(tmp_path / "runner-0.log") == []
+
+
+def test_a_runner_that_is_killed_is_replaced_and_its_attempt_tried_again(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "etude.agents")
+    pids = tmp_path / "pids"
+    limits = Limits(timeout_s=20, unresponsive_s=0.6, max_attempts=1)
+    with ProcessRunners(played.starts, place.url, place.key, logs=tmp_path, pace=QUICK) as runners:
+        (id,) = asyncio.run(place.desk.enqueue(wanted(1, limits, {"pids": str(pids)})))
+        until(lambda: len(read(pids)) == 2)
+        child, runner = map(int, read(pids))
+        os.kill(runner, signal.SIGKILL)
+        assert gone(runner) and gone(child)
+        until(lambda: place.desk.journal.rollout(id).status is Status.UNRESPONSIVE)
+        until(lambda: runners.pids and runners.pids != [runner])
+    assert "killed by SIGKILL" in caplog.text and "Another begins in 0.5 s" in caplog.text
+
+
+def test_what_is_under_way_is_cancelled_when_there_is_no_more_time(place: Place, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    pace = replace(QUICK, drain_s=0.3)
+    with ProcessRunners(played.waits, place.url, place.key, logs=tmp_path, pace=pace) as runners:
+        (id,) = asyncio.run(place.desk.enqueue(wanted(1, fields={"told": str(told)})))
+        until(lambda: read(told))
+        pids = runners.pids
+    assert read(told) == ["began", "cancelled"] and all(gone(pid) for pid in pids)
+    assert place.desk.journal.rollout(id).status is Status.QUEUED
+
+
+def test_a_process_that_hangs_is_killed_in_the_end(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("etude.agents.execution.processes.MARGIN", 0.2)
+    told = tmp_path / "told"
+    pace = replace(QUICK, drain_s=0.2, cancel_s=0.1)
+    with ProcessRunners(played.stops, place.url, place.key, logs=tmp_path, pace=pace) as runners:
+        asyncio.run(place.desk.enqueue(wanted(1, fields={"told": str(told)})))
+        until(lambda: read(told))
+        (pid,) = runners.pids
+        began = time.monotonic()
+    assert time.monotonic() - began < 5 and gone(pid)
+    assert "did not end when terminated, and is killed" in caplog.text
+
+
+def test_a_runner_that_cannot_begin_is_given_up_and_says_why(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.agents.execution.again.MOST", 1)
+    monkeypatch.setattr("etude.agents.execution.again.FIRST", 0.01)
+    with ProcessRunners(played.Broken(), place.url, place.key, logs=tmp_path, pace=QUICK) as runners:
+        end = time.monotonic() + 20
+        with pytest.raises(AgentError, match=r"Broken could not be set up: OSError: no index here.*given up"):
+            while time.monotonic() < end:
+                runners.check()
+                time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_of_a_program_that_is_killed_or_interrupted(
+    place: Place, tmp_path: Path, how: signal.Signals
+) -> None:
+    program = subprocess.Popen(
+        [sys.executable, played.__file__, place.url, place.key, str(tmp_path)],
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        asyncio.run(place.desk.enqueue(wanted(4)))
+        until(lambda: len(read(tmp_path / "pids")) == 8 and len(read(tmp_path / "runners")) == 2)
+        program.send_signal(how)
+        program.wait(15)
+    finally:
+        program.kill()
+        program.wait()
+    left = [int(pid) for pid in read(tmp_path / "pids") + read(tmp_path / "runners")]
+    assert len(left) == 10 and all(gone(pid) for pid in left)
+
+
+def test_an_agent_goes_along_with_what_it_was_made_with(place: Place, tmp_path: Path) -> None:
+    with ProcessRunners(played.Made(0.5), place.url, place.key, logs=tmp_path, pace=QUICK):
+        (state,) = through(place.desk, wanted(1))
+    assert state.last is not None and state.last.total == 0.5
+
+
+def test_what_cannot_go_along_is_refused_at_once(tmp_path: Path) -> None:
+    class Inner(etude.Agent):
+        def run(self, task: Task) -> None: ...
+
+    with pytest.raises(AgentError, match="The agent Inner cannot be sent to other processes"):
+        ProcessRunners(Inner(), "http://127.0.0.1:1", "key", logs=tmp_path)
+    with pytest.raises(AgentError, match="0 runners"):
+        ProcessRunners(played.who, "http://127.0.0.1:1", "key", 0, logs=tmp_path)
+
+
+def test_a_program_with_the_key_says_what_it_earned(place: Place, tmp_path: Path) -> None:
+    code = "import etude; etude.emit.event('seen', 1); etude.emit.reward({'right': 1.0})"
+    agent = etude.command([sys.executable, "-c", code], reward_key=True)
+    with ProcessRunners(agent, place.url, place.key, logs=tmp_path, pace=QUICK):
+        (state,) = through(place.desk, wanted(1))
+    assert state.status is Status.SUCCEEDED and state.last is not None and state.last.total == 1.0
+    assert asyncio.run(place.desk.events(state.id))[0]["name"] == "seen"
+
+
+def test_an_agent_of_the_file_that_was_started_goes_along(place: Place, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        """
+import asyncio, sys
+from pathlib import Path
+import etude
+from etude.agents.execution.processes import ProcessRunners
+from etude.store.client import RemoteDesk
+from tests.agents.desks import QUICK
+
+class Mine(etude.Agent):
+    def __init__(self): self.value = 0.25
+    def run(self, task): return self.value
+
+@etude.agent
+def mine(task): return 0.75
+
+if __name__ == "__main__":
+    _, url, key, logs, which = sys.argv
+    with ProcessRunners(Mine() if which == "class" else mine, url, key, logs=Path(logs), pace=QUICK) as runners:
+        sys.stdin.read()
+"""
+    )
+    for which, reward in (("class", 0.25), ("function", 0.75)):
+        program = subprocess.Popen(
+            [sys.executable, str(file), place.url, place.key, str(tmp_path), which],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        cursor = asyncio.run(place.desk.wait(0, 0.0))[0]
+        task = wanted(2)[which == "function"]
+
+        async def waited(cursor: int = cursor, task: object = task) -> float | None:
+            await place.desk.enqueue([task])  # type: ignore[list-item]
+            _, (state,) = await place.desk.wait(cursor, 20.0)
+            return state.last.total if state.last else None
+
+        assert asyncio.run(waited()) == reward
+        program.communicate(b"", timeout=15)
+        assert program.returncode == 0
+
+
+def test_a_runner_joins_from_elsewhere_by_name_and_drains_when_it_is_terminated(place: Place, tmp_path: Path) -> None:
+    code = "from etude.agents.execution.worker import join; join('tests.agents.execution.played:slow')"
+    environment = {**os.environ, "ETUDE_STORE_URL": place.url, "ETUDE_STORE_KEY": place.key}
+    told = tmp_path / "told"
+    runner = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        (id,) = asyncio.run(place.desk.enqueue(wanted(1, fields={"told": str(told)})))
+        until(lambda: read(told))
+        runner.send_signal(signal.SIGTERM)
+        assert runner.wait(15) == 0
+    finally:
+        runner.kill()
+        runner.wait()
+    assert place.desk.journal.rollout(id).status is Status.SUCCEEDED
+
+
+def test_a_runner_that_is_not_told_where_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ETUDE_STORE_URL", raising=False)
+    with pytest.raises(ConfigError, match=r"not told where the store is.*ETUDE_STORE_URL"):
+        join("tests.agents.execution.played:who", key="key")
+
+
+def test_the_first_claim_is_there_in_no_time(place: Place) -> None:
+    """From the first import to the first claim, in a fresh interpreter: its own time, the best of five, so that a busy
+    machine has no say in it."""
+    asyncio.run(place.desk.enqueue(wanted(10)))
+    code = f"""
+import time
+began = time.process_time()
+import asyncio
+import etude.agents
+from etude.agents import distant_desk, Runner
+import etude
+took = []
+
+@etude.agent
+async def first(task):
+    took.append(time.process_time() - began)
+    runner.stop()
+
+async def main():
+    global runner
+    desk = distant_desk({place.url!r}, {place.key!r})
+    runner = Runner(desk, first, max_concurrency=1)
+    await runner.run()
+    await desk.close()
+
+asyncio.run(main())
+print(took[0])
+"""
+    took = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(5)]
+    assert min(took) < 0.5, took
