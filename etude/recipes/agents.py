@@ -106,10 +106,13 @@ class Agents:
         self._losses = Losses()
         self.check: Callable[[], None] = lambda: None
         """Raises what ended the runners, where none of those is left that were started."""
+        self.endpoint: Callable[[], Metrics] = Metrics
+        """How the endpoint does that they call."""
 
     def spent(self) -> Metrics:
         """What became of the rollouts that ended since this was last asked."""
         found, self._losses = self._losses.metrics(), Losses()
+        found.merge(self.endpoint())
         return found
 
     def retold(self, turns: Sequence[Turn]) -> list[dict[str, str]]:

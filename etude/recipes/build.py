@@ -148,7 +148,7 @@ def _agents(
     cursor = store.position
     found = stack.enter_context(agency(run, chat, engine, store, directory, longest, agent))
     agents = Agents(run.agent, run.collect.retries, found.desk, judge, chat.tokenizer, cursor)
-    agents.check = found.check
+    agents.check, agents.endpoint = found.check, found.metrics
     return agents
 
 

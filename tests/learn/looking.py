@@ -1,0 +1,38 @@
+"""An agent as one writes it for OpenAI's client: it has the model look things up, as long as it asks for that."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import etude
+from etude.agents import LLM
+from etude.records import Task
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look up what belongs to a key.",
+            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+        },
+    }
+]
+
+
+@etude.agent
+async def looker(task: Task, llm: LLM) -> float:
+    """Ask, look up what the model wants looked up, and see whether it knows in the end."""
+    table: Any = task["table"]
+    messages: list[Any] = [{"role": "user", "content": task["key"]}]
+    for _ in range(3):
+        told = await llm.async_client.chat.completions.create(model=llm.model, messages=messages, tools=TOOLS)
+        said = told.choices[0].message
+        if not said.tool_calls:
+            return float(said.content == task["answer"])
+        messages.append(said.model_dump(exclude_none=True))
+        for call in said.tool_calls:
+            found = table.get(json.loads(call.function.arguments).get("key"), "?")
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+    return 0.0

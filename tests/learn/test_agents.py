@@ -1,0 +1,65 @@
+"""An agent that speaks to the endpoint by OpenAI's own client is learned from, wherever it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import etude
+from tests.learn import games
+from tests.learn.looking import looker
+
+HELD_OUT, STEPS = 100, 10
+
+
+def rows(count: int, seed: int) -> list[dict[str, Any]]:
+    """Tasks: a key, what belongs to it, and the table in which it can be looked up."""
+    found: list[Any] = games.lookups(count, seed)
+    return [{"key": each["prompt"][0]["content"], "answer": each["answer"], "table": each["table"]} for each in found]
+
+
+def trained(directory: Path, strategy: Any) -> list[dict[str, Any]]:
+    """The metrics of each step of a short run."""
+    options = {
+        "model.path": directory / "model",
+        "steps": STEPS,
+        "collect.tasks": 16,
+        "collect.group_size": 8,
+        "sampling.max_tokens": 8,
+        "data.max_prompt": 16,
+        "train.precision": "fp32",
+        "train.learning_rate": 2e-3,
+        "threads": 1,
+        "observe.console": "off",
+        "observe.level": "error",
+    }
+    algorithm = etude.RL("grpo", options, directory / strategy)
+    etude.Trainer(algorithm, strategy=strategy, n_runners=2).fit(looker, rows(400, 0), rows(HELD_OUT, 1))
+    lines = (directory / strategy / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that looks things up now and then."""
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("agents")
+    games.make_speaker(directory / "model")
+    return directory
+
+
+@pytest.mark.parametrize("strategy", ["shm", "cs"])
+def test_an_agent_learns_to_look_things_up(strategy: str, speaker: Path) -> None:
+    told = trained(speaker, strategy)
+    first, last = told[0], told[-1]
+    score = "eval/mean@1"
+    chance = (first[score] * (1 - first[score]) / HELD_OUT) ** 0.5
+    assert last[score] > first[score] + 5 * chance, f"{first[score]:.2f} became {last[score]:.2f}"
+    assert last["turns"] > 1.2 * told[1]["turns"], "it asks more often than it did"
+    begun, continued = last["endpoint/turns_begun"], last["endpoint/turns_continued"]
+    assert begun + continued == last["endpoint/turns"] and continued > 100, "every turn but the first goes on exactly"
+    assert last["agents/branches"] == 1 and last["failed_attempts"] == 0
