@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from etude.errors import StoreError
@@ -77,6 +77,8 @@ class Clerk:
         self._journal, self._duty = journal, duty
         self._inbox: SimpleQueue[tuple[Promise | None, Do]] = SimpleQueue()
         self._answers: list[Answer] = []
+        self._door = Lock()
+        """Nothing comes in behind the one that closes it."""
         self._closed = False
         self._broken: Exception | None = None
         self._thread = Thread(target=self._work, name="etude desk", daemon=True)
@@ -91,15 +93,17 @@ class Clerk:
 
     def post(self, do: Do, promise: Promise | None = None) -> None:
         """Have this done, answered to this promise if there is one."""
-        if self._closed:
-            raise StoreError(CLOSED)
-        self._inbox.put((promise, do))
+        with self._door:
+            if self._closed:
+                raise StoreError(CLOSED)
+            self._inbox.put((promise, do))
 
     async def close(self) -> None:
         """Do what was asked so far, and stop. What is still waited for is told that the desk is closed."""
-        if not self._closed:
-            self._closed = True
-            self._inbox.put((None, lambda _writing, _promise: None))
+        with self._door:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put((None, lambda _writing, _promise: None))
         await asyncio.to_thread(self._thread.join)
 
     # -- the thread ---------------------------------------------------------------------------------------------------

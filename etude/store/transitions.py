@@ -200,7 +200,8 @@ class Fold:
 
     def get(self, kind: type[S], id: int) -> S | None:
         """A state as what was taken in leaves it, if there is one."""
-        self._fetch(kind, (id,))
+        if (kind.kind, id) not in self._known:
+            self._fetch(kind, (id,))
         state = self._known[kind.kind, id]
         assert state is None or isinstance(state, kind)
         return state

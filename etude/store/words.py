@@ -31,14 +31,15 @@ __all__ = [
 
 def earned(reward: Any, key: Key, turn: int | None = None) -> tuple[float, dict[str, float]]:
     """A reward as a number and its parts."""
-    if not isinstance(reward, Mapping):
-        return float(reward), {}
-    if not reward:
-        raise RewardError(
-            f"Attempt {key.attempt} of rollout {key.rollout} was given a reward without parts{_of(turn)}: give a "
-            "number, or at least one named part."
-        )
-    parts = {str(name): float(value) for name, value in reward.items()}
+    where = f"Attempt {key.attempt} of rollout {key.rollout}: its reward" + ("" if turn is None else f" of turn {turn}")
+    try:
+        if not isinstance(reward, Mapping):
+            return float(reward), {}
+        parts = {str(name): float(value) for name, value in reward.items()}
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"{where} is {reward!r}; it must be a number, or numbers by name.") from error
+    if not parts:
+        raise RewardError(f"{where} has no parts: give a number, or at least one named part.")
     return sum(parts.values()), parts
 
 
@@ -48,10 +49,6 @@ def attempt_of(writing: Writing, key: Key) -> AttemptState:
     if not 0 <= key.attempt < len(attempts):
         raise UnknownError(f"Rollout {key.rollout} has {len(attempts)} attempts, and no attempt {key.attempt}.")
     return attempts[key.attempt]
-
-
-def _of(turn: int | None) -> str:
-    return "" if turn is None else f" for turn {turn}"
 
 
 def rollout_of(writing: Writing, id: int) -> RolloutState:

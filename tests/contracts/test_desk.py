@@ -337,7 +337,7 @@ def test_what_an_attempt_earns_is_said_once_and_what_a_turn_earns_adds_up(tell: 
             await desk.reward(got.key, 1.0)
         with pytest.raises(IllegalMoveError, match="cannot be paid for turn 1: it has 1 turns"):
             await desk.reward(got.key, 1.0, turn=1)
-        for bad in (math.nan, {"right": math.inf}, {}):
+        for bad in (math.nan, {"right": math.inf}, {}):  # over the wire, what is no number never gets here
             with pytest.raises(RewardError):
                 await desk.reward(got.key, bad, turn=0)
         await desk.finish(got.key, DONE)

@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
-from etude.errors import StoreError
+from etude.errors import RewardError, StoreError
 from etude.records import Outcome, Task
 from etude.store import Admitted, Journal, Phase, Status, open_store, sql
 from etude.store.desk import Ended, Find, Key, Limits, Wanted
@@ -149,6 +149,42 @@ def test_a_closed_desk_says_so_and_leaves_nobody_waiting() -> None:
         await desk.close()
 
     asyncio.run(story())
+
+
+def test_a_reward_that_is_no_number_is_named() -> None:
+    async def story(desk: LocalDesk) -> None:
+        await desk.enqueue(wanted(0))
+        (got,) = await claim(desk)
+        bad: Any
+        for bad in ("good", None, {"right": "yes"}, [1.0]):
+            with pytest.raises(RewardError, match=r"Attempt 0 of rollout 0: its reward is .*; it must be a number"):
+                await desk.reward(got.key, bad)
+        with pytest.raises(RewardError, match="its reward of turn 3 has no parts"):
+            await desk.reward(got.key, {}, turn=3)
+
+    at_a_desk(open_store(), story)
+
+
+def test_what_is_asked_while_a_desk_closes_is_done_or_refused() -> None:
+    """From many threads at the very moment: nobody is left waiting, and what was acknowledged is written."""
+    for _ in range(4):
+        journal = open_store()
+        desk, told = LocalDesk(journal), list[int | StoreError]()
+
+        async def ask(desk: LocalDesk = desk, told: list[int | StoreError] = told) -> None:
+            while not (told and isinstance(told[-1], StoreError)):
+                try:
+                    told.append(await asyncio.wait_for(desk.put("prompt", "?"), 20))
+                except StoreError as error:
+                    told.append(error)
+
+        threads = [Thread(target=lambda ask=ask: asyncio.run(ask())) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        asyncio.run(desk.close())
+        for thread in threads:
+            thread.join()
+        assert len([each for each in told if isinstance(each, int)]) == journal.position
 
 
 # -- starting again ---------------------------------------------------------------------------------------------------
