@@ -92,7 +92,7 @@ class InServer:
 
     def failure(self, error: Any) -> str:
         """What went wrong and what to do."""
-        said = str(error).strip().rstrip(".")
+        said = str(error).strip().partition("\n")[0].rstrip(".")
         code = getattr(error, "sqlstate", None)
         if code is None and isinstance(error, psycopg.OperationalError):  # it is libpq that speaks
             return f"{said}. See that the server runs and can be reached, and open the journal again"
