@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "RL",
+__all__ = [  # noqa: RUF022 (as `sorted` has them)
     "Agent",
     "Algorithm",
     "Baseline",
     "PPOTrainer",
+    "RL",
     "RLConfig",
     "Trainer",
     "Trajectories",

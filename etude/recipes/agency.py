@@ -21,7 +21,7 @@ from etude.agents.agent import Agent, load_agent
 from etude.agents.execution.processes import ProcessRunners
 from etude.agents.execution.threads import ThreadRunners
 from etude.agents.proxy.app import router
-from etude.agents.proxy.endpoint import Endpoint
+from etude.agents.proxy.endpoint import Endpoint, EndpointConfig
 from etude.agents.proxy.policy import seeds_of
 from etude.agents.proxy.upstream import Upstream
 from etude.chat import Chat
@@ -61,6 +61,7 @@ def agency(
     asked = run.agent
     if agent is None and asked.path is not None:
         agent = load_agent(asked.path)
+    host, _, port = asked.listen.rpartition(":")
     keyring = Keyring(_secret(directory / SECRET))
     with ExitStack() as stack:
         desk = LocalDesk(journal, keyring)
@@ -74,10 +75,15 @@ def agency(
             train=_unseeded(run.sampling.params(0)),
             val=_unseeded(run.evaluate.sampling.beside(run.sampling).params(0)),
             seeds=seeds_of(run.seed),
-            config=asked.endpoint,
+            config=EndpointConfig(
+                max_running=asked.calls,
+                max_waiting=8 * asked.calls,
+                timeout_s=asked.timeout,
+                parameters=asked.parameters,
+            ),
         )
         serving = stack.enter_context(
-            serve(desk, keyring, host=asked.host, port=asked.port, routers=[router(endpoint)], beside=[endpoint])
+            serve(desk, keyring, host=host, port=int(port), routers=[router(endpoint)], beside=[endpoint])
         )
         asyncio.run(desk.put("endpoint", {"base_url": f"{serving.url}/v1", "model": endpoint.model}))
         check = _nothing

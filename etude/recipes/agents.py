@@ -11,7 +11,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from etude.agents.proxy.endpoint import EndpointConfig
 from etude.chat import Tokenizer, retold
 from etude.config import Config
 from etude.errors import CollectionError
@@ -54,9 +53,15 @@ class AgentConfig(Config):
         "drop", description="what an attempt counts for that fails for good: nothing, or this reward"
     )
     tags: tuple[str, ...] = Field((), description="learn from turns with one of these tags alone; by default from all")
-    endpoint: EndpointConfig = Field(EndpointConfig(), description="the model endpoint that agents call")
-    port: int = Field(0, ge=0, le=65535, description="where the endpoint and the store listen; 0 is a free port")
-    host: str = Field("127.0.0.1", description="and on which address; any but the loopback needs a key")
+    parameters: Literal["force", "default"] = Field(
+        "force", description="force: the run's sampling parameters hold; default: the agent's own, where it sets them"
+    )
+    calls: int = Field(256, ge=1, description="calls to the model that are answered at once; more of them wait")
+    listen: str = Field(
+        "127.0.0.1:0",
+        pattern=r"^\S+:\d{1,5}$",
+        description="address and port of the endpoint and the store; port 0 is a free one",
+    )
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ What is heavy is imported when a run is built, so that whoever can start one nee
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -79,29 +79,20 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     judge = stack.enter_context(Judge(live(run.reward, device_of(run)), run.judging))
     crew, engine = _crew(run, chat, directory, stack)
     runner = stack.enter_context(asyncio.Runner())
-    longest = crew.call(PolicyWorker.longest)
     store = stack.enter_context(closing(open_store(directory / "journal.sqlite")))
+    longest = crew.call(PolicyWorker.longest)
     order = run.data.sampler.start(len(train), run.seed, train.sources)
     common: dict[str, Any] = {"seed": run.seed, "dataset": train, "order": order, "judge": judge, "store": store}
+    common["runner"] = runner
     source: AgentSource | EngineSource
     if agentic:
         agents = _agents(run, chat, engine, judge, store, directory, longest, stack, agent)
-        source = AgentSource(run.collect, agents, runner=runner, **common)
+        source = AgentSource(run.collect, agents, **common)
         evaluator = scorer_of(run, agents, judge, store, runner)
     else:
         episodes = episodes_of(run, longest, chat)
         evaluator = evaluator_of(run, chat, engine, judge, runner, episodes)
-        source = EngineSource(
-            run.collect,
-            run.sampling,
-            prompt_ids=prompts(run, chat),
-            engine=engine,
-            runner=runner,
-            at_once=run.rollout.max_running * run.ranks,
-            episodes=episodes,
-            greedy="greedy_reward" in run.needs(),
-            **common,
-        )
+        source = _engine_source(run, chat, engine, episodes, common)
     kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
     learners = Learners(crew, checks.from_the_models(run), run.updates, run.loss.split_unit)
     step = taken_up(run.checkpoint, kept, learners, source, run.steps)
@@ -127,6 +118,21 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         learners.make_room = lambda: crew.call(PolicyWorker.make_room)
     return Parts(
         directory, log, source, learners, scoring, saver, engine, store, runner, overlong, chat.tokenizer.decode
+    )
+
+
+def _engine_source(
+    run: Run, chat: Chat, engine: Generate, episodes: Episodes | None, common: Mapping[str, Any]
+) -> EngineSource:
+    return EngineSource(
+        run.collect,
+        run.sampling,
+        prompt_ids=prompts(run, chat),
+        engine=engine,
+        at_once=run.rollout.max_running * run.ranks,
+        episodes=episodes,
+        greedy="greedy_reward" in run.needs(),
+        **common,
     )
 
 

@@ -39,8 +39,7 @@ FREE = (
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
     *("env.timeout", "env.at_once"),
     *("agent.strategy", "agent.runners", "agent.at_once", "agent.timeout", "agent.silence", "agent.patience"),
-    *("agent.port", "agent.host", "agent.endpoint.max_running", "agent.endpoint.max_waiting"),
-    *("agent.endpoint.timeout_s", "agent.endpoint.max_body_mib", "agent.endpoint.compare"),
+    *("agent.calls", "agent.listen"),
     *("reward.at_once", "reward.prices", "reward.requests_per_minute", "reward.tokens_per_minute"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, how much memory
