@@ -48,7 +48,7 @@ from etude.store.words import (
     why_over,
 )
 
-__all__ = ["Asking", "Ledger", "Lent", "Watch"]
+__all__ = ["Claimant", "Ledger", "Lent", "Watch"]
 
 LAST_ID = 2**63 - 1
 KEPT_ENDS = 4096
@@ -70,7 +70,7 @@ class Lent(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Asking:
+class Claimant:
     """A runner that waits for work."""
 
     runner: str
@@ -105,7 +105,7 @@ class Ledger:
         self._journal = journal
         self.resources: dict[str, tuple[int, Any]] = {}
         """The newest version of each, and its number. It is read by other threads, and nobody changes a value."""
-        self._seats: deque[Asking] = deque()
+        self._seats: deque[Claimant] = deque()
         self._watches: list[Watch] = []
         self._runners: dict[str, _Runner] = {}
         self._attended = time.monotonic()
@@ -191,14 +191,14 @@ class Ledger:
 
     # -- who plays them -----------------------------------------------------------------------------------------------
 
-    def sit(self, seat: Asking, promise: Promise) -> Any:
+    def sit(self, seat: Claimant, promise: Promise) -> Any:
         """A runner waits for work; it is answered when there is some."""
         self._spoke(seat.runner)
         seat.promise = promise
         self._seats.append(seat)
         return LATER
 
-    def leave(self, writing: Writing, seat: Asking) -> None:
+    def leave(self, writing: Writing, seat: Claimant) -> None:
         """A runner went away while it waited. What it was lent and cannot have heard of is queued again."""
         seat.left = True
         for lent in seat.lent:
@@ -333,7 +333,7 @@ class Ledger:
 
     def _lend(self, writing: Writing, now: float, answer: Callable[[Promise, Any], None]) -> None:
         """Give those that wait longest to those that wait longest."""
-        still: deque[Asking] = deque()
+        still: deque[Claimant] = deque()
         for seat in self._seats:
             assert seat.promise is not None
             if seat.left or seat.promise.answered or seat.promise.future.done():

@@ -42,7 +42,7 @@ from etude.store.events import (
 )
 from etude.store.journal import Journal, Writing
 from etude.store.keys import Keyring
-from etude.store.ledger import Asking, Ledger, Lent, Watch
+from etude.store.ledger import Claimant, Ledger, Lent, Watch
 from etude.store.plain import plain
 from etude.store.states import RolloutState, TaskState
 from etude.store.words import attempt_of, earned
@@ -121,7 +121,7 @@ class LocalDesk(Desk):
         """Up to `n` rollouts that waited longest."""
         if not runner:
             raise DataError("A runner that claims rollouts needs a name, by which it is told apart from others.")
-        seat = Asking(runner, at_least_one(n, "n"), time.monotonic() + bounded(wait_s, "wait_s"))
+        seat = Claimant(runner, at_least_one(n, "n"), time.monotonic() + bounded(wait_s, "wait_s"))
         try:
             lent = await self._clerk.ask(lambda _, promise: self._ledger.sit(seat, promise))
         except asyncio.CancelledError:
