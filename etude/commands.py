@@ -54,6 +54,13 @@ SETS = {
 """The sets that can be prepared, and the classes whose fields are their options, without importing them."""
 
 
+RUNNER = """\
+examples:
+  ETUDE_STORE_KEY=$(cat runs/mine/runner.key) etude runner my_agent.py:solve --url http://127.0.0.1:8700
+
+The key is read from ETUDE_STORE_KEY alone, because others on this machine see what is on a command line. The first
+Ctrl-C lets what is under way end, the second cancels it."""
+
 SHELLS = ("bash", "zsh", "fish")
 COMPLETION = """\
 put it where your shell starts:
@@ -141,6 +148,19 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
     show.add_argument("--model", type=Path, metavar="DIRECTORY", help="a model, whose template and tokens are shown")
     show.set_defaults(command=_data_show)
 
+    runner = commands.add_parser(
+        "runner",
+        help="play the rollouts of a run that is elsewhere",
+        epilog=RUNNER,
+        parents=[debug],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    runner.add_argument("agent", metavar="AGENT", help="path/to/file.py:name or module:name")
+    runner.add_argument("--url", default="", help="where the run's store is; by default ETUDE_STORE_URL")
+    runner.add_argument("--name", default="", help="what it is called; by default after this machine and process")
+    runner.add_argument("-n", type=int, default=8, metavar="N", help="attempts under way at once (default 8)")
+    runner.set_defaults(command=_runner)
+
     doctor = commands.add_parser("doctor", help="look for what stands in the way of a run", parents=[debug])
     where = "where runs are to be kept; by default here"
     doctor.add_argument("directory", nargs="?", type=Path, default=Path(), metavar="DIRECTORY", help=where)
@@ -200,6 +220,14 @@ def _data_show(arguments: argparse.Namespace) -> None:
     file, options = _named(arguments, "a file of tasks", "etude data show data/gsm8k/train.parquet")
     shown = compose(Shown, options, file=arguments.config)
     show(file, shown, first=arguments.row, tasks=arguments.n, model=arguments.model)
+
+
+def _runner(arguments: argparse.Namespace) -> None:
+    from etude.agents.execution.worker import join
+    from etude.observe import configure
+
+    configure("info")
+    join(arguments.agent, arguments.url, name=arguments.name, max_concurrency=arguments.n)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

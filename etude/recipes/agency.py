@@ -35,8 +35,9 @@ from etude.store.server import serve
 
 __all__ = ["Agency", "agency"]
 
-SECRET = "keys.secret"
-"""The file in a run's directory that its keys are made of, so that runners elsewhere keep theirs over a restart."""
+SECRET, RUNNER_KEY = "keys.secret", "runner.key"
+"""Files in a run's directory: what its keys are made of, so that all of them stay good over a restart; and the key that
+runners elsewhere join with. Nobody else may read them."""
 
 
 @dataclass
@@ -62,7 +63,8 @@ def agency(
     if agent is None and asked.path is not None:
         agent = load_agent(asked.path)
     host, _, port = asked.listen.rpartition(":")
-    keyring = Keyring(_secret(directory / SECRET))
+    keyring = Keyring(_kept(directory / SECRET, secrets.token_urlsafe(32)).encode())
+    _kept(directory / RUNNER_KEY, keyring.runner)
     with ExitStack() as stack:
         desk = LocalDesk(journal, keyring)
         stack.callback(lambda: asyncio.run(desk.close()))
@@ -97,8 +99,8 @@ def agency(
             )
             check = stack.enter_context(processes).check
         else:
-            told = "Runners may join: `etude runner %s --url %s`, with the key in %s."
-            get_log("recipes").info(told, asked.path or "AGENT", serving.url, directory / SECRET)
+            told = "Runners may join: ETUDE_STORE_KEY=$(cat %s) etude runner %s --url %s"
+            get_log("recipes").info(told, directory / RUNNER_KEY, asked.path or "AGENT", serving.url)
         yield Agency(desk, endpoint, serving.url, check)
 
 
@@ -110,12 +112,12 @@ def _unseeded(params: SamplingParams) -> SamplingParams:
     return replace(params, seed=None)
 
 
-def _secret(path: Path) -> bytes:
-    """What keys are made of: read, or made and kept where nobody else reads it."""
+def _kept(path: Path, text: str) -> str:
+    """What a file holds that only its owner reads; made with this text if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_urlsafe(32))
+            file.write(text)
     except FileExistsError:
         pass
-    return path.read_text(encoding="utf-8").strip().encode()
+    return path.read_text(encoding="utf-8").strip()
