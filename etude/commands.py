@@ -148,18 +148,7 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
     show.add_argument("--model", type=Path, metavar="DIRECTORY", help="a model, whose template and tokens are shown")
     show.set_defaults(command=_data_show)
 
-    runner = commands.add_parser(
-        "runner",
-        help="play the rollouts of a run that is elsewhere",
-        epilog=RUNNER,
-        parents=[debug],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    runner.add_argument("agent", metavar="AGENT", help="path/to/file.py:name or module:name")
-    runner.add_argument("--url", default="", help="where the run's store is; by default ETUDE_STORE_URL")
-    runner.add_argument("--name", default="", help="what it is called; by default after this machine and process")
-    runner.add_argument("-n", type=int, default=8, metavar="N", help="attempts under way at once (default 8)")
-    runner.set_defaults(command=_runner)
+    _add_runner(commands, debug)
 
     doctor = commands.add_parser("doctor", help="look for what stands in the way of a run", parents=[debug])
     where = "where runs are to be kept; by default here"
@@ -285,6 +274,21 @@ def _answers(arguments: argparse.Namespace) -> None:
         return
     for answer in answers(arguments.run, arguments.step)[1]:
         print(json.dumps(answer, default=str))
+
+
+def _add_runner(commands: Any, debug: argparse.ArgumentParser) -> None:
+    runner = commands.add_parser(
+        "runner",
+        help="play the rollouts of a run that is elsewhere",
+        epilog=RUNNER,
+        parents=[debug],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    runner.add_argument("agent", metavar="AGENT", help="path/to/file.py:name or module:name")
+    runner.add_argument("--url", default="", help="where the run's store is; by default ETUDE_STORE_URL")
+    runner.add_argument("--name", default="", help="what it is called; by default after this machine and process")
+    runner.add_argument("-n", type=int, default=8, metavar="N", help="attempts under way at once (default 8)")
+    runner.set_defaults(command=_runner)
 
 
 def _plot(arguments: argparse.Namespace) -> None:

@@ -187,7 +187,7 @@ def test_scores_that_are_measured_otherwise_do_not_compare(world: Path, tmp_path
 
 
 def test_a_step_whose_evaluation_fails_is_saved_all_the_same(world: Path, tmp_path: Path) -> None:
-    def fails(_: object) -> NoReturn:
+    def fails(*_: object, **__: object) -> NoReturn:
         raise EngineError("out of memory")
 
     with scored(world, tmp_path, **{"evaluate.first": "false"}) as (_, parts):

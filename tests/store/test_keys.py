@@ -15,7 +15,7 @@ from etude.store.desk import Key
 from etude.store.keys import Grant, Keyring
 
 RING = Keyring(b"0123456789abcdef0123456789abcdef")
-MODEL = RING.model_key(Key(12, 3), 60)
+MODEL = RING.model_key(Key(12, 3), 7 * 24 * 3600)
 
 
 def test_a_key_says_what_it_opens() -> None:
