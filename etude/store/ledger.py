@@ -50,7 +50,8 @@ from etude.store.words import (
 
 __all__ = ["Claimant", "Ledger", "Lent", "Watch"]
 
-LAST_ID = 2**63 - 1
+LAST_ID, FARTHEST = 2**63 - 1, 2**62
+"""The largest number of a journal; and the largest id that may be given, beyond which there is room for others."""
 KEPT_ENDS = 4096
 """How many of the last ends are found without reading the journal."""
 REMEMBERED_S = 300.0
@@ -150,8 +151,8 @@ class Ledger:
                 raise other_words(f"Task {ordinal}", "issued")
             tasks[ordinal] = one.task
             id = next_id if one.id is None else one.id
-            if not 0 <= id <= LAST_ID:
-                raise DataError(f"A rollout cannot be called {id}: its id is a number from 0 to {LAST_ID}.")
+            if not 0 <= id <= FARTHEST:
+                raise DataError(f"A rollout cannot be called {id}: its id is a number from 0 to {FARTHEST}.")
             next_id = max(next_id, id + 1)
             ids.append(id)
             if asked_before(writing, new, id, one):

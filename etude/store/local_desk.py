@@ -45,7 +45,7 @@ from etude.store.keys import Keyring
 from etude.store.ledger import Claimant, Ledger, Lent, Watch
 from etude.store.plain import plain
 from etude.store.states import RolloutState, TaskState
-from etude.store.words import attempt_of, earned
+from etude.store.words import attempt_of, earned, said_before
 
 __all__ = ["LocalDesk"]
 
@@ -219,8 +219,9 @@ class LocalDesk(Desk):
         )
 
     def _of_attempt(self, writing: Writing, key: Key, event: Rewarded | TurnPaid | Noted) -> None:
-        attempt_of(writing, key)
-        writing.take([event])
+        attempt = attempt_of(writing, key)
+        if not (isinstance(event, Rewarded) and said_before(attempt, event)):
+            writing.take([event])
 
     # -- reading, in threads that may wait for the disk ---------------------------------------------------------------
 
