@@ -66,7 +66,7 @@ def agency(
     keyring = Keyring(_kept(directory / SECRET, secrets.token_urlsafe(32)).encode())
     _kept(directory / RUNNER_KEY, keyring.runner)
     with ExitStack() as stack:
-        desk = LocalDesk(journal, keyring)
+        desk = LocalDesk(journal, keyring, anew=True)
         stack.callback(lambda: asyncio.run(desk.close()))
         endpoint = Endpoint(
             desk,
