@@ -84,6 +84,7 @@ def agency(
                 parameters=asked.parameters,
             ),
         )
+        desk.tell(endpoint.over)
         serving = stack.enter_context(
             serve(desk, keyring, host=host, port=int(port), routers=[router(endpoint)], beside=[endpoint])
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from etude.errors import DataError, IllegalMoveError, UnknownError
+from etude.observe import get_log
 from etude.records import Outcome, Task
 from etude.store.clerk import LATER, TICK_S, Promise
 from etude.store.desk import Ended, Key, RunnerState, Wanted
@@ -110,11 +111,15 @@ class Ledger:
         self._watches: list[Watch] = []
         self._runners: dict[str, _Runner] = {}
         self._attended = time.monotonic()
+        self._over: list[Key] = []
+        self.tell: Callable[[Sequence[Key]], None] | None = None
+        """Is told of attempts that are over, once that is written, on the clerk's thread: it must not wait."""
         self.start_over()
 
     def start_over(self) -> None:
         """Stand where the journal stands. Who has an attempt keeps it, and is given time to say so."""
         now = time.monotonic()
+        self._over = []
         for seat in self._seats:
             seat.lent.clear()  # it was not written, so nobody has it
         self.resources = {state.name: (state.version, state.value) for state in self._journal.listed(ResourceState)}
@@ -179,7 +184,9 @@ class Ledger:
             id = event.rollout
             self._asleep.discard(id)
             self._work.queue.pop(id, None)
-            self._work.leases.pop(Key(id, len(rollout_of(writing, id).attempts) - 1), None)
+            key = Key(id, len(rollout_of(writing, id).attempts) - 1)
+            self._work.leases.pop(key, None)
+            self._over.append(key)
             self._ended(last - len(events) + 1 + place, id, Status.CANCELLED)
 
     def watch(self, writing: Writing, watch: Watch, promise: Promise) -> Any:
@@ -306,6 +313,16 @@ class Ledger:
             del self._runners[name]
         self._attended = time.monotonic()
 
+    def written(self) -> None:
+        """Tell of the attempts that are over by now."""
+        if self._over:
+            over, self._over = self._over, []
+            try:
+                if self.tell is not None:
+                    self.tell(over)
+            except Exception:  # whoever listens may fail, and the desk goes on
+                get_log("store").exception("Who listens for the ends of attempts failed.")
+
     def next_due(self) -> float | None:
         """When to attend again."""
         times = [seat.until for seat in self._seats]
@@ -394,6 +411,7 @@ class Ledger:
         retry = outcome in RETRIED and limits_of(state).allow_another([*outcomes, outcome])
         position = writing.take([*before, AttemptEnded(*key, outcome, error, retry, watched)])
         self._work.leases.pop(key, None)
+        self._over.append(key)
         if retry:
             self._retries += 1
             self._work.wait(key.rollout, limits_of(state), time.monotonic())

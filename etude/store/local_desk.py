@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
-from etude.errors import DataError, UnknownError
+from etude.errors import DataError, StoreError, UnknownError
 from etude.records import Outcome, Turn
 from etude.store.bounds import at_least_one, bounded
 from etude.store.clerk import Clerk, Promise
@@ -73,6 +74,11 @@ class LocalDesk(Desk):
     def journal(self) -> Journal:
         """What is written down."""
         return self._journal
+
+    def tell(self, over: Callable[[Sequence[Key]], None]) -> None:
+        """Have this called with attempts that are over, soon after each is: on a thread of the desk's, so it must not
+        wait."""
+        self._ledger.tell = over
 
     @property
     def keyring(self) -> Keyring:
@@ -130,7 +136,8 @@ class LocalDesk(Desk):
         try:
             lent = await self._clerk.ask(lambda _, promise: self._ledger.sit(seat, promise))
         except asyncio.CancelledError:
-            self._clerk.post(lambda writing, _: self._ledger.leave(writing, seat))
+            with suppress(StoreError):  # it was closed meanwhile, and lends nothing any more
+                self._clerk.post(lambda writing, _: self._ledger.leave(writing, seat))
             raise
         return [self._claim(each) for each in lent]
 

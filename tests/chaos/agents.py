@@ -232,7 +232,7 @@ def options_of(directory: Path, world: Path, timeout: float, **changes: Any) -> 
         "agent.path": f"{__name__}:asks",
         "agent.runners": 2,
         "agent.at_once": 4,
-        "agent.silence": 2.0,
+        "agent.silence": 3.0,
         "agent.timeout": timeout,
         **changes,
     }

@@ -53,9 +53,9 @@ def test_a_killed_run_on_threads_trains_the_same_tasks(
 def test_so_does_one_in_processes_whose_runners_are_killed_too(
     company: Company, world: Path, whole: Played, tmp_path: Path
 ) -> None:
-    acts = [Act(0.1 * whole.seconds, (0.0,)), Act(Life("evaluated")), Act(falls=(0.0, 0.3 * whole.seconds))]
+    acts = [Act(Life("judging", 2), (0.0,)), Act(0.0), Act(Life("evaluated")), Act(falls=(0.0, 0.5))]
     found = company.perform(tmp_path / "run", world, acts, **{"agent.strategy": "cs"})
-    assert found.kills == 2 and found.falls >= 2 and same(found, whole)
+    assert found.kills == 3 and found.falls >= 2 and same(found, whole)
 
 
 @contextmanager
@@ -87,10 +87,10 @@ def test_runners_from_elsewhere_outlive_the_server_and_go_on(
     """With the trainer the store and the endpoint go, in the middle of calls of OpenAI's client; and one of three
     runners is killed."""
     with joined(tmp_path / "run", 3) as (listen, pids):
-        acts = [Act(Life("calling")), Act(0.05 * whole.seconds), Act(0.1 * whole.seconds, (0.0,))]
+        acts = [Act(Life("judging", 2)), Act(Life("judging", 3), (0.0,)), Act(Life("admitted"))]
         changes = {"agent.runners": 0, "agent.listen": listen, "agent.path": "tests.chaos.agents:asks_openai"}
         found = company.perform(tmp_path / "run", world, acts, pids, **changes)
-        assert found.kills == 2 and found.falls == 1 and same(found, whole)
+        assert found.kills == 3 and found.falls == 1 and same(found, whole)
 
 
 @pytest.mark.soak
