@@ -9,8 +9,8 @@ what was asked together, and acknowledges it after the commit.
 It may be used from any number of event loops at once, each in a thread of its own: a trainer's and a server's. While a
 desk is open, rollouts are moved by it alone; tasks may be admitted and dropped through the journal meanwhile, and
 anything may be read. A desk that is opened over a journal with open work takes it up: what was queued is queued, in the
-order of ids, and who had an attempt has it still, with time to say so. With `anew` it begins anew: what was under way is
-over, and is nobody's failure; and what was queued waits until it is asked for again. So does a run that is taken up,
+order of ids, and who had an attempt has it still, with time to say so. With `anew` it begins anew: what was under way
+is over, and is nobody's failure; and what was queued waits until it is asked for again. So does a run that is taken up,
 since its weights are not yet those that its rollouts are to be sampled with.
 
 No more is kept in memory than the work that is open. Limits are measured by a clock that nobody sets; and where the

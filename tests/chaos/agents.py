@@ -35,6 +35,7 @@ POINTS = ("calling", "judging", "admitted", "updated", "published", "evaluated",
 trainer's has had an answer, or one that gave itself no reward is judged."""
 TOLD = ".told"
 """Beside a run's directory: the answers that its agents were given."""
+WHOLE = Life()
 BEGUN_S, LONG = 60.0, 600.0
 """How long a life may take to its first answer, and an attempt to its end."""
 
@@ -82,7 +83,7 @@ def digits_of(text: str) -> float:
     return sum(letter.isdigit() for letter in text) / max(len(text), 1)
 
 
-def judges(task: Task, answer: str) -> float:  # noqa: ARG001
+def judges(task: Task, answer: str) -> float:
     """The reward of those that gave themselves none."""
     reached("judging")
     return digits_of(answer)
@@ -92,7 +93,7 @@ def judges(task: Task, answer: str) -> float:  # noqa: ARG001
 class Act:
     """One life of the trainer. Seconds count from the first answer that an agent is given in it."""
 
-    end: Life | float = Life()
+    end: Life | float = WHOLE
     """At a point, or after so many seconds; by default with the run."""
     falls: tuple[float, ...] = ()
     """When a runner is killed, while the trainer goes on."""
@@ -242,8 +243,9 @@ def examined(directory: Path, kills: int, falls: int, seconds: float) -> Played:
     """What the journal says of a run that is done, held against what every such run has to keep."""
     store = open_store(directory / "journal.sqlite", read_only=True)
     try:
-        admitted = {event.step: event.rollouts for _, event in store.read(kinds=(Admitted,)) if isinstance(event, Admitted)}
-        assert sorted(admitted) == list(range(1, STEPS + 1)), "each step trained once"
+        admitted = store.admitted()
+        assert sorted(admitted) == list(range(1, STEPS + 1)), "each step trained"
+        assert sum(1 for _ in store.read(kinds=(Admitted,))) == STEPS, "and once"
         assert not store.rollouts(Phase.QUEUED, Phase.RUNNING), "nothing is left open"
         for step, ids in admitted.items():
             for id in ids:

@@ -111,7 +111,9 @@ class Made(etude.Agent):
 if __name__ == "__main__":  # a program that has runners, and is killed by a test, or interrupted
     url, key, logs, *named = sys.argv[1:]
 
-    agent: etude.Agent = etude.command("echo $$ >> $PIDS; sleep 60 & echo $! >> $PIDS; wait", environment={"PIDS": f"{logs}/pids"})
+    agent: etude.Agent = etude.command(
+        "echo $$ >> $PIDS; sleep 60 & echo $! >> $PIDS; wait", environment={"PIDS": f"{logs}/pids"}
+    )
     if named:
         agent = load_agent(f"tests.agents.execution.played:{named[0]}")
     with ProcessRunners(agent, url, key, 2, logs=Path(logs), pace=QUICK) as runners:
