@@ -135,9 +135,7 @@ class Ledger:
                 self._work.wait(state.id, state.limits or Limits(), now)
             elif state.status in ENDED:
                 self._counts[state.status] += 1
-            elif (
-                state.status is Status.RUNNING and state.attempts[-1].runner
-            ):  # without one, whoever queued it plays it
+            elif state.status is Status.RUNNING and state.attempts[-1].runner:  # else whoever queued it plays it
                 key = Key(state.id, len(state.attempts) - 1)
                 self._work.lend(key, state.attempts[-1].runner, state.limits or Limits(), now)
         self._ends: deque[tuple[int, int]] = deque()
