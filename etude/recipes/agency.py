@@ -68,7 +68,7 @@ def agency(
     keyring = Keyring(secret.encode())
     _write(directory / RUNNER_KEY, keyring.runner)
     with ExitStack() as stack:
-        desk = LocalDesk(journal, keyring)
+        desk = LocalDesk(journal, keyring, anew=True)
         stack.callback(lambda: asyncio.run(desk.close()))
         endpoint = Endpoint(
             desk,
@@ -86,6 +86,7 @@ def agency(
                 parameters=asked.parameters,
             ),
         )
+        desk.tell(endpoint.over)
         serving = stack.enter_context(
             serve(desk, keyring, host=host, port=int(port), routers=[router(endpoint)], beside=[endpoint])
         )

@@ -189,6 +189,10 @@ class Line:
                 for _, future in taken:
                     future.cancel()
                 raise
+            except Exception as error:  # whatever it is, nobody waits for good
+                _LOG.exception("Writings to the store were not sent.")
+                told = f"This could not be sent to the store, or its answer not be read: {error!r}"
+                replies = [StoreError(told) for _ in taken]
             for (_, future), reply in zip(taken, replies, strict=True):
                 if future.done():  # who asked was cancelled meanwhile
                     continue

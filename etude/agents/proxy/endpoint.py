@@ -97,8 +97,10 @@ class Endpoint:
         )
         self._sittings: dict[Key, Sitting] = {}
         self._tending: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         self._tending = asyncio.create_task(self._tend(), name="etude-endpoint")
         return self
 
@@ -117,6 +119,16 @@ class Endpoint:
             "endpoint/attempts": len(self._sittings),
         }
         return self._meter.told() | now
+
+    def over(self, keys: Sequence[Key]) -> None:
+        """Attempts have ended: forget them. Any thread may say so."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, and nothing is remembered there
+                self._loop.call_soon_threadsafe(self._forget_all, tuple(keys))
+
+    def _forget_all(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self.forget(key)
 
     def forget(self, key: Key) -> None:
         """An attempt has ended: its calls are ended, and what it said is let go of."""
