@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from etude.data import Dataset, Order
@@ -82,7 +83,7 @@ class EngineSource(Collector):
         if rollout not in self._attempts:
             written.append(events.RolloutQueued(rollout, issue.task, issue.sample))
         history = self._attempts.setdefault(rollout, [])
-        written.append(events.AttemptStarted(rollout, len(history)))
+        written.append(events.AttemptStarted(rollout, len(history), at=time.time()))
         history.append(Status.RUNNING)
         return written
 
@@ -104,13 +105,14 @@ class EngineSource(Collector):
     def _over(self, end: Ended, retry: bool) -> list[events.Event]:
         played, verdict, rollout = end.played, end.played.verdict, self._id(end.task, end.sample)
         attempt = len(self._attempts[rollout]) - 1
-        written: list[events.Event] = [events.TurnRecorded(rollout, attempt, turn) for turn in played.turns]
+        now = time.time()
+        written: list[events.Event] = [events.TurnRecorded(rollout, attempt, turn, now) for turn in played.turns]
         if verdict.outcome is Outcome.SUCCEEDED:
             told = verdict.reward, verdict.parts, played.truncated, played.paid, played.role
             written.append(events.Rewarded(rollout, attempt, *told))
         else:
             self._attempts[rollout][-1] = Status(verdict.outcome.value)
-        return [*written, events.AttemptEnded(rollout, attempt, verdict.outcome, verdict.error, retry)]
+        return [*written, events.AttemptEnded(rollout, attempt, verdict.outcome, verdict.error, retry, at=now)]
 
     def _lapsed(self, left: RolloutState) -> int | None:
         if left.phase is Phase.FINISHED:
@@ -119,7 +121,8 @@ class EngineSource(Collector):
         self._attempts[left.id] = [attempt.status for attempt in left.attempts]
         if left.status is Status.RUNNING:
             attempt = len(left.attempts) - 1
-            self._store.append([events.AttemptEnded(left.id, attempt, Outcome.INFRA_ERROR, INTERRUPTED, retry=True)])
+            cut = events.AttemptEnded(left.id, attempt, Outcome.INFRA_ERROR, INTERRUPTED, retry=True, at=time.time())
+            self._store.append([cut])
             self._attempts[left.id][-1] = Status.INFRA_ERROR
         return len(ended)
 

@@ -351,7 +351,7 @@ class Ledger:
         id = next(iter(self._work.queue))
         state = rollout_of(writing, id)
         key = Key(id, len(state.attempts))
-        writing.take([AttemptStarted(*key, runner)])
+        writing.take([AttemptStarted(*key, runner, time.time())])
         del self._work.queue[id]
         self._work.lend(key, runner, limits_of(state), now)
         task = writing.state(TaskState, state.task)
@@ -386,7 +386,7 @@ class Ledger:
         state = rollout_of(writing, key.rollout)
         outcomes = [Outcome(attempt.status) for attempt in state.attempts[:-1]]
         retry = outcome in RETRIED and limits_of(state).allow_another([*outcomes, outcome])
-        position = writing.take([*before, AttemptEnded(*key, outcome, error, retry, watched)])
+        position = writing.take([*before, AttemptEnded(*key, outcome, error, retry, watched, time.time())])
         self._work.leases.pop(key, None)
         if retry:
             self._retries += 1

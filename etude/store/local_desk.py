@@ -152,7 +152,7 @@ class LocalDesk(Desk):
         def record(writing: Writing, _: object) -> int:
             index = attempt_of(writing, key).turns
             placed = turn if turn.index == index else replace(turn, index=index)
-            writing.take([TurnRecorded(*key, placed)])
+            writing.take([TurnRecorded(*key, placed, time.time())])
             return index
 
         if turn.reward is not None:
