@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from etude.records import Sample, Turn
 
-__all__ = ["samples"]
+__all__ = ["joined", "samples"]
 
 
 def samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = ()) -> list[Sample]:
@@ -41,6 +41,21 @@ def samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = ()) -> 
             if acted is not None:
                 acted.rewards[acted.last_action] = acted.rewards.get(acted.last_action, 0.0) + turn.reward
     return [row.sample(rollout) for row in rows]
+
+
+def joined(turns: Sequence[Turn]) -> tuple[int, int]:
+    """Into how many rows turns join; and how many tokens of their prompts stood in the row before, which are not
+    computed and not trained again."""
+    rows = known = 0
+    whole, model = np.empty(0, np.int32), ""
+    for turn in turns:
+        length = len(whole)
+        if rows and turn.model == model and np.array_equal(turn.prompt[:length], whole):
+            known += length
+        else:
+            rows += 1
+        whole, model = np.concatenate([turn.prompt, turn.completion.ids]), turn.model
+    return rows, known
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Demonstrations: rows that show what is to be said.
 
-Four forms, told apart by their columns, the first that is there: `input_ids` with `assistant_masks`, tokens as they were
-drawn (`exact`); `messages`, a conversation whose answers are learned; `prompt` and `completion`, each text or messages;
-`text`, all of which is learned.
+Four forms, told apart by their columns, the first that is there: `input_ids` with `assistant_masks`, tokens as they
+were drawn (`exact`); `messages`, a conversation whose answers are learned; `prompt` and `completion`, each text or
+messages; `text`, all of which is learned.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def _row(value: Any, tokenizer: Tokenizer, where: str) -> Row:
     if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.size:
         wrong = int(ids.min() if ids.min() < 0 else ids.max())
         raise DataError(
-            f"{where} has the token id {wrong}, and the tokenizer in {tokenizer.directory} has {tokenizer.size} tokens: "
-            f"these ids are of another model."
+            f"{where} has the token id {wrong}, and the tokenizer in {tokenizer.directory} has {tokenizer.size} "
+            f"tokens: these ids are of another model."
         )
     learned = mask != 0
     learned[:1] = False  # nothing predicts the first token

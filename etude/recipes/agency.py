@@ -26,6 +26,7 @@ from etude.agents.proxy.policy import seeds_of
 from etude.agents.proxy.upstream import Upstream
 from etude.chat import Chat
 from etude.observe import Last, Metrics, get_log
+from etude.recipes.agents import place_of
 from etude.recipes.run import Run
 from etude.records import SamplingParams
 from etude.store import Journal
@@ -66,7 +67,7 @@ def agency(
     keyring = Keyring(_kept(directory / SECRET, secrets.token_urlsafe(32)).encode())
     _kept(directory / RUNNER_KEY, keyring.runner)
     with ExitStack() as stack:
-        desk = LocalDesk(journal, keyring)
+        desk = LocalDesk(journal, keyring, afresh=True)
         stack.callback(lambda: asyncio.run(desk.close()))
         endpoint = Endpoint(
             desk,
@@ -76,7 +77,7 @@ def agency(
             context=longest,
             train=_unseeded(run.sampling.params(0)),
             val=_unseeded(run.evaluate.sampling.beside(run.sampling).params(0)),
-            seeds=seeds_of(run.seed),
+            seeds=lambda rollout, *which: seeds_of(run.seed)(place_of(rollout), *which),
             config=EndpointConfig(
                 max_running=asked.calls,
                 max_waiting=8 * asked.calls,

@@ -48,7 +48,10 @@ from etude.store.words import (
     why_over,
 )
 
-__all__ = ["Claimant", "Ledger", "Lent", "Watch"]
+__all__ = ["INTERRUPTED", "Claimant", "Ledger", "Lent", "Watch", "cut_off"]
+
+INTERRUPTED = "The run was stopped while this was under way."
+"""The error of an attempt that a stop of its run ended; it says nothing of the rollout and is not held against it."""
 
 LAST_ID = 2**63 - 1
 KEPT_ENDS = 4096
@@ -101,8 +104,10 @@ class _Runner:
 class Ledger:
     """The verbs, and what they keep."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, *, afresh: bool = False) -> None:
+        """afresh: what waits is not lent before somebody asks for it again."""
         self._journal = journal
+        self._held: set[int] = set()
         self.resources: dict[str, tuple[int, Any]] = {}
         """The newest version of each, and its number. It is read by other threads, and nobody changes a value."""
         self._seats: deque[Claimant] = deque()
@@ -110,6 +115,9 @@ class Ledger:
         self._runners: dict[str, _Runner] = {}
         self._attended = time.monotonic()
         self.start_over()
+        if afresh:
+            self._held = set(self._work.queue)
+            self._work.queue.clear()
 
     def start_over(self) -> None:
         """Stand where the journal stands. Who has an attempt keeps it, and is given time to say so."""
@@ -123,6 +131,8 @@ class Ledger:
             self._next_id = state.id + 1
             self._late += sum(attempt.late is not None for attempt in state.attempts)
             self._retries += retries_of(state)
+            if state.id in self._held:
+                continue
             if state.status is Status.QUEUED:
                 self._work.wait(state.id, state.limits or Limits(), now)
             elif state.status is not Status.RUNNING:
@@ -141,6 +151,7 @@ class Ledger:
         events: list[Event] = []
         tasks: dict[int, Task] = {}
         new: dict[int, Wanted] = {}
+        again: dict[int, Wanted] = {}
         ids, next_id = [], self._next_id
         for one in wanted:
             ordinal = one.task.ordinal
@@ -155,13 +166,15 @@ class Ledger:
             next_id = max(next_id, id + 1)
             ids.append(id)
             if asked_before(writing, new, id, one):
+                again |= {id: one} if id in self._held else {}
                 continue
             new[id] = one
             events.append(RolloutQueued(id, ordinal, one.sample, one.use, one.limits))
         writing.take(events)
         self._next_id = next_id
         now = time.monotonic()
-        for id, one in new.items():
+        self._held -= again.keys()
+        for id, one in (again | new).items():
             self._work.wait(id, one.limits, now)
         return ids
 
@@ -173,6 +186,7 @@ class Ledger:
         for place, event in enumerate(events):
             id = event.rollout
             self._work.queue.pop(id, None)
+            self._held.discard(id)
             self._work.leases.pop(Key(id, len(rollout_of(writing, id).attempts) - 1), None)
             self._ended(last - len(events) + 1 + place, id, Status.CANCELLED)
 
@@ -278,7 +292,7 @@ class Ledger:
         now, waiting = time.monotonic(), self._work.queue
         ended = {str(status): float(self._counts[status]) for status in Status if status in ENDED}
         return {
-            "queued": float(len(waiting)),
+            "queued": float(len(waiting) + len(self._held)),
             "running": float(len(self._work.leases)),
             **ended,
             "retries": float(self._retries),
@@ -411,3 +425,16 @@ class Ledger:
         known.heard = time.monotonic()
         if told is not None:
             known.told = told
+
+
+def cut_off(journal: Journal) -> None:
+    """End what runs in a journal that nobody else has open: it may be tried again, and nobody is blamed."""
+    ended = []
+    for state in journal.rollouts(Phase.RUNNING):
+        if not state.attempts[-1].runner:  # whoever queued it plays it
+            continue
+        before = [Outcome(attempt.status) for attempt in state.attempts[:-1]]
+        retry = limits_of(state).allow_another([*before, Outcome.INFRA_ERROR])
+        key = Key(state.id, len(state.attempts) - 1)
+        ended.append(AttemptEnded(*key, Outcome.INFRA_ERROR, INTERRUPTED, retry, watched=True, at=time.time()))
+    journal.append(ended)

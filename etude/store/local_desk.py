@@ -42,7 +42,7 @@ from etude.store.events import (
 )
 from etude.store.journal import Journal, Writing
 from etude.store.keys import Keyring
-from etude.store.ledger import Claimant, Ledger, Lent, Watch
+from etude.store.ledger import Claimant, Ledger, Lent, Watch, cut_off
 from etude.store.plain import plain
 from etude.store.states import RolloutState, TaskState
 from etude.store.words import attempt_of, earned
@@ -59,9 +59,13 @@ ENDS = (AttemptEnded, RolloutCancelled, RolloutExpired)
 class LocalDesk(Desk):
     """A desk over a journal, which stays its opener's to close."""
 
-    def __init__(self, journal: Journal, keyring: Keyring | None = None) -> None:
+    def __init__(self, journal: Journal, keyring: Keyring | None = None, *, afresh: bool = False) -> None:
+        """afresh: what is open in the journal waits until it is asked for again, and what ran is cut off. So does a run
+        that first has to come to where it stood."""
         self._journal, self._keyring = journal, keyring or Keyring()
-        self._ledger = Ledger(journal)
+        if afresh:
+            cut_off(journal)
+        self._ledger = Ledger(journal, afresh=afresh)
         self._clerk = Clerk(journal, self._ledger)
 
     @property

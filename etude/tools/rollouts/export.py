@@ -18,7 +18,7 @@ from etude.observe import get_log, make_console, progress
 from etude.store import Journal
 from etude.tools.rollouts.files import draft, writer
 from etude.tools.rollouts.lines import document
-from etude.tools.rollouts.reading import Story, opened, settled, stories, tokenizer_of
+from etude.tools.rollouts.reading import opened, settled, stories, tokenizer_of
 from etude.tools.rollouts.sets import Chosen, Form, Row, demonstrations, pairs, schema
 from etude.tools.rollouts.spans import trace
 

@@ -19,7 +19,12 @@ __all__ = ["document"]
 def document(story: Story, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The rollout; with what the model was shown as text, where there is a tokenizer."""
     state = story.state
-    told = {"rollout": state.id, "split": state.use, "sample": state.sample, "status": str(state.status)}
+    told: dict[str, Any] = {
+        "rollout": state.id,
+        "split": state.use,
+        "sample": state.sample,
+        "status": str(state.status),
+    }
     told |= {"settled": state.settled and str(state.settled), "step": story.task.step, "why": state.why}
     told |= told_task(story.task) | {"fields": dict(story.task.fields), "dropped": story.task.cause}
     told |= {"limits": state.limits and state.limits.document()}

@@ -1,8 +1,8 @@
-"""A rollout as a trace of OpenTelemetry's: a span for it, one for each attempt, one for each turn, and the spans that an
-agent sent of its own.
+"""A rollout as a trace of OpenTelemetry's: a span for it, one for each attempt, one for each turn, and the spans that
+an agent sent of its own.
 
-The form is that of OTLP in JSON, an export a line, which collectors read from files (`otlpjsonfile`) and take by POST at
-`/v1/traces`. Ids follow from the run and the rollout, so that what is exported twice is the same trace.
+The form is that of OTLP in JSON, an export a line, which collectors read from files (`otlpjsonfile`) and take by POST
+at `/v1/traces`. Ids follow from the run and the rollout, so that what is exported twice is the same trace.
 
 A journal says when a turn was written down, and not when its call began: a turn's span begins where the one before it
 ended, and has the agent's own work in it.
@@ -42,7 +42,12 @@ def _spans(story: Story, run: str) -> Iterator[Span]:
     whole = _named(run, state.id)
     began = min((tried.began for tried in story.attempts), default=0.0)
     ended = max((tried.ended for tried in story.attempts), default=0.0)
-    told = {"etude.rollout": state.id, "etude.task": task.id, "etude.sample": state.sample, "etude.split": state.use}
+    told: dict[str, Any] = {
+        "etude.rollout": state.id,
+        "etude.task": task.id,
+        "etude.sample": state.sample,
+        "etude.split": state.use,
+    }
     told |= {"etude.status": str(state.status), "etude.reward": story.earned, "etude.step": task.step}
     told |= {"etude.data_source": task.source or None, "etude.fields": json.dumps(dict(task.fields))}
     failed = state.why or (state.last.error if state.last is not None else "")
