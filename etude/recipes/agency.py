@@ -100,8 +100,8 @@ def agency(
             )
             check = stack.enter_context(processes).check
         else:
-            told = "Runners may join: ETUDE_STORE_KEY=$(cat %s) etude runner %s --url %s"
-            get_log("recipes").info(told, directory / RUNNER_KEY, asked.path or "AGENT", serving.url)
+            told = "Runners may join: `etude runner %s --url %s`, with what is in %s as their ETUDE_STORE_KEY."
+            get_log("recipes").info(told, asked.path or "AGENT", serving.url, directory / RUNNER_KEY)
         yield Agency(desk, endpoint, serving.url, check)
 
 

@@ -14,6 +14,16 @@ from etude.agents.agent import RolloutInfo
 from etude.errors import StoreError
 from etude.records import Task
 
+TALKS: dict[str, Any] = {
+    "agent.path": f"{__name__}:talker",
+    "reward": "environment",
+    "reward.path": None,
+    "collect.tasks": 4,
+    "collect.group_size": 4,
+    "steps": 1,
+    "train.clip": 1e9,
+}
+"""The options of a short run by `talker`."""
 PLAYED: list[tuple[int, int]] = []
 """Which attempts were played in this process."""
 at_once, most = [0], [0]

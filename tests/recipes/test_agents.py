@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import socket
 import threading
-import time
 from contextlib import closing
 from itertools import combinations
 from pathlib import Path
@@ -29,23 +27,8 @@ from etude.store import Journal, Status, open_store
 from etude.store.client import RemoteDesk
 from etude.store.keys import Keyring
 from tests.recipes import players
+from tests.recipes.players import TALKS
 from tests.recipes.runs import Captured, measured, refused_run, run_of, same, train, weights
-
-TALKS: dict[str, Any] = {
-    "agent.path": f"{players.__name__}:talker",
-    "reward": "environment",
-    "reward.path": None,
-    "collect.tasks": 4,
-    "collect.group_size": 4,
-    "steps": 1,
-    "train.clip": 1e9,
-}
-
-
-@pytest.fixture(scope="module")
-def talked(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps by an agent, which nobody disturbed. Look at it; do not go on with it."""
-    return train(world, tmp_path_factory.mktemp("talked") / "run", **TALKS | {"steps": 2})
 
 
 def journal(run: Path) -> Journal:
@@ -236,8 +219,9 @@ def test_calls_that_are_answered_at_once(world: Path, talked: Path, tmp_path: Pa
 
 def test_nobody_who_plays_is_waited_for_so_long(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "LISTENING", 0.2)
-    with pytest.raises(CollectionError, match="No runner has spoken for .*, and 16 rollouts wait for one"):
-        train(world, tmp_path / "run", **TALKS | {"agent.runners": 0, "agent.patience": 1})
+    run = run_of(world, directory=tmp_path / "run", **TALKS | {"agent.runners": 0, "agent.patience": 1})
+    with build(run) as parts, pytest.raises(CollectionError, match="16 rollouts wait for one"):
+        practise(parts)
 
 
 def test_a_runner_that_says_nothing_has_lost_what_it_had(world: Path, tmp_path: Path) -> None:
@@ -245,22 +229,20 @@ def test_a_runner_that_says_nothing_has_lost_what_it_had(world: Path, tmp_path: 
     directory, port = tmp_path / "run", free_port()
 
     async def claim() -> None:
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            try:
-                key = (directory / "runner.key").read_text()
-                desk = RemoteDesk(f"http://127.0.0.1:{port}", key, patience_s=0)
-                if await desk.claim("ghost", 16, 5):
-                    return
-            except Exception:  # it is not there yet
-                await asyncio.sleep(0.1)
+        desk = RemoteDesk(f"http://127.0.0.1:{port}", (directory / "runner.key").read_text(), patience_s=10)
+        while not over.is_set():
+            await desk.claim("ghost", 16, 0.2)
+        await desk.close()
 
-    ghost = threading.Thread(target=lambda: asyncio.run(claim()))
-    ghost.start()
+    over = threading.Event()
+    ghost = threading.Thread(target=lambda: asyncio.run(claim()), daemon=True)
     silent = {"agent.runners": 0, "agent.silence": 1, "agent.listen": f"127.0.0.1:{port}", "collect.retries": 0}
-    with pytest.raises(CollectionError, match="Its runner 'ghost' said nothing for 1 s"):
-        train(world, directory, **TALKS | silent | {"collect.tasks": 1})
-    ghost.join()
+    with build(run_of(world, directory=directory, **TALKS | silent | {"collect.tasks": 1})) as parts:
+        ghost.start()
+        with pytest.raises(CollectionError, match="Its runner 'ghost' said nothing for 1 s"):
+            practise(parts)
+        over.set()
+        ghost.join()
 
 
 def test_options_without_an_agent_and_what_agents_cannot_do_are_refused(

@@ -16,7 +16,7 @@ from etude.errors import ConfigError
 
 __all__ = ["Writer", "draft", "writer"]
 
-MOST_ROWS, MOST_TOKENS = 1024, 2**20
+MOST_ROWS, MOST_TOKENS = 1024, 2**18
 """After so many rows, or about so many tokens, what was collected is written out."""
 
 

@@ -149,6 +149,9 @@ def pairs(groups: Iterable[Sequence[Story]], chosen: Chosen) -> Iterator[Row]:
 
 def _pair(tries: Sequence[Story], chosen: Chosen) -> Row | None:
     """What was best, of those that came to their end, and what was worst, if they differ enough."""
+    if len(tries) == 1:
+        chosen.left_out["had no other try that was asked the same"] += 1
+        return None
     good = [story for story in tries if story.state.status is Status.SUCCEEDED]
     best, worst = max(good, key=_earned, default=None), min(tries, key=_earned)
     if best is None or not _earned(best) - _earned(worst) > 0:
