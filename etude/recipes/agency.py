@@ -26,6 +26,7 @@ from etude.agents.proxy.policy import seeds_of
 from etude.agents.proxy.upstream import Upstream
 from etude.chat import Chat
 from etude.observe import Last, Metrics, get_log
+from etude.recipes.agents import place_of
 from etude.recipes.run import Run
 from etude.records import SamplingParams
 from etude.store import Journal
@@ -78,7 +79,7 @@ def agency(
             context=longest,
             train=_unseeded(run.sampling.params(0)),
             val=_unseeded(run.evaluate.sampling.beside(run.sampling).params(0)),
-            seeds=seeds_of(run.seed),
+            seeds=lambda rollout, *which: seeds_of(run.seed)(place_of(rollout), *which),
             config=EndpointConfig(
                 max_running=asked.calls,
                 max_waiting=8 * asked.calls,
@@ -102,8 +103,8 @@ def agency(
             )
             check = stack.enter_context(processes).check
         else:
-            told = "Runners may join: ETUDE_STORE_KEY=$(cat %s) etude runner %s --url %s"
-            get_log("recipes").info(told, directory / RUNNER_KEY, asked.path or "AGENT", serving.url)
+            told = "Runners may join: `etude runner %s --url %s`, with what is in %s as their ETUDE_STORE_KEY."
+            get_log("recipes").info(told, asked.path or "AGENT", serving.url, directory / RUNNER_KEY)
         yield Agency(desk, endpoint, serving.url, check)
 
 

@@ -49,7 +49,10 @@ from etude.store.words import (
     why_over,
 )
 
-__all__ = ["Claimant", "Ledger", "Lent", "Watch"]
+__all__ = ["INTERRUPTED", "Claimant", "Ledger", "Lent", "Watch"]
+
+INTERRUPTED = "The run was stopped while this was under way."
+"""The error of an attempt that a stop of its run ended; it says nothing of the rollout and is not held against it."""
 
 LAST_ID, FARTHEST = 2**63 - 1, 2**62
 """The largest number of a journal; and the largest id that may be given, beyond which there is room for others."""
@@ -292,7 +295,7 @@ class Ledger:
         now, waiting = time.monotonic(), self._work.queue
         ended = {str(status): float(self._counts[status]) for status in Status if status in ENDED}
         return {
-            "queued": float(len(waiting)),
+            "queued": float(len(waiting) + len(self._asleep)),
             "running": float(len(self._work.leases)),
             **ended,
             "retries": float(self._retries),
@@ -375,7 +378,7 @@ class Ledger:
         id = next(iter(self._work.queue))
         state = rollout_of(writing, id)
         key = Key(id, len(state.attempts))
-        writing.take([AttemptStarted(*key, runner)])
+        writing.take([AttemptStarted(*key, runner, time.time())])
         del self._work.queue[id]
         self._work.lend(key, runner, limits_of(state), now)
         task = writing.state(TaskState, state.task)
@@ -410,7 +413,7 @@ class Ledger:
         state = rollout_of(writing, key.rollout)
         outcomes = [Outcome(attempt.status) for attempt in state.attempts[:-1]]
         retry = outcome in RETRIED and limits_of(state).allow_another([*outcomes, outcome])
-        position = writing.take([*before, AttemptEnded(*key, outcome, error, retry, watched)])
+        position = writing.take([*before, AttemptEnded(*key, outcome, error, retry, watched, time.time())])
         self._work.leases.pop(key, None)
         self._over.append(key)
         if retry:

@@ -45,7 +45,7 @@ from etude.store.events import (
 )
 from etude.store.journal import Journal, Writing
 from etude.store.keys import Keyring
-from etude.store.ledger import Claimant, Ledger, Lent, Watch
+from etude.store.ledger import INTERRUPTED, Claimant, Ledger, Lent, Watch
 from etude.store.plain import plain
 from etude.store.states import Phase, RolloutState, Status, TaskState
 from etude.store.words import attempt_of, earned, said_before
@@ -56,8 +56,6 @@ LATE_S = 600.0
 """How long the keys of an attempt are good beyond its time."""
 UNLIMITED_S = 30 * 86400.0
 """How long they are where it may take any time."""
-INTERRUPTED = "Who wanted it was stopped while it was under way."
-"""The error of an attempt that ended with the desk before; it says nothing of who played it."""
 ENDS = (AttemptEnded, RolloutCancelled, RolloutExpired)
 
 
@@ -164,7 +162,7 @@ class LocalDesk(Desk):
         def record(writing: Writing, _: object) -> int:
             index = attempt_of(writing, key).turns
             placed = turn if turn.index == index else replace(turn, index=index)
-            writing.take([TurnRecorded(*key, placed)])
+            writing.take([TurnRecorded(*key, placed, time.time())])
             return index
 
         if turn.reward is not None:
@@ -302,7 +300,9 @@ def _put_down(journal: Journal) -> list[int]:
     under_way = [(state.id, len(state.attempts) - 1) for state in left if state.status is Status.RUNNING]
     if under_way:
         outcome = Outcome.INFRA_ERROR
-        journal.append([AttemptEnded(*key, outcome, INTERRUPTED, retry=True, watched=True) for key in under_way])
+        journal.append(
+            [AttemptEnded(*key, outcome, INTERRUPTED, retry=True, watched=True, at=time.time()) for key in under_way]
+        )
     return [state.id for state in left]
 
 

@@ -24,8 +24,9 @@ from etude.store.client import RemoteDesk
 from etude.store.desk import Desk, Key, Limits, Wanted
 from etude.store.gate import Gate
 from etude.store.keys import Keyring
+from etude.store.ledger import INTERRUPTED
 from etude.store.line import Line
-from etude.store.local_desk import INTERRUPTED, LocalDesk
+from etude.store.local_desk import LocalDesk
 from etude.store.server import app, serve
 from tests.agents.desks import QUICK
 from tests.components import require

@@ -106,7 +106,7 @@ def _answering(endpoint: Endpoint, dialect: Dialect) -> Callable[[Request], Awai
             key = _entitled(endpoint, request)
             body = await _body(request, endpoint.config.max_body_mib)
             tags = [tag for each in request.headers.get("x-etude-tags", "").split(",") if (tag := each.strip())]
-            call = await endpoint.open(dialect, key, body, tags, began)
+            call = await endpoint.open(dialect, key, body, tags, began, request.headers.get("x-etude-state", ""))
             if call.asked.stream:
                 return _Streamed(endpoint, call)
             told = await _unless_gone(request.receive, endpoint.answer(call))

@@ -24,7 +24,7 @@ from etude.agents.proxy.meter import Meter
 from etude.agents.proxy.notary import Call, Notary, over
 from etude.agents.proxy.opening import opening
 from etude.agents.proxy.policy import Parameters, Policy, Seeds, seeds_of
-from etude.agents.proxy.record import Prompt, Sitting
+from etude.agents.proxy.record import Prompt, Sitting, named_state
 from etude.agents.proxy.upstream import Upstream
 from etude.chat import Chat
 from etude.chat.tokenizer import Ids
@@ -34,7 +34,7 @@ from etude.observe import get_log
 from etude.records import SamplingParams
 from etude.store.desk import Desk, Find, Key, Use
 from etude.store.keys import Keyring
-from etude.store.states import LIVE
+from etude.store.states import LIVE, Status
 
 __all__ = ["Endpoint", "EndpointConfig"]
 
@@ -159,9 +159,16 @@ class Endpoint:
         return grant.key
 
     async def open(
-        self, dialect: Dialect, key: Key, body: Body, tags: Sequence[str] = (), began: float | None = None
+        self,
+        dialect: Dialect,
+        key: Key,
+        body: Body,
+        tags: Sequence[str] = (),
+        began: float | None = None,
+        state: str = "",
     ) -> Call:
-        """Understand a call, and find the ids that it asks to go on from."""
+        """Understand a call, and find the ids that it asks to go on from. state: a name for the state that the agent is
+        in; without one it is all that the model is shown."""
         began = time.perf_counter() if began is None else began
         asked = self._known(dialect.parse(body))
         sitting = await self._sitting(key)
@@ -170,7 +177,8 @@ class Endpoint:
         prompt, opened = await self._prompt(sitting, asked)
         sitting.calls += 1
         id = f"{dialect.prefix}{key.rollout}-{key.attempt}-{sitting.calls}"
-        call = Call(id, dialect, asked, sitting, prompt, opened, sampling, ignored, tuple(tags), began)
+        anchor = named_state(state) if state else prompt.hash
+        call = Call(id, dialect, asked, sitting, prompt, opened, sampling, ignored, tuple(tags), began, anchor)
         if self._context is not None and len(call.shown) >= self._context:
             raise await self._too_long(call, self._context)
         return call
@@ -207,19 +215,21 @@ class Endpoint:
         """The attempt at the endpoint. At its first call, the desk is asked whether it runs, and what for."""
         found = self._sittings.get(key)
         if found is None:
-            use = await self._use(key)
-            found = self._sittings.setdefault(key, Sitting(key, use, self.chat))
+            use, draw = await self._use(key)
+            found = self._sittings.setdefault(key, Sitting(key, use, self.chat, draw))
         found.spoke = time.monotonic()
         return found
 
-    async def _use(self, key: Key) -> Use:
+    async def _use(self, key: Key) -> tuple[Use, int]:
+        """What the attempt is for, and which draw it is: one that infrastructure broke is made again as it was."""
         page = await self.desk.find(Find(ids=(key.rollout,), limit=1))
         attempts = page.rollouts[0].attempts if page.rollouts else ()
         if not 0 <= key.attempt < len(attempts):
             raise Refusal(f"The store knows no attempt {key.attempt} at rollout {key.rollout}.", "forbidden")
         if attempts[key.attempt].status not in LIVE:
             raise over(key)
-        return page.rollouts[0].use
+        draw = sum(attempt.status is not Status.INFRA_ERROR for attempt in attempts[: key.attempt])
+        return page.rollouts[0].use, draw
 
     async def _too_long(self, call: Call, context: int) -> Refusal:
         """A prompt that the model cannot be shown, noted."""

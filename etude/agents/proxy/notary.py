@@ -41,6 +41,8 @@ class Call:
     """Which of the agent's parameters were not followed."""
     tags: tuple[str, ...]
     began: float
+    anchor: int
+    """Names the state that it was made in, for credit that compares what was done in the same state."""
     shown: Ids = field(init=False)
     """All that the model is shown."""
 
@@ -72,7 +74,7 @@ class Notary:
 
     async def turn(self, call: Call, completion: Completion) -> int:
         """Write a turn; its index. Returns once it is acknowledged."""
-        turn = Turn(call.shown, completion, 0, self._model, call.tags)
+        turn = Turn(call.shown, completion, 0, self._model, call.tags, anchor=call.anchor)
         index = await self._written(call, self._desk.turn(call.sitting.key, turn))
         counts = self._meter.counts
         counts["turns"] += 1
