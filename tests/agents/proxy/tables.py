@@ -29,7 +29,7 @@ Table = Mapping[str, Mapping[str, float]]
 """By a token: what may follow it, and how often."""
 START, END = "\n", "<|im_end|>"
 ENDS = (END, "<|endoftext|>")
-CONTEXT = 8192
+CONTEXT = 32768
 THOUGHTS: Table = {
     "<think>": {"t": 1},
     "t": {"h": 1},
@@ -46,10 +46,10 @@ CALLS: Table = THOUGHTS | {
     "\n\n": {" Let me look.  ": 0.3, "<tool_call>": 0.4, "It is seven. ": 0.3},
     " Let me look.  ": {"<tool_call>": 1},
     "<tool_call>": {'{"name": "look", "arguments": {"key":  "': 0.6, '\n{ "arguments":{"key":"': 0.4},
-    '{"name": "look", "arguments": {"key":  "': {"x1": 0.5, "ü2": 0.5},
+    '{"name": "look", "arguments": {"key":  "': {"x1": 0.5, "y2": 0.5},
     '\n{ "arguments":{"key":"': {"x1 ": 0.5, "ü2 ": 0.5},
     "x1": {'"}}': 1},
-    "ü2": {'"} }\n': 0.9, '"]}': 0.1},
+    "y2": {'"} }\n': 0.9, '"]}': 0.1},
     "x1 ": {'"}, "name":"look"}': 1},
     "ü2 ": {'"} , "name":"look"}': 1},
     **{end: {"</tool_call>": 1} for end in ('"}}', '"} }\n', '"]}', '"}, "name":"look"}', '"} , "name":"look"}')},
@@ -63,9 +63,9 @@ CODE: Table = THOUGHTS | {
     "\n\n": {"Thought: I look.\n": 1},
     "Thought: I look.\n": {"<code>\n": 1},
     "<code>\n": {'found = look("': 0.7, "final_answer(found)\n": 0.3},
-    'found = look("': {"x1": 0.5, "ü2": 0.5},
+    'found = look("': {"x1": 0.5, "y2": 0.5},
     "x1": {'")\n': 1},
-    "ü2": {'")\n': 1},
+    "y2": {'")\n': 1},
     '")\n': {"print( found )\n": 1},
     "print( found )\n": {"</code>": 1},
     "final_answer(found)\n": {"</code>": 1},
@@ -110,7 +110,7 @@ def tokenizer_of(table: Table, template: str, directory: Path) -> Tokenizer:
     inner = byte_level(template, ENDS)
     known = inner.get_vocab()
     inner.add_tokens(
-        [AddedToken(piece, normalized=False) for piece in table if piece not in known and piece not in ("\n", "\n\n")]
+        [AddedToken(piece, normalized=False) for piece in table if piece not in known and piece != START]
     )
     return Tokenizer.load(save(directory, inner, template, ENDS))
 
