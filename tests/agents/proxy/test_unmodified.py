@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -63,21 +64,21 @@ def assert_linear(world: World, runs: list[list[Turn]], before: dict[str, float]
     return told
 
 
-def played(world: World, play: Callable[[str, str], Awaitable[None]]) -> list[list[Turn]]:
+def played(world: World, play: Callable[[str, str], Awaitable[Any]], runs: int = RUNS) -> list[list[Turn]]:
     """What is recorded of some runs of an agent."""
-    claims = [world.attempt() for _ in range(RUNS)]
 
-    async def all_of_them() -> None:
+    async def all_of_them() -> list[list[Turn]]:
         places = asyncio.Semaphore(AT_ONCE)
 
-        async def one(key: str) -> None:
+        async def one() -> list[Turn]:
             async with places:
-                await play(world.url, key)
+                claim = world.attempt()
+                await play(world.url, claim.model_key)
+                return world.turns(claim.key)
 
-        await asyncio.gather(*(one(claim.model_key) for claim in claims))
+        return await asyncio.gather(*(one() for _ in range(runs)))
 
-    asyncio.run(all_of_them())
-    return [world.turns(claim.key) for claim in claims]
+    return asyncio.run(all_of_them())
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -112,3 +113,49 @@ def test_smolagents(coder: World, streamed: bool) -> None:
     assert_linear(coder, runs, before)
     decode = coder.endpoint.chat.tokenizer.decode
     assert all("</code>\nCalling tools:" in decode(turns[-1].prompt) for turns in runs if len(turns) > 1)
+
+
+def test_an_agent_that_retells_its_calls_branches(caller: World) -> None:
+    """smolagents' other agent writes what it called into the history as text of its own: nobody sampled that."""
+    before, most = counted(caller), 4
+
+    def play(url: str, key: str) -> Awaitable[None]:
+        return asyncio.to_thread(
+            unmodified.smolagent, url, key, smolagents.ToolCallingAgent, streamed=False, most=most, tool_choice="auto"
+        )
+
+    runs = played(caller, play, 4)
+    told = {name: count - before[name] for name, count in counted(caller).items()}
+    assert {len(turns) for turns in runs} == {most + 1}, "as many as it may, and one to conclude"
+    assert told["turns"] == sum(map(len, runs)) and told["turns_branched"] >= len(runs)
+    assert told["turns_continued"] == sum(map(continued, runs))
+
+
+def test_the_tokens_that_a_template_would_have_changed_are_counted(caller: World) -> None:
+    """As somebody finds them who renders each conversation anew and compares."""
+    before, wanted = counted(caller), 0
+    for _ in range(4):
+        claim = caller.attempt()
+        last = unmodified.plain(caller.url, claim.model_key)
+        turns = caller.turns(claim.key)
+        ends = [at for at, message in enumerate(last) if at > 2 and message["role"] == "assistant"] + [len(last)]
+        for turn, end in zip(turns[1:], ends, strict=False):
+            kept, anew = turn.prompt.tolist(), caller.endpoint.chat.prompt_ids(last[:end], [unmodified.LOOK]).tolist()
+            alike = len(commonprefix([kept, anew]))
+            kept, anew = kept[alike:], anew[alike:]
+            wanted += max(len(kept), len(anew)) - len(commonprefix([kept[::-1], anew[::-1]]))
+    assert counted(caller)["tokens_rerendered"] - before["tokens_rerendered"] == wanted > 0
+
+
+@pytest.mark.soak
+def test_hundreds_of_runs(caller: World, coder: World) -> None:
+    kinds: list[tuple[World, Callable[[str, str], Awaitable[Any]]]] = [
+        (caller, lambda url, key: asyncio.to_thread(unmodified.langgraph, url, key, streamed=False)),
+        (caller, lambda url, key: unmodified.openai_agents(url, key, responses=True, streamed=True)),
+        (caller, lambda url, key: unmodified.openai_agents(url, key, responses=False, streamed=True)),
+        (caller, lambda url, key: asyncio.to_thread(unmodified.plain, url, key)),
+        (coder, lambda url, key: asyncio.to_thread(unmodified.smolagent, url, key, smolagents.CodeAgent, streamed=False)),
+    ]
+    for world, play in kinds:
+        before = counted(world)
+        assert_linear(world, played(world, play, 60), before)

@@ -81,7 +81,7 @@ async def openai_agents(url: str, key: str, *, responses: bool, streamed: bool) 
             return
 
 
-def smolagent(url: str, key: str, kind: Callable[..., Any], *, streamed: bool, most: int = 20) -> None:
+def smolagent(url: str, key: str, kind: Callable[..., Any], *, streamed: bool, most: int = 20, **more: Any) -> None:
     """An agent of smolagents that writes Python, or one that calls tools."""
 
     @tool
@@ -93,7 +93,7 @@ def smolagent(url: str, key: str, kind: Callable[..., Any], *, streamed: bool, m
         """
         return found(key)
 
-    model = smolagents.OpenAIModel("policy", api_base=url, api_key=key)
+    model = smolagents.OpenAIModel("policy", api_base=url, api_key=key, **more)
     agent = kind(tools=[look], model=model, max_steps=most, stream_outputs=streamed, verbosity_level=LogLevel.OFF)
     agent.run(QUESTION)
 
