@@ -101,8 +101,8 @@ class Conversation:
         answer: Message,
         stop: str = "",
     ) -> None:
-        """Remember an answer: the messages and ids it was given, the ids it is, the message it was read as, and the stop
-        string that ended it, if one did."""
+        """Remember an answer: the messages and ids it was given, the ids it is, the message it was read as, and the
+        stop string that ended it, if one did."""
         messages = tuple(messages)
         kept = next((each for each in self._continued(messages, tools) if _begins(prompt_ids, each.ids)), None)
         known = kept.history if kept else ()

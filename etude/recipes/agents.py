@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -57,6 +58,9 @@ class AgentConfig(Config):
         "force", description="force: the run's sampling parameters hold; default: the agent's own, where it sets them"
     )
     calls: int = Field(256, ge=1, description="calls to the model that are answered at once; more of them wait")
+    external: Path | None = Field(
+        None, description="a YAML file of other providers' models that agents may ask for: recorded, never trained"
+    )
     listen: str = Field(
         "127.0.0.1:0",
         pattern=r"^\S+:\d{1,5}$",

@@ -77,8 +77,8 @@ class Sitting:
     async def heard(
         self, asked: Asked, shown: Ids, completion: Completion, answer: Message, stop: str | None = None
     ) -> None:
-        """Remember an answer to what was shown, so that what goes on from it continues it exactly. stop: the stop string
-        that ended it."""
+        """Remember an answer to what was shown, so that what goes on from it continues it exactly. stop: the stop
+        string that ended it."""
         whole = np.concatenate([shown, completion.ids])
         self._served.setdefault(len(whole), set()).add(blake2b(whole.tobytes(), digest_size=16).digest())
         if asked.prompt is not None:

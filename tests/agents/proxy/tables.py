@@ -109,9 +109,7 @@ def tokenizer_of(table: Table, template: str, directory: Path) -> Tokenizer:
     """A tokenizer that has each token of a table."""
     inner = byte_level(template, ENDS)
     known = inner.get_vocab()
-    inner.add_tokens(
-        [AddedToken(piece, normalized=False) for piece in table if piece not in known and piece != START]
-    )
+    inner.add_tokens([AddedToken(piece, normalized=False) for piece in table if piece not in known and piece != START])
     return Tokenizer.load(save(directory, inner, template, ENDS))
 
 
