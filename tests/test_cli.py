@@ -70,14 +70,8 @@ NAMES = (
     "completion",
 )
 DATA = [["data", "prepare"], ["data", "show"]]
-COMMANDS = [
-    *([name] for name in NAMES),
-    ["config", "show"],
-    ["demo", "language"],
-    ["demo", "agent"],
-    ["demo", "algorithms"],
-    *DATA,
-]
+DEMOS = [["demo", "language"], ["demo", "agent"], ["demo", "algorithms"]]
+COMMANDS = [*([name] for name in NAMES), ["config", "show"], *DEMOS, *DATA]
 SWEPT = {"--multirun", "generate"}  # several runs, or words that are no options
 
 
@@ -91,17 +85,7 @@ def test_help_is_there_for_every_command(command: list[str], capsys: Captured) -
 
 @pytest.mark.parametrize(
     "command",
-    [
-        [],
-        ["train"],
-        ["eval"],
-        ["generate"],
-        ["config", "show"],
-        ["demo"],
-        ["demo", "agent"],
-        ["demo", "algorithms"],
-        *DATA,
-    ],
+    [[], ["train"], ["eval"], ["generate"], ["config", "show"], ["demo"], *DEMOS[1:], *DATA],
     ids=" ".join,
 )
 def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured) -> None:
