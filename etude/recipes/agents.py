@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -23,7 +23,7 @@ from etude.rewards import Judge, Verdict
 from etude.store import Journal, RolloutState, Status, TaskDropped
 from etude.store.desk import Desk, Find, Limits, Wanted
 
-__all__ = ["SCORED", "AgentConfig", "Agents", "Losses", "Scorings"]
+__all__ = ["SCORED", "AgentConfig", "Agents", "Losses", "Scorings", "asked_of"]
 
 SCORED = 2**40
 """From this ordinal on tasks are asked only to score the model; no step trains on them."""
@@ -250,6 +250,12 @@ def rows(turns: Sequence[Turn]) -> int:
     return len(heads)
 
 
+def asked_of(fields: Mapping[str, Any]) -> Any:
+    """What a task asks: its prompt, or whatever else it says."""
+    prompt = fields.get("prompt")
+    return prompt if prompt is not None else {name: fields[name] for name in fields if name not in ADDED}
+
+
 class Scorings:
     """Plays attempts that score the model: under names of their own, and set aside as soon as they are over."""
 
@@ -265,8 +271,7 @@ class Scorings:
 
     def asked(self, task: Task) -> object:
         """The prompt, or whatever else the task says."""
-        prompt = task.fields.get("prompt")
-        return prompt if prompt is not None else {name: task.fields[name] for name in task.fields if name not in ADDED}
+        return asked_of(task.fields)
 
     def retold(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
         """What was said after the first prompt, in its order."""
