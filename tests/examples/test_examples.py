@@ -30,7 +30,7 @@ OWN_METRICS = {"pace"}
 
 def said(words: list[str], folder: Path) -> str:
     """What a command prints, started as a person would, with the examples on the path."""
-    env = {**os.environ, "PYTHONPATH": str(EXAMPLES)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(ROOT)])}
     done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
