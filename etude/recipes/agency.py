@@ -64,10 +64,12 @@ def agency(
     if agent is None and asked.path is not None:
         agent = load_agent(asked.path)
     host, _, port = asked.listen.rpartition(":")
-    keyring = Keyring(_kept(directory / SECRET, secrets.token_urlsafe(32)).encode())
-    _kept(directory / RUNNER_KEY, keyring.runner)
+    kept = directory / SECRET
+    secret = kept.read_text(encoding="utf-8").strip() if kept.exists() else _write(kept, secrets.token_urlsafe(32))
+    keyring = Keyring(secret.encode())
+    _write(directory / RUNNER_KEY, keyring.runner)
     with ExitStack() as stack:
-        desk = LocalDesk(journal, keyring)
+        desk = LocalDesk(journal, keyring, anew=True)
         stack.callback(lambda: asyncio.run(desk.close()))
         endpoint = Endpoint(
             desk,
@@ -86,6 +88,7 @@ def agency(
                 external=external_models(asked.external),
             ),
         )
+        desk.tell(endpoint.over)
         serving = stack.enter_context(
             serve(desk, keyring, host=host, port=int(port), routers=[router(endpoint)], beside=[endpoint])
         )
@@ -114,12 +117,12 @@ def _unseeded(params: SamplingParams) -> SamplingParams:
     return replace(params, seed=None)
 
 
-def _kept(path: Path, text: str) -> str:
-    """What a file holds that only its owner reads; made with this text if it is not there."""
+def _write(path: Path, text: str) -> str:
+    """Have a file hold this that only its owner reads: whole, or as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
-    except FileExistsError:
-        pass
-    return path.read_text(encoding="utf-8").strip()
+    draft = path.with_name(f"{path.name}.draft")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    draft.rename(path)
+    return text

@@ -20,7 +20,7 @@ from etude.recipes.play import Played, Seeds
 from etude.recipes.sampling import Sampling
 from etude.records import Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
-from etude.store import Journal, RolloutState, Status, TaskDropped
+from etude.store import Journal, Phase, RolloutState, Status, TaskDropped
 from etude.store.desk import Desk, Find, Limits, Wanted
 
 __all__ = ["SCORED", "AgentConfig", "Agents", "Losses", "Scorings", "asked_of"]
@@ -133,12 +133,15 @@ class Agents:
         loop = asyncio.get_running_loop()
         for id, _, _ in wanted:
             self._ends.setdefault(id, loop.create_future())
-        asked = [Wanted(task, sample, id, use, self._limits) for id, task, sample in wanted]
-        await self._desk.enqueue(asked)
-        ids = [id for id, _, _ in wanted]
-        for at in range(0, len(ids), PAGE):  # one that had ended before it was asked for is not told of again
+        ids, before = [id for id, _, _ in wanted], dict[int, RolloutState]()
+        for at in range(0, len(ids), PAGE):  # those that a run asked for which was killed since
             page = await self._desk.find(Find(ids=tuple(ids[at : at + PAGE]), limit=PAGE))
-            self._tell([state for state in page.rollouts if state.status not in (Status.QUEUED, Status.RUNNING)])
+            before.update({state.id: state for state in page.rollouts})
+        limits = {id: state.limits or self._limits for id, state in before.items()}  # what was asked for stays as it is
+        await self._desk.enqueue(
+            [Wanted(task, sample, id, use, limits.get(id, self._limits)) for id, task, sample in wanted]
+        )
+        self._tell([state for state in before.values() if state.status not in (Status.QUEUED, Status.RUNNING)])
 
     async def played(self, id: int, task: Task) -> Played:
         """How a rollout ended that was asked for."""
@@ -148,8 +151,9 @@ class Agents:
             state = await self._ends[id]
         finally:
             self._ends.pop(id, None)
-            if not self._ends:
+            if not self._ends and self._waiter is not None:
                 self._waiter.cancel()
+                self._waiter = None
         return await self._read(state, task)
 
     async def forget(self, ids: Sequence[int], why: str) -> None:
@@ -285,5 +289,6 @@ class Scorings:
         named = replace(task, ordinal=ordinal)
         await self._agents.ask([(ordinal, named, 0)], "val")
         played = await self._agents.played(ordinal, named)
-        self._store.append([TaskDropped(ordinal, self._step, "it was asked to score the model")])
+        if self._store.task(ordinal).phase is Phase.OPEN:  # else this step was scored before, by a run that was killed
+            self._store.append([TaskDropped(ordinal, self._step, "it was asked to score the model")])
         return played

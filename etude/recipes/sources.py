@@ -133,8 +133,9 @@ class AgentSource(Collector):
     """Rollouts by agents: each is asked for at the desk, played by a runner, and read back when it has ended.
 
     The desk writes what becomes of attempts, and tries again; what is written here is what the run makes of them: the
-    reward, where the agent gives none, the admission, the drop. What a kill of the trainer left queued or running is
-    not made again: its runner may still be at it.
+    reward, where the agent gives none, the admission, the drop. What a kill of the trainer left running is over and
+    what it left queued waits until it is asked for again here: by then the weights are those that it is to be sampled
+    with.
     """
 
     def __init__(

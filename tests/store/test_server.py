@@ -135,6 +135,22 @@ def test_bodies_are_inflated_and_bounded(store: Served, body: bytes, encoding: s
     assert store.verb("statistics", body, content_encoding=encoding).status_code == status
 
 
+@pytest.mark.parametrize("body", [b" " * 70_000, gzip.compress(b" " * 1_000_000)], ids=["long", "packed"])
+@pytest.mark.parametrize("key", [None, "etude.admin.made-up"])
+def test_of_who_has_no_key_little_is_read(store: Served, body: bytes, key: str | None) -> None:
+    encoding = "identity" if body[:1] == b" " else "gzip"
+    answer = store.ask("/v1/store/statistics", body, key, content_encoding=encoding)
+    assert answer.status_code == 401 and "more than 65536 bytes" in answer.json()["error"]["message"]
+    assert store.ask("/v1/store/statistics", b"{}", key).status_code == 401
+
+
+def test_a_path_writes_no_lines_of_its_own_into_the_log(store: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="etude"):
+        store.ask("/x%0A2026-01-01%20INFO%20forged%1b[31m", method="GET")
+    (said,) = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+    assert "\n" not in said and "\x1b" not in said
+
+
 def test_a_body_of_unsaid_length_is_bounded_too(store: Served) -> None:
     async def asked(client: httpx2.AsyncClient) -> int:
         async def parts() -> Any:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from etude.agents.proxy.anthropic import Anthropic
@@ -42,6 +43,10 @@ ROUTES: dict[str, Dialect] = {
     "/v1/messages": Anthropic(),
 }
 COUNTING = Anthropic(counting=True)
+READ_S = 60.0
+"""Seconds that a request may take to arrive."""
+UNREAD_S = 60.0
+"""Seconds for which a client may read nothing of a stream."""
 
 
 class GoneError(Exception):
@@ -76,8 +81,10 @@ def router(endpoint: Endpoint) -> APIRouter:
             key = _entitled(endpoint, request)
             body = await _body(request, endpoint.config.max_body_mib)
             return _json({"input_tokens": await endpoint.count(COUNTING, key, body)})
-        except Refusal as refusal:
-            return _refused(COUNTING, refusal)
+        except GoneError:
+            return Response(status_code=499)
+        except Exception as error:
+            return _refused(COUNTING, error if isinstance(error, Refusal) else _broken(error))
 
     async def models(request: Request) -> Response:
         """The models there are."""
@@ -119,12 +126,10 @@ def _answering(endpoint: Endpoint, path: str, dialect: Dialect) -> Callable[[Req
                 return _Streamed(dialect, partial(endpoint.stream, call), failed, _headers(call))
             told = await _unless_gone(request.receive, endpoint.answer(call))
             return _json(told, headers=_headers(call))
-        except Refusal as refusal:
-            return _refused(dialect, refusal)
         except GoneError:
             return Response(status_code=499)
         except Exception as error:
-            return _refused(dialect, _broken(error))
+            return _refused(dialect, error if isinstance(error, Refusal) else _broken(error))
 
     return answer
 
@@ -151,7 +156,7 @@ class _Streamed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         one = asyncio.Lock()
-        started = False
+        started = unread = False
         raw = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
 
         async def start() -> None:
@@ -159,21 +164,35 @@ class _Streamed(Response):
             started = True
             await send({"type": "http.response.start", "status": 200, "headers": raw})
 
+        async def given(data: bytes, more: bool = True) -> bool:
+            try:
+                async with asyncio.timeout(UNREAD_S):
+                    await send({"type": "http.response.body", "body": data, "more_body": more})
+            except TimeoutError:
+                return False
+            return True
+
         async def write(data: bytes) -> None:
+            nonlocal unread
             async with one:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                if unread or not await given(data):
+                    unread = True
+                    raise asyncio.CancelledError  # as where the client has gone
 
         try:
             await _unless_gone(receive, self._work(start, write))
         except GoneError:
             return
         except Exception as error:
+            if unread:
+                return
             refusal = error if isinstance(error, Refusal) else _broken(error)
             if not started:
                 await _refused(self._dialect, refusal)(scope, receive, send)
                 return
-            await write(self._failed(refusal))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if not await given(self._failed(refusal)):
+                return
+        await given(b"", more=False)
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -212,10 +231,16 @@ async def _body(request: Request, most_mib: float) -> Body:
     if length.isdigit() and int(length) > most:
         raise large
     data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > most:
-            raise large
+    try:
+        async with asyncio.timeout(READ_S):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > most:
+                    raise large
+    except ClientDisconnect as error:
+        raise GoneError from error
+    except TimeoutError as error:
+        raise Refusal(f"The request did not arrive within {READ_S:g} seconds.", "timeout") from error
     try:
         text = data.decode()
         body = json.loads(text, parse_constant=_no_number)

@@ -105,8 +105,10 @@ class Endpoint:
         self.elsewhere = Elsewhere(self.config.external, places, self._meter, self._notary, self.config.timeout_s)
         self._sittings: dict[Key, Sitting] = {}
         self._tending: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         self._tending = asyncio.create_task(self._tend(), name="etude-endpoint")
         return self
 
@@ -131,6 +133,16 @@ class Endpoint:
             "endpoint/attempts": len(self._sittings),
         }
         return self._meter.told() | now
+
+    def over(self, keys: Sequence[Key]) -> None:
+        """Attempts have ended: forget them. Any thread may say so."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, and nothing is remembered there
+                self._loop.call_soon_threadsafe(self._forget_all, tuple(keys))
+
+    def _forget_all(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self.forget(key)
 
     def forget(self, key: Key) -> None:
         """An attempt has ended: its calls are ended, and what it said is let go of."""
