@@ -114,7 +114,14 @@ DEMO = """\
 examples:
   etude demo                                  a language model from nothing to good, in about two minutes
   etude demo seed=1 --json                    the outcome as one JSON object on the last line
+  etude demo agent                            an agent written for OpenAI's client learns to use its tools
   etude demo algorithms --help                every loss on a problem that can be solved exactly"""
+
+AGENT_DEMO = """\
+examples:
+  etude demo agent                            runners are processes of their own
+  etude demo agent agent.strategy=shm         runners are threads of this process
+  etude demo agent seed=1 --json              the outcome as one JSON object on the last line"""
 
 ALGORITHMS = f"""\
 {OVERRIDES}
@@ -215,6 +222,10 @@ def _add_runs(commands: Any, debug: Parser) -> None:
     language = of_a_run(demos, LANGUAGE, told, DEMO, debug)
     language.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
     language.set_defaults(command=_demo_language)
+    told = "an agent that calls the model by OpenAI's client learns to use its tools"
+    agent = of_a_run(demos, "agent", told, AGENT_DEMO, debug)
+    agent.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
+    agent.set_defaults(command=_demo_agent)
     told = "train a table of logits by each loss, and draw the exact expected reward"
     algorithms = of_a_run(demos, "algorithms", told, ALGORITHMS, debug, roots={"": DEMO_RUN})
     algorithms.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
@@ -227,7 +238,7 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
     words = list(argv)
     if words[:1] == ["export"] and words[1:2] not in ([], [MODEL], ["rollouts"], ["-h"], ["--help"]):
         words.insert(1, MODEL)
-    if words[:1] == ["demo"] and words[1:2] not in (["algorithms"], [LANGUAGE], ["-h"], ["--help"]):
+    if words[:1] == ["demo"] and words[1:2] not in (["agent"], ["algorithms"], [LANGUAGE], ["-h"], ["--help"]):
         words.insert(1, LANGUAGE)
     return words
 
@@ -380,6 +391,17 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _demo_language(arguments: argparse.Namespace) -> None:
     from etude.demo.language import demonstrate
+
+    told = demonstrate(arguments.overrides, arguments.config)
+    if arguments.json:
+        print(json.dumps(told))
+
+
+def _demo_agent(arguments: argparse.Namespace) -> None:
+    from etude.agents import openai_clients
+
+    openai_clients()  # without it no attempt would come to anything, which is better known at once
+    from etude.demo.agent import demonstrate
 
     told = demonstrate(arguments.overrides, arguments.config)
     if arguments.json:

@@ -22,6 +22,7 @@ from etude.agents.execution.processes import ProcessRunners
 from etude.agents.execution.threads import ThreadRunners
 from etude.agents.proxy.app import router
 from etude.agents.proxy.endpoint import Endpoint, EndpointConfig
+from etude.agents.proxy.external import external_models
 from etude.agents.proxy.policy import seeds_of
 from etude.agents.proxy.upstream import Upstream
 from etude.chat import Chat
@@ -85,6 +86,7 @@ def agency(
                 max_waiting=8 * asked.calls,
                 timeout_s=asked.timeout,
                 parameters=asked.parameters,
+                external=external_models(asked.external),
             ),
         )
         desk.tell(endpoint.over)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -24,7 +25,7 @@ from etude.rewards import Judge, Verdict
 from etude.store import Journal, Phase, Rewarded, RolloutState, Status, TaskDropped, TaskState
 from etude.store.desk import Desk, Find, Limits, Wanted
 
-__all__ = ["SCORED", "AgentConfig", "Agents", "Losses", "Scorings", "place_of", "rewarded"]
+__all__ = ["SCORED", "AgentConfig", "Agents", "Losses", "Scorings", "asked_of", "place_of", "rewarded"]
 
 SCORED = 2**40
 """From this ordinal on tasks are asked only to score the model; no step trains on them."""
@@ -61,6 +62,9 @@ class AgentConfig(Config):
         "force", description="force: the run's sampling parameters hold; default: the agent's own, where it sets them"
     )
     calls: int = Field(256, ge=1, description="calls to the model that are answered at once; more of them wait")
+    external: Path | None = Field(
+        None, description="a YAML file of other providers' models that agents may ask for: recorded, never trained"
+    )
     listen: str = Field(
         "127.0.0.1:0",
         pattern=r"^\S+:\d{1,5}$",
@@ -309,6 +313,12 @@ def place_of(rollout: int) -> int:
     return rollout if rollout < SCORED else SCORED + (rollout - SCORED) % MOST_TASKS
 
 
+def asked_of(fields: Mapping[str, Any]) -> Any:
+    """What a task asks: its prompt, or whatever else it says."""
+    prompt = fields.get("prompt")
+    return prompt if prompt is not None else {name: fields[name] for name in fields if name not in ADDED}
+
+
 class Scorings:
     """Plays attempts that score the model: under names of their own, and set aside as soon as they are over.
 
@@ -329,8 +339,7 @@ class Scorings:
 
     def asked(self, task: Task) -> object:
         """The prompt, or whatever else the task says."""
-        prompt = task.fields.get("prompt")
-        return prompt if prompt is not None else {name: task.fields[name] for name in task.fields if name not in ADDED}
+        return asked_of(task.fields)
 
     def retold(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
         """What was said after the first prompt, in its order."""

@@ -162,8 +162,9 @@ class Answering:
         turn = await self._notary.turn(call, completion)
         if completion.finish == "abort":
             raise Refusal("The engine gave this answer up. Try again.", "failed")
-        await call.sitting.heard(call.asked, call.shown, completion, message)
-        return Said(message, completion, len(call.shown), self._stop(completion, call.sampling), turn)
+        stop = self._stop(completion, call.sampling)
+        await call.sitting.heard(call.asked, call.shown, completion, message, stop)
+        return Said(message, completion, len(call.shown), stop, turn)
 
     def _stop(self, completion: Completion, sampling: SamplingParams) -> str | None:
         """The stop string that an answer ended with: the first of those that end within its last token."""

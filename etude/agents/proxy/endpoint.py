@@ -19,6 +19,7 @@ from pydantic import Field
 
 from etude.agents.proxy.answering import Answering, Write
 from etude.agents.proxy.asked import Asked, Body, Dialect, Refusal
+from etude.agents.proxy.external import Elsewhere, External, Foreign
 from etude.agents.proxy.gate import Gate
 from etude.agents.proxy.meter import Meter
 from etude.agents.proxy.notary import Call, Notary, over
@@ -36,7 +37,7 @@ from etude.store.desk import Desk, Find, Key, Use
 from etude.store.keys import Keyring
 from etude.store.states import LIVE, Status
 
-__all__ = ["Endpoint", "EndpointConfig"]
+__all__ = ["Endpoint", "EndpointConfig", "no_model"]
 
 SWEEP = 15.0
 """Seconds between two looks for attempts that have ended."""
@@ -57,6 +58,9 @@ class EndpointConfig(Config):
         "force", description="force: the run's sampling parameters hold; default: the agent's own, where it sets them"
     )
     compare: bool = Field(True, description="count the tokens that rendering conversations anew would have changed")
+    external: dict[str, External] = Field(
+        {}, description="models of other providers, by the names that agents ask for: recorded, never trained"
+    )
 
 
 class Endpoint:
@@ -95,6 +99,10 @@ class Endpoint:
             seeds or seeds_of(0),
             timeout_s=self.config.timeout_s,
         )
+        if model in self.config.external:
+            raise ConfigError(f"The model that is trained is called '{model}' here; call the external one otherwise.")
+        places = Gate(self.config.max_running, self.config.max_waiting)
+        self.elsewhere = Elsewhere(self.config.external, places, self._meter, self._notary, self.config.timeout_s)
         self._sittings: dict[Key, Sitting] = {}
         self._tending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -110,6 +118,12 @@ class Endpoint:
             with suppress(asyncio.CancelledError):
                 await self._tending
         await self._notary.close()
+        await self.elsewhere.close()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names of the models that agents may ask for: first the one that is trained."""
+        return (self.model, *self.elsewhere.models)
 
     def metrics(self) -> Mapping[str, float]:
         """Counts since it was made, percentiles of its last calls' times in seconds, and how many are under way."""
@@ -189,14 +203,22 @@ class Endpoint:
         prompt, opened = await self._prompt(await self._sitting(key), asked)
         return len(prompt.ids) + len(opened)
 
+    async def foreign(self, path: str, key: Key, body: Body, tags: Sequence[str], began: float) -> Foreign | None:
+        """A call to a model of somebody else's, where it is one. path: after /v1."""
+        name = body.get("model")
+        if not isinstance(name, str) or name not in self.elsewhere.models:
+            return None
+        return Foreign(name, path, body, await self._sitting(key), tuple(tags), began)
+
     def _known(self, asked: Asked) -> Asked:
-        if asked.model != self.model:
+        if asked.model in self.elsewhere.models:
             raise Refusal(
-                f"There is no model '{asked.model}' here; there is '{self.model}'.",
-                "not_found",
+                f"The model '{asked.model}' is served by somebody else, in OpenAI's dialects alone: ask for it at "
+                "/v1/chat/completions, /v1/completions or /v1/responses.",
                 param="model",
-                code="model_not_found",
             )
+        if asked.model != self.model:
+            raise no_model(asked.model, self.models)
         return asked
 
     async def _prompt(self, sitting: Sitting, asked: Asked) -> tuple[Prompt, Ids]:
@@ -278,6 +300,13 @@ class Endpoint:
                 known = attempts.get(key.rollout, ())
                 if key.attempt >= len(known) or known[key.attempt].status not in LIVE:
                     self.forget(key)
+
+
+def no_model(name: str, models: Sequence[str]) -> Refusal:
+    """The refusal of a model that nobody knows."""
+    known = "', '".join(models)
+    told = f"There is no model '{name}' here; there is '{known}'."
+    return Refusal(told, "not_found", param="model", code="model_not_found")
 
 
 def _joined(asked: Asked, sitting: Sitting) -> Asked:

@@ -76,8 +76,11 @@ class Sitting:
         self._asked[prompt.hash] += 1
         return self._asked[prompt.hash] - 1
 
-    async def heard(self, asked: Asked, shown: Ids, completion: Completion, answer: Message) -> None:
-        """Remember an answer to what was shown, so that what goes on from it continues it exactly."""
+    async def heard(
+        self, asked: Asked, shown: Ids, completion: Completion, answer: Message, stop: str | None = None
+    ) -> None:
+        """Remember an answer to what was shown, so that what goes on from it continues it exactly. stop: the stop
+        string that ended it."""
         whole = np.concatenate([shown, completion.ids])
         self._served.setdefault(len(whole), set()).add(blake2b(whole.tobytes(), digest_size=16).digest())
         if asked.prompt is not None:
@@ -86,7 +89,7 @@ class Sitting:
             return
         size = sum(len(each.content) for each in asked.messages)
         async with self._lock:
-            given = asked.messages, asked.tools, shown, completion.ids, answer
+            given = asked.messages, asked.tools, shown, completion.ids, answer, stop or ""
             if size < LONG:
                 self._conversation.served(*given)
             else:

@@ -29,6 +29,7 @@ def test_routes_and_metrics() -> None:
         for route in router(world.endpoint).routes:
             assert f"{' '.join(sorted(route.methods))} {route.path}`" in PAGE  # type: ignore[attr-defined]
         world.endpoint._meter.took(1.0, 0.5)
+        world.endpoint._meter.took_elsewhere(1.0)
         told = set(world.endpoint.metrics())
     source = Path(router.__code__.co_filename).parent
     counted = {name for path in source.glob("*.py") for name in re.findall(r'counts\["(\w+)"\]', path.read_text())}
