@@ -13,8 +13,8 @@ import re
 import time
 import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
+from itertools import count
 from typing import Any, TypeAlias
-from uuid import uuid4
 
 from etude.observe import get_log
 from etude.store.wire import LIFE, REQUEST
@@ -58,6 +58,7 @@ class Gate:
 
     def __init__(self, app: App, life: str, most_bytes: int = MOST_BYTES, read_s: float = READ_S) -> None:
         self.app, self._life, self._most_bytes, self._read_s = app, life.encode(), most_bytes, read_s
+        self._names = (b"%s-%d" % (self._life, number) for number in count(1))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -66,7 +67,7 @@ class Gate:
             return
         headers = dict(scope["headers"])
         given = headers.get(REQUEST.encode(), b"")
-        name = given if _NAME.fullmatch(given) else uuid4().hex.encode()
+        name = given if _NAME.fullmatch(given) else next(self._names)
         scope.setdefault("state", {})["request"] = name.decode()
         answer = _Answer(send, [(REQUEST.encode(), name), (LIFE.encode(), self._life)])
         started = time.monotonic()

@@ -196,6 +196,8 @@ class SqlJournal(Journal):
     def __init__(self, place: Place, *, read_only: bool = False) -> None:
         super().__init__()
         self._place, self._read_only = place, read_only
+        self._newest: int | None = None
+        """The newest position, as this process knows it that alone may write."""
         engine = create_engine(
             URL.create(place.driver, **place.url),
             isolation_level="AUTOCOMMIT",
@@ -225,13 +227,19 @@ class SqlJournal(Journal):
     def close(self) -> None:
         """Let go of the database, and of the right to write it."""
         with self._lock, self._speaking("closed"):
+            self._newest = None
             self._opened.close()
 
     @property
     def position(self) -> int:
         """The position of the newest event; 0 where there is none."""
-        with self._lock, self._speaking("read"):
-            return int(self._connection.execute(FIND_NEWEST).scalar() or 0)
+        with self._lock:
+            if self._newest is not None:
+                return self._newest
+            with self._speaking("read"):
+                newest = int(self._connection.execute(FIND_NEWEST).scalar() or 0)
+            self._newest = None if self._read_only else newest
+            return newest
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -280,6 +288,7 @@ class SqlJournal(Journal):
                 yield
                 self._connection.exec_driver_sql("COMMIT")
             except BaseException:
+                self._newest = None
                 if self._place.under_way(self._connection.connection.driver_connection):
                     self._connection.exec_driver_sql("ROLLBACK")
                 raise
@@ -298,6 +307,7 @@ class SqlJournal(Journal):
                 for position, record in records.items()
             ]
             self._connection.execute(KEEP_EVENT, rows)
+            self._newest = max(records)
         if states:
             self._connection.execute(KEEP_STATE, [state._asdict() for state in states])
 
