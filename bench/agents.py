@@ -8,9 +8,10 @@
            Lightning's is in memory
     shm    one runner on a thread; both stores are in memory
 
-Each runs in a process of its own, Agent Lightning in an environment of its own, which is built the first time. They
-play in turns, each begun anew, once before it is timed; a ratio is the median over the rounds of their rollouts a
-second, Etude's over Agent Lightning's. What Etude plays in a second is then timed over more rollouts.
+Each runs in a process of its own, Agent Lightning in an environment of its own, which is built the first time. A runner
+of Etude's plays up to 32 attempts of a coroutine at once, one of Agent Lightning's one, as it is made. They play in
+turns, each begun anew, once before it is timed; a ratio is the median over the rounds of their rollouts a second,
+Etude's over Agent Lightning's. What Etude plays in a second is then timed over more rollouts.
 
     endpoint   calls a second through keys, continuation and recording in a file, over an engine that takes no time, on
                one core; and how long calls take that come at half that rate
@@ -44,10 +45,12 @@ from bench.workers import Worker
 from etude.observe import make_console, progress
 from etude.rollout.environments import environment, named
 
-ROLLOUTS = {"cs": 400, "shm": 1500}
+ROLLOUTS = {"cs": 800, "shm": 1500}
 """Of both, in a round."""
 MORE = {"cs": 4000, "shm": 6000}
 """Of Etude alone, in a round."""
+AT_ONCE = 32
+"""Attempts that a runner of Etude's plays at once."""
 AIMS = {"cs_vs_agl": 15.0, "shm_vs_agl": 6.0}
 """How many times as many rollouts a second Etude should play."""
 CASES = ("compared", "endpoint", "start", "growth", "kills")
@@ -118,10 +121,11 @@ def compared(rounds: int, agl: Path, folder: Path, console: Console) -> tuple[li
                     "agl", [str(agl), "-m", "bench.agents_agl", each.strategy], folder / f"agl-{each.strategy}.log"
                 ) as (worker, told):
                     each.agl.append(rate(worker, count))
+                    worker.process.kill()  # its shutdown waits for half a minute
                 bar.advance()
                 own = folder / f"etude-{each.strategy}-{number}"
                 own.mkdir()
-                command = [sys.executable, "-m", "bench.agents_etude", each.strategy, str(own)]
+                command = [sys.executable, "-m", "bench.agents_etude", each.strategy, str(own), str(AT_ONCE)]
                 with begun("etude", command, own / "worker.log") as (worker, _):
                     each.etude.append(rate(worker, count))
                     each.more.append(rate(worker, MORE[each.strategy]))
@@ -137,7 +141,9 @@ def alone(cases: Sequence[str], folder: Path, console: Console) -> list[Figure]:
             told = agents_cases.endpoint(folder / "endpoint", WINDOWS, bar.advance)
         figures.append(Figure("endpoint, calls a second", told["rate"], "/s", 800))
         half = f"at {told['asked']:.0f} calls a second"
-        figures.append(Figure(f"endpoint, p99 {half} (p50 {1e3 * told['p50']:.1f} ms)", 1e3 * told["p99"], "ms", 25, True))
+        figures.append(
+            Figure(f"endpoint, p99 {half} (p50 {1e3 * told['p50']:.1f} ms)", 1e3 * told["p99"], "ms", 25, True)
+        )
     if "start" in cases:
         with progress("starts", STARTS, console) as bar:
             took = agents_cases.started(folder / "start", STARTS, bar.advance)

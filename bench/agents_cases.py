@@ -22,11 +22,13 @@ from etude.store.client import RemoteDesk
 from etude.store.desk import Desk, Ended, Key, Limits, Wanted
 from etude.store.local_desk import LocalDesk
 
-__all__ = ["endpoint", "grown", "killed", "started"]
+__all__ = ["Acknowledged", "endpoint", "grown", "killed", "started"]
 
 ATTEMPTS = 4000
 """Attempts that are open at the endpoint, of four calls each: more calls than are made."""
 CONNECTIONS = 16
+OPENED_S = 6.0
+"""Seconds of calls at half the load."""
 PATIENT = Limits(timeout_s=None, unresponsive_s=3600.0)
 SMALL, LARGE = 1_000, 100_000
 """Rollouts in the store."""
@@ -68,7 +70,7 @@ async def _asked(load: Load, windows: int, say: Callable[[], None]) -> dict[str,
         rates.append(await load.closed(CONNECTIONS, 1.0, 0.2))
         say()
     rate = median(rates)
-    took = sorted(await load.opened(rate / 2, 6.0))
+    took = sorted(await load.opened(rate / 2, OPENED_S))
     say()
     half, last = took[len(took) // 2], took[int(0.99 * len(took))]
     return {"rate": rate, "asked": rate / 2, "p50": half, "p99": last}
@@ -141,7 +143,7 @@ async def _grown(folder: Path, rounds: int, say: Callable[[], None]) -> dict[str
 def killed(folder: Path, times: int, say: Callable[[], None]) -> dict[str, int]:
     """Kill a store by SIGKILL under load, so many times: how many ends it had acknowledged, and how many of what it had
     acknowledged are not there."""
-    acknowledged = _Acknowledged()
+    acknowledged = Acknowledged()
     for number in range(times):
         with server(folder) as (worker, told):
             asyncio.run(_loaded(told, acknowledged, worker, 1.0 + 0.1 * number))
@@ -154,7 +156,7 @@ def killed(folder: Path, times: int, say: Callable[[], None]) -> dict[str, int]:
     return {"kills": times, "acknowledged": len(acknowledged.finished), "lost": lost}
 
 
-class _Acknowledged:
+class Acknowledged:
     """What a store has said is written."""
 
     def __init__(self) -> None:
@@ -171,7 +173,7 @@ class _Acknowledged:
         return lost
 
 
-async def _loaded(told: dict[str, Any], acknowledged: _Acknowledged, worker: Worker, seconds: float) -> None:
+async def _loaded(told: dict[str, Any], acknowledged: Acknowledged, worker: Worker, seconds: float) -> None:
     """Queue and play as fast as it goes, until the server is killed."""
     desk = RemoteDesk(told["url"], told["key"], patience_s=0.2)
 
@@ -196,7 +198,7 @@ async def _loaded(told: dict[str, Any], acknowledged: _Acknowledged, worker: Wor
     await desk.close()
 
 
-async def _handed_in(desk: Desk, key: Key, acknowledged: _Acknowledged) -> None:
+async def _handed_in(desk: Desk, key: Key, acknowledged: Acknowledged) -> None:
     reward = float(key.rollout)
     if await desk.finish(key, Ended(Outcome.SUCCEEDED, reward=reward)):
         acknowledged.finished[key] = reward

@@ -1,9 +1,10 @@
 """Etude's side of `bench.agents`, in a process of its own: plays rollouts, as many as a line asks for.
 
-    python -m bench.agents_etude STRATEGY DIRECTORY
+    python -m bench.agents_etude STRATEGY DIRECTORY AT_ONCE
 
-`shm` is one runner on a thread, over a journal in memory; `cs` is two runner processes that join a server, over a journal
-in a file of that directory, every acknowledgement after its commit.
+AT_ONCE is how many attempts each runner plays at once. `shm` is one runner on a thread, over a journal in memory; `cs`
+is two runner processes that join a server, over a journal in a file of that directory, every acknowledgement after its
+commit.
 """
 
 from __future__ import annotations
@@ -38,18 +39,25 @@ async def trivial(task: Task) -> float:  # noqa: ARG001
 
 
 @contextmanager
-def at_work(strategy: str, directory: Path) -> Iterator[LocalDesk]:
+def at_work(strategy: str, directory: Path, at_once: int) -> Iterator[LocalDesk]:
     """A desk at which runners play."""
     keyring = Keyring()
     desk = LocalDesk(open_store(directory / "journal.sqlite" if strategy == "cs" else None), keyring)
     try:
         if strategy == "shm":
-            with ThreadRunners(desk, trivial, RUNNERS[strategy]):
+            with ThreadRunners(desk, trivial, RUNNERS[strategy], max_concurrency=at_once):
                 yield desk
         else:
             with (
                 serve(desk, keyring) as serving,
-                ProcessRunners(trivial, serving.url, keyring.runner, RUNNERS[strategy], logs=directory),
+                ProcessRunners(
+                    trivial,
+                    serving.url,
+                    keyring.runner,
+                    RUNNERS[strategy],
+                    logs=directory,
+                    max_concurrency=at_once,
+                ),
             ):
                 yield desk
     finally:
@@ -87,5 +95,5 @@ async def answer(desk: LocalDesk) -> None:
 
 
 if __name__ == "__main__":
-    with at_work(sys.argv[1], Path(sys.argv[2])) as desk:
+    with at_work(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])) as desk:
         asyncio.run(answer(desk))

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from bench.agents_server import SAID
 
-__all__ = ["TURNS", "Load"]
+__all__ = ["TURNS", "Load", "answered", "body_of"]
 
 TURNS = 4
 """Calls of an attempt."""
@@ -26,7 +26,7 @@ class Load:
     def __init__(self, url: str, keys: Sequence[str]) -> None:
         place = urlsplit(url)
         self._host, self._port = place.hostname, place.port
-        self._bodies = [_body(turn) for turn in range(TURNS)]
+        self._bodies = [body_of(turn) for turn in range(TURNS)]
         self._calls = self._of(keys)
 
     def _of(self, keys: Sequence[str]) -> Iterator[tuple[bytes, ...]]:
@@ -49,7 +49,7 @@ class Load:
             reader, writer = await asyncio.open_connection(self._host, self._port)
             for calls in self._calls:
                 for call in calls:
-                    await _answered(reader, writer, call)
+                    await answered(reader, writer, call)
                     counted += began < time.perf_counter() < until
                 if time.perf_counter() > until:
                     break
@@ -64,7 +64,7 @@ class Load:
         """Seconds that each call took, from when it was due: so many a second are, whatever became of those before."""
         took: list[float] = []
         began = time.perf_counter() + 0.1
-        pause, count = connections / rate, int(rate * seconds / connections / TURNS)
+        pause, count = connections / rate, max(1, int(rate * seconds / connections / TURNS))
 
         async def ask(number: int) -> None:
             reader, writer = await asyncio.open_connection(self._host, self._port)
@@ -72,7 +72,7 @@ class Load:
             for _ in range(count):
                 for call in next(self._calls):
                     await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                    await _answered(reader, writer, call)
+                    await answered(reader, writer, call)
                     took.append(time.perf_counter() - due)
                     due += pause
             writer.close()
@@ -81,7 +81,7 @@ class Load:
         return took
 
 
-async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: bytes) -> None:
+async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: bytes) -> None:
     """Ask, and read the whole answer, which is a success."""
     writer.write(call)
     head = await reader.readuntil(b"\r\n\r\n")
@@ -90,9 +90,11 @@ async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     await reader.readexactly(int(length))
 
 
-def _body(turn: int) -> bytes:
+def body_of(turn: int) -> bytes:
     """The request of a turn: all that was said before, and one more question."""
-    asked = (f"{word} way is it to the gate, and what shall I see on the way there?" for word in cycle(("Which", "What")))
+    asked = (
+        f"{word} way is it to the gate, and what shall I see on the way there?" for word in cycle(("Which", "What"))
+    )
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": next(asked)}]
     for _ in range(turn):
         messages += [{"role": "assistant", "content": SAID}, {"role": "user", "content": next(asked)}]
