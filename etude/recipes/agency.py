@@ -34,7 +34,7 @@ from etude.store.keys import Keyring
 from etude.store.local_desk import LocalDesk
 from etude.store.server import serve
 
-__all__ = ["Agency", "agency"]
+__all__ = ["Agency", "agency", "swept"]
 
 SECRET, RUNNER_KEY = "keys.secret", "runner.key"
 """Files in a run's directory: what its keys are made of, so that all of them stay good over a restart; and the key that
@@ -67,7 +67,7 @@ def agency(
     keyring = Keyring(_kept(directory / SECRET, secrets.token_urlsafe(32)).encode())
     _kept(directory / RUNNER_KEY, keyring.runner)
     with ExitStack() as stack:
-        stack.enter_context(_swept())
+        stack.enter_context(swept())
         desk = LocalDesk(journal, keyring)
         stack.callback(lambda: asyncio.run(desk.close()))
         endpoint = Endpoint(
@@ -107,7 +107,7 @@ def agency(
 
 
 @contextmanager
-def _swept() -> Iterator[None]:
+def swept() -> Iterator[None]:
     """Have the garbage collector leave alone what is there now: to go through a model's libraries each time, as it does
     after so many calls to the endpoint, would have every agent wait for a third of a second."""
     gc.collect()

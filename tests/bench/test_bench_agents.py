@@ -51,7 +51,7 @@ def test_etude_plays_as_many_rollouts_as_it_is_told_to(strategy: str, tmp_path: 
 def test_the_endpoint_answers_conversations_and_an_attempt_is_claimed_soon_after_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agents_cases, "ATTEMPTS", 1500)
+    monkeypatch.setattr(agents_cases, "ATTEMPTS", 1000)
     monkeypatch.setattr(agents_cases, "OPENED_S", 0.5)
     found = agents_cases.endpoint(tmp_path / "endpoint", 1, nothing)
     assert found["rate"] > 0 and found["p99"] >= found["p50"] > 0
