@@ -25,6 +25,7 @@ from etude.agents.proxy.app import router
 from etude.agents.proxy.endpoint import Endpoint
 from etude.chat import Chat, Tokenizer
 from etude.chat.tokenizer import Ids
+from etude.recipes.agency import swept
 from etude.records import Completion, SamplingParams, Task
 from etude.store import open_store
 from etude.store.desk import Limits, Wanted
@@ -104,7 +105,7 @@ def main(directory: Path, attempts: int, core: int | None) -> None:
     desk = LocalDesk(open_store(directory / "journal.sqlite"), keyring)
     endpoint = Endpoint(desk, keyring, talk, Null(talk))
     keys = asyncio.run(begun(desk, attempts))
-    with serve(desk, keyring, routers=[router(endpoint)], beside=[endpoint]) as serving:
+    with swept(), serve(desk, keyring, routers=[router(endpoint)], beside=[endpoint]) as serving:  # as a run does
         print(json.dumps({"url": serving.url, "key": keyring.admin, "keys": keys}), flush=True)
         sys.stdin.read()
     asyncio.run(desk.close())
