@@ -10,6 +10,7 @@ All of it is there before the first rollout is asked for, and gone, in the rever
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from etude.store.keys import Keyring
 from etude.store.local_desk import LocalDesk
 from etude.store.server import serve
 
-__all__ = ["Agency", "agency"]
+__all__ = ["Agency", "agency", "swept"]
 
 SECRET, RUNNER_KEY = "keys.secret", "runner.key"
 """Files in a run's directory: what its keys are made of, so that all of them stay good over a restart; and the key that
@@ -70,6 +71,7 @@ def agency(
     keyring = Keyring(secret.encode())
     _write(directory / RUNNER_KEY, keyring.runner)
     with ExitStack() as stack:
+        stack.enter_context(swept())
         desk = LocalDesk(journal, keyring, anew=True)
         stack.callback(lambda: asyncio.run(desk.close()))
         endpoint = Endpoint(
@@ -108,6 +110,18 @@ def agency(
             told = "Runners may join: `etude runner %s --url %s`, with what is in %s as their ETUDE_STORE_KEY."
             get_log("recipes").info(told, asked.path or "AGENT", serving.url, directory / RUNNER_KEY)
         yield Agency(desk, endpoint, serving.url, check)
+
+
+@contextmanager
+def swept() -> Iterator[None]:
+    """Have the garbage collector leave alone what is there now: to go through a model's libraries each time, as it does
+    after so many calls to the endpoint, would have every agent wait for a third of a second."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _nothing() -> None:

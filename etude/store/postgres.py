@@ -11,7 +11,7 @@ back, as the right to write went with it: the journal says so, and is opened ane
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from etude.errors import MissingPackageError, StoreError
@@ -47,6 +47,7 @@ class InServer:
     """A journal in a PostgreSQL server."""
 
     driver = "postgresql+psycopg"
+    paramstyle: Literal["named", "pyformat"] = "pyformat"
     begin = "BEGIN"
     to_write: Sequence[str] = (f"SET statement_timeout = '{WAIT_S:g}s'", "SET synchronous_commit = on")
     to_read: Sequence[str] = (f"SET statement_timeout = '{WAIT_S:g}s'", "SET default_transaction_read_only = on")

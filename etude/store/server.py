@@ -90,13 +90,13 @@ def app(
         title="Etude's store", version="1", exception_handlers={HTTPException: _no_such_page}, lifespan=lifespan
     )
     made.state.closing = door.closing
+    for router in routers:  # before the rest, as an agent's calls are the most frequent
+        made.include_router(router)
     for verb in VERBS:
         made.router.routes.append(Route(f"/v1/store/{verb.name}", door.to(verb), methods=["POST"]))
     made.router.routes.append(Route("/v1/store/batch", door.batch, methods=["POST"]))
     made.router.routes.append(Route("/v1/traces", door.traces, methods=["POST"]))
     made.router.routes.append(Route("/healthz", _health, methods=["GET"]))
-    for router in routers:
-        made.include_router(router)
     for path, other in (mounts or {}).items():
         made.mount(path, other)
     made.add_middleware(Gate, life=door.life, most_bytes=most_bytes, known=door.known)

@@ -15,11 +15,12 @@ import sqlite3
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from sqlalchemy import (
     URL,
     BigInteger,
+    ClauseElement,
     Column,
     Connection,
     Index,
@@ -135,6 +136,8 @@ class Place(Protocol):
     """What differs between the databases."""
 
     driver: str
+    paramstyle: Literal["named", "pyformat"]
+    """How its driver takes values by their names."""
     name: str
     """As it is called in sentences."""
     begin: str
@@ -174,12 +177,13 @@ class SqlBlobs:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._keep = _spoken(KEEP_PAYLOAD, connection)
 
     def put(self, payloads: Mapping[int, bytes]) -> None:
         """Keep these."""
         if payloads:
             rows = [{"position": position, "payload": payload} for position, payload in payloads.items()]
-            self._connection.execute(KEEP_PAYLOAD, rows)
+            self._connection.exec_driver_sql(self._keep, rows)
 
     def get(self, positions: Sequence[int]) -> dict[int, bytes]:
         """The payloads of these positions, those that are there."""
@@ -196,10 +200,13 @@ class SqlJournal(Journal):
     def __init__(self, place: Place, *, read_only: bool = False) -> None:
         super().__init__()
         self._place, self._read_only = place, read_only
+        self._newest: int | None = None
+        """The newest position, as this process knows it that alone may write."""
         engine = create_engine(
             URL.create(place.driver, **place.url),
             isolation_level="AUTOCOMMIT",
             poolclass=NullPool,
+            paramstyle=place.paramstyle,
             connect_args=place.options,
         )
         with ExitStack() as opened, self._speaking("opened"):
@@ -208,6 +215,7 @@ class SqlJournal(Journal):
             if not read_only:
                 held.callback(place.hold(self._connection.exec_driver_sql))
             self.blobs = SqlBlobs(self._connection)
+            self._keep_event, self._keep_state = (_spoken(each, self._connection) for each in (KEEP_EVENT, KEEP_STATE))
             self._prepare()
             self._opened = opened.pop_all()
 
@@ -225,13 +233,19 @@ class SqlJournal(Journal):
     def close(self) -> None:
         """Let go of the database, and of the right to write it."""
         with self._lock, self._speaking("closed"):
+            self._newest = None
             self._opened.close()
 
     @property
     def position(self) -> int:
         """The position of the newest event; 0 where there is none."""
-        with self._lock, self._speaking("read"):
-            return int(self._connection.execute(FIND_NEWEST).scalar() or 0)
+        with self._lock:
+            if self._newest is not None:
+                return self._newest
+            with self._speaking("read"):
+                newest = int(self._connection.execute(FIND_NEWEST).scalar() or 0)
+            self._newest = None if self._read_only else newest
+            return newest
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -280,6 +294,7 @@ class SqlJournal(Journal):
                 yield
                 self._connection.exec_driver_sql("COMMIT")
             except BaseException:
+                self._newest = None
                 if self._place.under_way(self._connection.connection.driver_connection):
                     self._connection.exec_driver_sql("ROLLBACK")
                 raise
@@ -297,9 +312,10 @@ class SqlJournal(Journal):
                 }
                 for position, record in records.items()
             ]
-            self._connection.execute(KEEP_EVENT, rows)
+            self._connection.exec_driver_sql(self._keep_event, rows)
+            self._newest = max(records)
         if states:
-            self._connection.execute(KEEP_STATE, [state._asdict() for state in states])
+            self._connection.exec_driver_sql(self._keep_state, [state._asdict() for state in states])
 
     def _records(
         self, after: int, until: int, kind: str | None, rollout: int | None, limit: int
@@ -353,6 +369,12 @@ class SqlJournal(Journal):
             cause: Any = error.orig if isinstance(error, DBAPIError) else error
             why = self._place.failure(cause)
             raise StoreError(f"The journal {self._place.name} could not be {done}: {why}.") from error
+
+
+def _spoken(statement: ClauseElement, connection: Connection) -> str:
+    """A statement in the words of a database, for rows by the names of their columns: to have SQLAlchemy look at every
+    value of every row costs as much as to write it."""
+    return str(statement.compile(dialect=connection.dialect))
 
 
 def _checksum(body: str, payload: bytes) -> int:

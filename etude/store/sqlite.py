@@ -14,7 +14,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from etude.errors import StoreError
 
@@ -41,6 +41,7 @@ class InFile:
     """A journal in a file."""
 
     driver = "sqlite"
+    paramstyle: Literal["named", "pyformat"] = "named"
     begin = "BEGIN IMMEDIATE"
     to_write: Sequence[str] = ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=NORMAL")
     to_read: Sequence[str] = ("PRAGMA query_only=ON",)

@@ -67,13 +67,13 @@ def app(endpoint: Endpoint) -> FastAPI:
 
 
 def router(endpoint: Endpoint) -> APIRouter:
-    """Its routes. Whoever includes them enters the endpoint (`async with endpoint`) for as long as they are served."""
+    """Its routes. Whoever includes them enters the endpoint (`async with endpoint`) for as long as they are served.
+
+    They are plain: what they take and answer is described by OpenAI and Anthropic, and read by the dialects."""
     routes = APIRouter()
     for path, dialect in ROUTES.items():
         name = path.removeprefix("/v1/").replace("/", "_")
-        routes.add_api_route(
-            path, _answering(endpoint, path, dialect), methods=["POST"], name=name, response_model=None
-        )
+        routes.add_route(path, _answering(endpoint, path, dialect), methods=["POST"], name=name)
 
     async def count_tokens(request: Request) -> Response:
         """How many tokens a request to /v1/messages would show the model."""
@@ -102,9 +102,9 @@ def router(endpoint: Endpoint) -> APIRouter:
         ends = {"first_id": endpoint.models[0], "last_id": endpoint.models[-1]}
         return _json({"object": "list", "data": found, "has_more": False, **ends})
 
-    routes.add_api_route("/v1/messages/count_tokens", count_tokens, methods=["POST"], response_model=None)
-    routes.add_api_route("/v1/models", models, methods=["GET"], response_model=None)
-    routes.add_api_route("/v1/models/{model}", models, methods=["GET"], response_model=None, name="model")
+    routes.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
+    routes.add_route("/v1/models", models, methods=["GET"])
+    routes.add_route("/v1/models/{model}", models, methods=["GET"], name="model")
     return routes
 
 
@@ -197,21 +197,20 @@ class _Streamed(Response):
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What comes of some work, which is cancelled when the client goes. `GoneError` if it has."""
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_gone(receive))
+    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    gone.add_done_callback(lambda _: task.cancel())
+    asking = asyncio.current_task()
+    assert asking is not None, "calls are answered on an event loop"
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done() and not task.cancelled():
-            return task.result()
-        if task.done():  # its attempt has ended
-            raise Refusal("The attempt that asked has ended.", "forbidden", code="attempt_over")
-        raise GoneError
+        return await task
+    except asyncio.CancelledError:
+        if asking.cancelling():
+            raise
+        if gone.done():
+            raise GoneError from None
+        raise Refusal("The attempt that asked has ended.", "forbidden", code="attempt_over") from None
     finally:
-        for each in (task, gone):
-            if not each.done():
-                each.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await each
+        gone.cancel()
 
 
 async def _gone(receive: Receive) -> None:

@@ -1,0 +1,236 @@
+"""Time the agent side beside Agent Lightning, and by itself: rollouts, the endpoint, a start, growth, and kills.
+
+    python -m bench.agents [--rounds 5] [--cases compared endpoint start growth kills] [--json FILE]
+
+`compared` has both play the same number of rollouts of an agent that does nothing but earn 1, with as many runners:
+
+    cs     two runner processes that join a server; Etude's store is a file, and acknowledges after the commit, Agent
+           Lightning's is in memory
+    shm    one runner on a thread; both stores are in memory
+
+Each runs in a process of its own, Agent Lightning in an environment of its own, which is built the first time. A runner
+of Etude's plays up to 32 attempts of a coroutine at once, one of Agent Lightning's one, as it is made. They play in
+turns, each begun anew, once before it is timed; a ratio is the median over the rounds of their rollouts a second,
+Etude's over Agent Lightning's. What Etude plays in a second is then timed over more rollouts.
+
+    endpoint   calls a second through keys, continuation and recording in a file, over an engine that takes no time, on
+               one core; and how long calls take that come at half that rate
+    start      from `import etude.agents` in a new process to the first claim
+    growth     what a rollout costs where 100,000 are stored, beside 1,000
+    kills      a store is killed under load, three times: what it had acknowledged is there
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from bench import agents_cases
+from bench.common import machine, versions
+from bench.workers import Worker
+from etude.observe import make_console, progress
+from etude.rollout.environments import environment, named
+
+ROLLOUTS = {"cs": 800, "shm": 1500}
+"""Of both, in a round."""
+MORE = {"cs": 4000, "shm": 6000}
+"""Of Etude alone, in a round."""
+AT_ONCE = 32
+"""Attempts that a runner of Etude's plays at once."""
+AIMS = {"cs_vs_agl": 15.0, "shm_vs_agl": 6.0}
+"""How many times as many rollouts a second Etude should play."""
+CASES = ("compared", "endpoint", "start", "growth", "kills")
+WINDOWS, STARTS, TURNS, KILLS = 9, 5, 15, 3
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Something that was measured, and what it should be."""
+
+    name: str
+    value: float
+    unit: str
+    aim: float
+    most: bool = False
+    """Whether the aim is not to be exceeded; else it is to be reached."""
+
+    @property
+    def met(self) -> bool:
+        """Whether it is as it should be."""
+        return self.value <= self.aim if self.most else self.value >= self.aim
+
+
+@dataclass
+class Compared:
+    """A strategy, and the rollouts a second of both under it, one entry a round; `more` is Etude's over more."""
+
+    strategy: str
+    etude: list[float]
+    agl: list[float]
+    more: list[float]
+
+    @property
+    def name(self) -> str:
+        """As its ratio is called."""
+        return f"{self.strategy}_vs_agl"
+
+    def ratio(self) -> float:
+        """How many times as many Etude plays."""
+        return median(ours / theirs for ours, theirs in zip(self.etude, self.agl, strict=True))
+
+
+@contextmanager
+def begun(name: str, command: Sequence[str], log: Path) -> Iterator[tuple[Worker, dict[str, Any]]]:
+    """A worker that is ready, and its versions."""
+    worker = Worker(name, command, log)
+    try:
+        yield worker, worker.hear()
+    finally:
+        worker.close()
+
+
+def rate(worker: Worker, count: int) -> float:
+    """Rollouts a second, over so many."""
+    worker.tell(str(count))
+    return count / float(worker.hear()["seconds"])
+
+
+def compared(rounds: int, agl: Path, folder: Path, console: Console) -> tuple[list[Compared], dict[str, Any]]:
+    """Both strategies of both, in turns, and which versions the peer runs. agl: Agent Lightning's Python."""
+    found = [Compared(strategy, [], [], []) for strategy in ROLLOUTS]
+    told: dict[str, Any] = {}
+    with progress("rollouts", 2 * len(found) * rounds, console) as bar:
+        for number in range(rounds):
+            for each in found:
+                count = ROLLOUTS[each.strategy]
+                with begun(
+                    "agl", [str(agl), "-m", "bench.agents_agl", each.strategy], folder / f"agl-{each.strategy}.log"
+                ) as (worker, told):
+                    each.agl.append(rate(worker, count))
+                    worker.process.kill()  # its shutdown waits for half a minute
+                bar.advance()
+                own = folder / f"etude-{each.strategy}-{number}"
+                own.mkdir()
+                command = [sys.executable, "-m", "bench.agents_etude", each.strategy, str(own), str(AT_ONCE)]
+                with begun("etude", command, own / "worker.log") as (worker, _):
+                    each.etude.append(rate(worker, count))
+                    each.more.append(rate(worker, MORE[each.strategy]))
+                bar.advance()
+    return found, told
+
+
+def alone(cases: Sequence[str], folder: Path, console: Console) -> list[Figure]:
+    """What is measured of Etude by itself."""
+    figures: list[Figure] = []
+    if "endpoint" in cases:
+        with progress("calls", WINDOWS + 1, console) as bar:
+            told = agents_cases.endpoint(folder / "endpoint", WINDOWS, bar.advance)
+        figures.append(Figure("endpoint, calls a second", told["rate"], "/s", 800))
+        half = f"at {told['asked']:.0f} calls a second"
+        figures.append(
+            Figure(f"endpoint, p99 {half} (p50 {1e3 * told['p50']:.1f} ms)", 1e3 * told["p99"], "ms", 25, True)
+        )
+    if "start" in cases:
+        with progress("starts", STARTS, console) as bar:
+            took = agents_cases.started(folder / "start", STARTS, bar.advance)
+        figures.append(Figure("import etude.agents to the first claim", took, "s", 0.5, True))
+    if "growth" in cases:
+        with progress("rollouts stored", None, console) as bar:
+            told = agents_cases.grown(folder / "growth", TURNS, bar.advance)
+        costs = f"{1e6 * told['large']:.0f} µs, beside {1e6 * told['small']:.0f} µs"
+        figures.append(Figure(f"cost of a rollout, 100,000 stored ({costs})", told["ratio"], "times", 1.3, True))
+    if "kills" in cases:
+        with progress("kills", KILLS, console) as bar:
+            lost = agents_cases.killed(folder / "kills", KILLS, bar.advance)
+        told_of = f"{lost['acknowledged']:,} ends acknowledged, {lost['kills']} kills"
+        figures.append(Figure(f"{told_of}: lost", lost["lost"], "", 0, True))
+    return figures
+
+
+def of_compared(found: Sequence[Compared]) -> list[Figure]:
+    """What Etude plays, as it should."""
+    least = {"cs": 600, "shm": 3000}
+    names = {"cs": "cs, 2 runner processes, store in a file", "shm": "shm, 1 runner, store in memory"}
+    return [Figure(names[each.strategy], median(each.more), "rollouts/s", least[each.strategy]) for each in found]
+
+
+def beside(found: Sequence[Compared]) -> Table:
+    """The comparison for a person to read; what misses its aim is marked."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("strategy")
+    for title in ("Etude, rollouts/s", "Agent Lightning", "Etude is faster by", "aim", ""):
+        table.add_column(title, justify="right")
+    for each in found:
+        ratio, aim = each.ratio(), AIMS[each.name]
+        cells = [f"{median(each.etude):,.0f}", f"{median(each.agl):,.0f}", f"{ratio:.1f}", f"{aim:g}"]
+        missed = ratio < aim
+        table.add_row(each.strategy, *cells, "misses" if missed else "", style="yellow" if missed else "")
+    return table
+
+
+def shown(figures: Sequence[Figure]) -> Table:
+    """The figures for a person to read; what misses its aim is marked."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("measured")
+    for title in ("", "aim", ""):
+        table.add_column(title, justify="right")
+    for each in figures:
+        value = f"{each.value:,.0f}" if each.value >= 100 or each.unit == "" else f"{each.value:.2f}"
+        aim = f"{'at most' if each.most else 'at least'} {each.aim:g}"
+        style = "" if each.met else "yellow"
+        table.add_row(each.name, f"{value} {each.unit}".strip(), aim, "" if each.met else "misses", style=style)
+    return table
+
+
+def as_tree(found: Sequence[Compared], figures: Sequence[Figure], told: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that was measured, and with what."""
+    return {
+        "machine": machine() | {"load": os.getloadavg()[0]},
+        "versions": versions() | {"peers": dict(told)},
+        "cases": [asdict(each) | {"name": each.name} for each in found] + [asdict(e) | {"met": e.met} for e in figures],
+        "ratios": {each.name: each.ratio() for each in found},
+        "limits": AIMS,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="how often both play in turns; medians are shown")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, help="these alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
+    asked = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the workers are ended as well
+    console = make_console()
+    found: list[Compared] = []
+    told: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if "compared" in asked.cases:
+            agl = environment(named("agentlightning"), console=console).python
+            found, told = compared(asked.rounds, agl, Path(folder), console)
+        figures = of_compared(found) + alone(asked.cases, Path(folder), console)
+    if found:
+        console.print(f"A trivial agent, median of {asked.rounds} rounds.")
+        console.print(beside(found))
+    console.print(shown(figures))
+    if asked.json:
+        asked.json.write_text(json.dumps(as_tree(found, figures, told), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

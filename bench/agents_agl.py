@@ -1,0 +1,78 @@
+"""Agent Lightning's side of `bench.agents`, in a process of its own: plays rollouts, as many as a line asks for.
+
+    python -m bench.agents_agl STRATEGY
+
+It runs under Agent Lightning's own Python, where nothing of Etude is installed, so it stands alone. It is driven as its
+documentation says: an algorithm that queues rollouts and waits for them, its store in memory, one runner (`shm`; more
+are refused as it comes) or two (`cs`). Of its tracers it is given the one that costs least and needs no service
+elsewhere, and its runners look for work every 50 ms where they would every five seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+from typing import Any
+
+import agentlightning as agl  # type: ignore[import-not-found]
+from agentlightning.types import EnqueueRolloutRequest  # type: ignore[import-not-found]
+
+RUNNERS = {"shm": 1, "cs": 2}
+
+
+class Trivial(agl.LitAgent):  # type: ignore[misc]
+    """Earns one."""
+
+    def rollout(self, task: Any, resources: Any, rollout: Any) -> float:  # noqa: ARG002
+        """Play an attempt."""
+        return 1.0
+
+
+class Timed(agl.Algorithm):  # type: ignore[misc]
+    """Has as many rollouts played as each line asks for, and says how long that took."""
+
+    def __init__(self, told: int) -> None:
+        super().__init__()
+        self.told = told
+
+    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:  # noqa: ARG002
+        """Until there are no more lines."""
+        store = self.get_store()
+        await store.update_resources("nothing", {})
+        await self.played(20)
+        self.say({"agentlightning": version("agentlightning"), "litellm": version("litellm")})
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            began = time.perf_counter()
+            await self.played(int(line))
+            self.say({"seconds": time.perf_counter() - began})
+
+    async def played(self, count: int) -> None:
+        """Queue so many, and wait until all have succeeded."""
+        store = self.get_store()
+        queued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"n": n}) for n in range(count)])
+        ended = await store.wait_for_rollouts(rollout_ids=[each.rollout_id for each in queued], timeout=300)
+        assert [each.status for each in ended] == ["succeeded"] * count, "a rollout did not succeed"
+
+    def say(self, told: dict[str, Any]) -> None:
+        """One line, past whatever the libraries print."""
+        os.write(self.told, json.dumps(told).encode() + b"\n")
+
+
+def main(strategy: str) -> None:
+    """Play."""
+    told = os.dup(1)
+    os.dup2(2, 1)
+    tracer = agl.OtelTracer()
+    runner = agl.LitAgentRunner(tracer, poll_interval=0.05, interval_jitter=0.01)
+    how = {"type": strategy, "n_runners": RUNNERS[strategy]}
+    agl.Trainer(algorithm=Timed(told), n_runners=RUNNERS[strategy], strategy=how, tracer=tracer, runner=runner).fit(
+        Trivial(), [0]
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

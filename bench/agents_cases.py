@@ -1,0 +1,204 @@
+"""What `bench.agents` measures of Etude alone: the endpoint, a start, a store that has grown, and kills."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.agents_load import Load
+from bench.workers import ROOT, Worker
+from etude.errors import StoreError
+from etude.records import Outcome, Task
+from etude.store import RolloutState, Status, open_store
+from etude.store.client import RemoteDesk
+from etude.store.desk import Desk, Ended, Key, Limits, Wanted
+from etude.store.local_desk import LocalDesk
+
+__all__ = ["Acknowledged", "endpoint", "grown", "killed", "started"]
+
+ATTEMPTS = 4000
+"""Attempts that are open at the endpoint, of four calls each: more calls than are made."""
+CONNECTIONS = 16
+OPENED_S = 6.0
+"""Seconds of calls at half the load."""
+PATIENT = Limits(timeout_s=None, unresponsive_s=3600.0)
+SMALL, LARGE = 1_000, 100_000
+"""Rollouts in the store."""
+
+
+@contextmanager
+def server(folder: Path, attempts: int = 0, core: int | None = None) -> Iterator[tuple[Worker, dict[str, Any]]]:
+    """A store and an endpoint in a process of their own, and where they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "bench.agents_server", str(folder), str(attempts)]
+    worker = Worker("the server", [*command, *([] if core is None else [str(core)])], folder / "server.log")
+    try:
+        yield worker, worker.hear()
+    finally:
+        worker.close()
+
+
+# -- the endpoint ------------------------------------------------------------------------------------------------------
+
+
+def endpoint(folder: Path, windows: int, say: Callable[[], None]) -> dict[str, float]:
+    """Answers a second on one core, the median of so many windows; and seconds that calls take at half that load.
+
+    Who asks is on the other cores, where there are others.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    with server(folder, ATTEMPTS, cores[-1]) as (_, told):
+        if len(cores) > 1:
+            os.sched_setaffinity(0, cores[:-1])
+        try:
+            return asyncio.run(_asked(Load(told["url"], told["keys"]), windows, say))
+        finally:
+            os.sched_setaffinity(0, cores)
+
+
+async def _asked(load: Load, windows: int, say: Callable[[], None]) -> dict[str, float]:
+    rates = []
+    for _ in range(windows):
+        rates.append(await load.closed(CONNECTIONS, 1.0, 0.2))
+        say()
+    rate = median(rates)
+    took = sorted(await load.opened(rate / 2, OPENED_S))
+    say()
+    half, last = took[len(took) // 2], took[int(0.99 * len(took))]
+    return {"rate": rate, "asked": rate / 2, "p50": half, "p99": last}
+
+
+# -- a start -----------------------------------------------------------------------------------------------------------
+
+
+def started(folder: Path, times: int, say: Callable[[], None]) -> float:
+    """Seconds from `import etude.agents` in a new process to its first claim, the median."""
+    took = []
+    with server(folder) as (_, told):
+        asyncio.run(_queued(told, times))
+        for _ in range(times):
+            command = [sys.executable, "-m", "bench.agents_start", told["url"], told["key"]]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+            took.append(float(done.stdout))
+            say()
+    return median(took)
+
+
+async def _queued(told: dict[str, Any], count: int) -> None:
+    desk = RemoteDesk(told["url"], told["key"])
+    await desk.enqueue([Wanted(Task(n, {"n": n})) for n in range(count)])
+    await desk.close()
+
+
+# -- a store that has grown --------------------------------------------------------------------------------------------
+
+
+def grown(folder: Path, rounds: int, say: Callable[[], None]) -> dict[str, float]:
+    """What a rollout costs at a desk over a file that holds few, and over one that holds many: queued, claimed, handed
+    in and told of. In turns; seconds, and the median of the rounds' ratios."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return asyncio.run(_grown(folder, rounds, say))
+
+
+async def _grown(folder: Path, rounds: int, say: Callable[[], None]) -> dict[str, float]:
+    desks = {count: LocalDesk(open_store(folder / f"{count}.sqlite")) for count in (SMALL, LARGE)}
+    cursors, stored = dict.fromkeys(desks, 0), dict.fromkeys(desks, 0)
+
+    async def play(count: int, many: int) -> float:
+        desk, began = desks[count], time.perf_counter()
+        first = stored[count]
+        await desk.enqueue([Wanted(Task(n, {"n": n}), limits=PATIENT) for n in range(first, first + many)])
+        claims = await desk.claim("bench", many, 10.0)
+        assert len(claims) == many, "every rollout that was queued is claimed"
+        await asyncio.gather(*(desk.finish(each.key, Ended(Outcome.SUCCEEDED, reward=1.0)) for each in claims))
+        while stored[count] < first + many:
+            cursors[count], ended = await desk.wait(cursors[count], 10.0)
+            stored[count] += len(ended)
+        return (time.perf_counter() - began) / many
+
+    for count in desks:
+        while stored[count] < count:
+            await play(count, min(1000, count - stored[count]))
+            say()
+    took = [{count: await play(count, 200) for count in desks} for _ in range(rounds)]
+    for desk in desks.values():
+        await desk.close()
+        desk.journal.close()
+    ratio = median(each[LARGE] / each[SMALL] for each in took)
+    small, large = (median(each[count] for each in took) for count in (SMALL, LARGE))
+    return {"small": small, "large": large, "ratio": ratio}
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+
+def killed(folder: Path, times: int, say: Callable[[], None]) -> dict[str, int]:
+    """Kill a store by SIGKILL under load, so many times: how many ends it had acknowledged, and how many of what it had
+    acknowledged are not there."""
+    acknowledged = Acknowledged()
+    for number in range(times):
+        with server(folder) as (worker, told):
+            asyncio.run(_loaded(told, acknowledged, worker, 1.0 + 0.1 * number))
+        say()
+    journal = open_store(folder / "journal.sqlite")
+    try:
+        lost = acknowledged.lost({state.id: state for state in journal.rollouts()})
+    finally:
+        journal.close()
+    return {"kills": times, "acknowledged": len(acknowledged.finished), "lost": lost}
+
+
+class Acknowledged:
+    """What a store has said is written."""
+
+    def __init__(self) -> None:
+        self.queued: set[int] = set()
+        self.finished: dict[Key, float] = {}
+
+    def lost(self, states: dict[int, RolloutState]) -> int:
+        """How much of it is not there."""
+        lost = len(self.queued - states.keys())
+        for key, reward in self.finished.items():
+            attempts = states[key.rollout].attempts if key.rollout in states else ()
+            ends = [attempt for attempt in attempts[key.attempt :][:1] if attempt.status == Status.SUCCEEDED]
+            lost += not (ends and ends[0].total == reward)
+        return lost
+
+
+async def _loaded(told: dict[str, Any], acknowledged: Acknowledged, worker: Worker, seconds: float) -> None:
+    """Queue and play as fast as it goes, until the server is killed."""
+    desk = RemoteDesk(told["url"], told["key"], patience_s=0.2)
+
+    async def queue() -> None:
+        while True:
+            first = len(acknowledged.queued)
+            wanted = [Wanted(Task(n, {"n": n}), id=n, limits=PATIENT) for n in range(first, first + 64)]
+            acknowledged.queued.update(await desk.enqueue(wanted))
+
+    async def play(name: str) -> None:
+        while True:
+            for claim in await desk.claim(name, 8, 10.0):
+                await _handed_in(desk, claim.key, acknowledged)
+
+    work = [asyncio.create_task(each) for each in (queue(), *(play(f"runner {n}") for n in range(16)))]
+    await asyncio.sleep(seconds)
+    worker.process.kill()
+    for task in work:
+        task.cancel()
+        with suppress(StoreError, asyncio.CancelledError):
+            await task
+    await desk.close()
+
+
+async def _handed_in(desk: Desk, key: Key, acknowledged: Acknowledged) -> None:
+    reward = float(key.rollout)
+    if await desk.finish(key, Ended(Outcome.SUCCEEDED, reward=reward)):
+        acknowledged.finished[key] = reward

@@ -1,0 +1,99 @@
+"""Etude's side of `bench.agents`, in a process of its own: plays rollouts, as many as a line asks for.
+
+    python -m bench.agents_etude STRATEGY DIRECTORY AT_ONCE
+
+AT_ONCE is how many attempts each runner plays at once. `shm` is one runner on a thread, over a journal in memory; `cs`
+is two runner processes that join a server, over a journal in a file of that directory, every acknowledgement after its
+commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import etude
+from etude.agents.execution.processes import ProcessRunners
+from etude.agents.execution.threads import ThreadRunners
+from etude.records import Outcome, Task
+from etude.store import open_store
+from etude.store.desk import Wanted
+from etude.store.keys import Keyring
+from etude.store.local_desk import LocalDesk
+from etude.store.server import serve
+
+RUNNERS = {"shm": 1, "cs": 2}
+WARMING = 200
+"""Rollouts that are played before anything is timed."""
+
+
+@etude.agent
+async def trivial(task: Task) -> float:  # noqa: ARG001
+    """Earns one."""
+    return 1.0
+
+
+@contextmanager
+def at_work(strategy: str, directory: Path, at_once: int) -> Iterator[LocalDesk]:
+    """A desk at which runners play."""
+    keyring = Keyring()
+    desk = LocalDesk(open_store(directory / "journal.sqlite" if strategy == "cs" else None), keyring)
+    try:
+        if strategy == "shm":
+            with ThreadRunners(desk, trivial, RUNNERS[strategy], max_concurrency=at_once):
+                yield desk
+        else:
+            with (
+                serve(desk, keyring) as serving,
+                ProcessRunners(
+                    trivial,
+                    serving.url,
+                    keyring.runner,
+                    RUNNERS[strategy],
+                    logs=directory,
+                    max_concurrency=at_once,
+                ),
+            ):
+                yield desk
+    finally:
+        asyncio.run(desk.close())
+        desk.journal.close()
+
+
+class Player:
+    """Queues rollouts, and waits until all have succeeded."""
+
+    def __init__(self, desk: LocalDesk) -> None:
+        self.desk, self.cursor, self.next = desk, 0, 0
+
+    async def play(self, count: int) -> None:
+        """So many."""
+        await self.desk.enqueue([Wanted(Task(self.next + n, {"n": n})) for n in range(count)])
+        self.next += count
+        left = count
+        while left:
+            self.cursor, ended = await self.desk.wait(self.cursor, 60.0)
+            assert ended and all(str(state.status) == Outcome.SUCCEEDED for state in ended), "a rollout did not succeed"
+            left -= len(ended)
+
+
+async def answer(desk: LocalDesk) -> None:
+    """Until there are no more lines."""
+    await desk.put("endpoint", {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"})
+    player = Player(desk)
+    await player.play(WARMING)
+    print(json.dumps({"etude": etude.__version__}), flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        began = time.perf_counter()
+        await player.play(int(line))
+        print(json.dumps({"seconds": time.perf_counter() - began}), flush=True)
+
+
+if __name__ == "__main__":
+    with at_work(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])) as desk:
+        asyncio.run(answer(desk))

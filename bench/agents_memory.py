@@ -1,0 +1,168 @@
+"""Show that memory stays flat while rollouts come and go: what a run keeps is the work that is open.
+
+    python -m bench.agents_memory [--rollouts 100000] [--plot FILE] [--json FILE]
+
+One process has all that a run of agents has beside its model: the journal in a file, the desk, the server, the endpoint
+over an engine that takes no time, and a runner on a thread. Each rollout is queued, claimed, makes one call to the
+model over HTTP, notes an event, earns something and is handed in; each 64 that ended are admitted to a step. Beside the
+process's resident memory stands the size of the file that holds everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from matplotlib.figure import Figure
+
+import etude
+from bench.agents_load import answered, body_of
+from bench.agents_server import Null, chat
+from bench.common import machine, versions
+from etude.agents.agent import LLM
+from etude.agents.execution.threads import ThreadRunners
+from etude.agents.proxy.app import router
+from etude.agents.proxy.endpoint import Endpoint
+from etude.observe import make_console, progress
+from etude.records import Task
+from etude.store import Admitted, open_store
+from etude.store.desk import Wanted
+from etude.store.keys import Keyring
+from etude.store.local_desk import LocalDesk
+from etude.store.server import serve
+
+OPEN, STEP, SAMPLED = 256, 64, 1000
+"""Rollouts that are wanted at once, that a step is given, and between two looks at the memory."""
+MIB = 2**20
+
+
+@etude.agent
+async def asks(task: Task, llm: LLM) -> float:
+    """Calls the model once, and says so."""
+    place = urlsplit(llm.base_url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    body = body_of(0)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {place.netloc}\r\nauthorization: Bearer {llm.api_key}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    try:
+        await answered(reader, writer, head.encode() + body)
+    finally:
+        writer.close()
+    etude.emit.event("asked", {"n": task["n"]})
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """How much memory there was after so many rollouts."""
+
+    rollouts: int
+    seconds: float
+    resident: int
+    """Bytes."""
+    file: int
+    """Bytes of the journal."""
+
+
+async def played(desk: LocalDesk, count: int, look: Callable[[int], None]) -> None:
+    """Have so many played, and looked at now and then."""
+    cursor, queued, ended, step = 0, 0, 0, 0
+    done: list[int] = []
+    while ended < count:
+        many = min(OPEN - (queued - ended), count - queued)
+        if many > 0:
+            await desk.enqueue([Wanted(Task(n, {"n": n})) for n in range(queued, queued + many)])
+            queued += many
+        cursor, states = await desk.wait(cursor, 60.0)
+        assert states and all(state.status == "succeeded" for state in states), "a rollout did not succeed"
+        done += [state.id for state in states]
+        while len(done) >= STEP:
+            desk.journal.append([Admitted(step, tuple(done[:STEP]))])
+            done, step = done[STEP:], step + 1
+        before, ended = ended, ended + len(states)
+        if before // SAMPLED < ended // SAMPLED:
+            look(ended)
+
+
+def measured(folder: Path, count: int, look: Callable[[Sampled], None]) -> None:
+    """Play so many with all that a run has."""
+    keyring, talk = Keyring(), chat(folder / "tokenizer")
+    journal = folder / "journal.sqlite"
+    desk = LocalDesk(open_store(journal), keyring)
+    endpoint = Endpoint(desk, keyring, talk, Null(talk))
+    began = time.perf_counter()
+    with ExitStack() as stack:
+        stack.callback(desk.journal.close)
+        stack.callback(lambda: asyncio.run(desk.close()))
+        serving = stack.enter_context(serve(desk, keyring, routers=[router(endpoint)], beside=[endpoint]))
+        asyncio.run(desk.put("endpoint", {"base_url": f"{serving.url}/v1", "model": endpoint.model}))
+        stack.enter_context(ThreadRunners(desk, asks, 1, max_concurrency=32))
+        asyncio.run(
+            played(
+                desk,
+                count,
+                lambda ended: look(Sampled(ended, time.perf_counter() - began, _resident(), journal.stat().st_size)),
+            )
+        )
+
+
+def _resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def drawn(samples: Sequence[Sampled], path: Path) -> None:
+    """The picture of it."""
+    figure = Figure(figsize=(6.4, 3.2), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    rollouts = [each.rollouts for each in samples]
+    axes.plot(rollouts, [each.resident / MIB for each in samples], label="memory of the process")
+    axes.plot(rollouts, [each.file / MIB for each in samples], "--", label="file of the journal")
+    axes.set(xlabel="rollouts played", ylabel="MiB", ylim=(0, None), xlim=(0, None))
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Play, show, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=100_000, help="how many are played")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
+    asked = parser.parse_args(argv)
+    console = make_console()
+    samples: list[Sampled] = []
+    with tempfile.TemporaryDirectory() as folder, progress("rollouts", asked.rollouts, console) as bar:
+
+        def look(sampled: Sampled) -> None:
+            bar.advance(sampled.rollouts - (samples[-1].rollouts if samples else 0))
+            samples.append(sampled)
+
+        measured(Path(folder), asked.rollouts, look)
+    tenth, last = samples[len(samples) // 10], samples[-1]
+    console.print(
+        f"After {tenth.rollouts:,} rollouts the process had {tenth.resident / MIB:.0f} MiB, after {last.rollouts:,} "
+        f"{last.resident / MIB:.0f}; the journal's file {tenth.file / MIB:.0f} and {last.file / MIB:.0f}. "
+        f"{last.rollouts / last.seconds:.0f} rollouts a second.",
+        soft_wrap=True,
+    )
+    if asked.plot:
+        drawn(samples, asked.plot)
+    if asked.json:
+        whole = {"machine": machine(), "versions": versions(), "cases": [asdict(each) for each in samples]}
+        asked.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

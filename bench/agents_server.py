@@ -1,0 +1,116 @@
+"""What `bench.agents` speaks to, in a process of its own: a desk over a journal in a file, its server, and beside it
+the model endpoint over an engine that takes no time.
+
+    python -m bench.agents_server DIRECTORY ATTEMPTS [CORE]
+
+The first line it says is where it is, its admin key, and the model key of so many attempts that run; then it serves
+until its input ends, or it is killed. CORE is the one that it runs on, where it is to have no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from etude.agents.proxy.app import router
+from etude.agents.proxy.endpoint import Endpoint
+from etude.chat import Chat, Tokenizer
+from etude.chat.tokenizer import Ids
+from etude.recipes.agency import swept
+from etude.records import Completion, SamplingParams, Task
+from etude.store import open_store
+from etude.store.desk import Limits, Wanted
+from etude.store.keys import Keyring
+from etude.store.local_desk import LocalDesk
+from etude.store.server import serve
+
+SAID = "It stands at the second gate from the left, where the road turns to the river and the old mill is."
+"""Every answer."""
+END = "<|im_end|>"
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+PATIENT = Limits(timeout_s=None, unresponsive_s=3600.0)
+
+
+def chat(directory: Path) -> Chat:
+    """A small tokenizer of bytes, and the commonest of templates."""
+    inner = Inner(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    special = [END, "<|im_start|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator([SAID] * 3, trainer)
+    directory.mkdir(parents=True, exist_ok=True)
+    inner.save(str(directory / "tokenizer.json"))
+    told = {"eos_token": END, "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(told))
+    return Chat(Tokenizer.load(directory), "served")
+
+
+@dataclass(frozen=True)
+class _Gained:
+    ids: Ids
+    logp: np.ndarray
+    version: Ids
+    completion: Completion | None
+
+
+class Null:
+    """Says the same to everything, at once."""
+
+    def __init__(self, chat: Chat) -> None:
+        ids = chat.tokenizer.encode(SAID + END, special=True)
+        count = len(ids)
+        self._said = Completion(ids, np.full(count, -1.0), np.zeros(count, np.int32), "stop", SAID)
+
+    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:  # noqa: ARG002
+        """Say it."""
+        return self._said
+
+    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[_Gained, None]:  # noqa: ARG002
+        """Say it, in one piece."""
+        yield _Gained(self._said.ids, self._said.logp, self._said.version, self._said)
+
+
+async def begun(desk: LocalDesk, count: int) -> list[str]:
+    """The model keys of so many attempts that run."""
+    keys: list[str] = []
+    if count:
+        await desk.enqueue([Wanted(Task(n, {"n": n}), limits=PATIENT) for n in range(count)])
+    while len(keys) < count:
+        keys += [claim.model_key for claim in await desk.claim("bench", count, 10.0)]
+    return keys
+
+
+def main(directory: Path, attempts: int, core: int | None) -> None:
+    """Serve."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    keyring = Keyring(b"a secret of this benchmark alone")
+    talk = chat(directory / "tokenizer")
+    desk = LocalDesk(open_store(directory / "journal.sqlite"), keyring)
+    endpoint = Endpoint(desk, keyring, talk, Null(talk))
+    keys = asyncio.run(begun(desk, attempts))
+    with swept(), serve(desk, keyring, routers=[router(endpoint)], beside=[endpoint]) as serving:  # as a run does
+        print(json.dumps({"url": serving.url, "key": keyring.admin, "keys": keys}), flush=True)
+        sys.stdin.read()
+    asyncio.run(desk.close())
+    desk.journal.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)

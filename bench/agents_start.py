@@ -1,0 +1,36 @@
+"""How long a runner takes to be at work: seconds from before `import etude.agents` to its first claim.
+
+python -m bench.agents_start URL KEY
+"""
+
+import sys
+import time
+
+began = time.perf_counter()
+
+import asyncio  # noqa: E402  # as Python had begun, and nothing else
+
+import etude.agents  # noqa: E402
+from etude.agents.runner import Runner  # noqa: E402
+from etude.records import Task  # noqa: E402
+
+
+@etude.agent
+async def first(task: Task) -> float:  # noqa: ARG001
+    """Says when it was."""
+    print(time.perf_counter() - began, flush=True)
+    runner.stop()
+    return 1.0
+
+
+async def main() -> None:
+    """Claim, play, stop."""
+    global runner
+    desk = etude.agents.distant_desk(*sys.argv[1:3])
+    runner = Runner(desk, first, max_concurrency=1)
+    await runner.run()
+    await desk.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,62 @@
+"""A desk keeps at hand the work that is open, and no more, however much it has seen."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from etude.records import Outcome, Task
+from etude.store import Admitted, Journal, open_store
+from etude.store import ledger as ledger_of_a_desk
+from etude.store.desk import Ended, Wanted
+from etude.store.local_desk import LocalDesk
+from tests.store.made import turn
+
+FIRST, MORE, AT_ONCE = 1_000, 2_000, 50
+SAID = turn(seed=0)
+
+
+async def play(desk: LocalDesk, journal: Journal, first: int, count: int) -> None:
+    """Play so many to their end, with a turn and a note each, and train on them."""
+    cursor = journal.position
+    for start in range(first, first + count, AT_ONCE):
+        ids = await desk.enqueue([Wanted(Task(n, {"prompt": "?" * 100})) for n in range(start, start + AT_ONCE)])
+        claims = await desk.claim("runner", AT_ONCE, 10.0)
+        await asyncio.gather(*(desk.turn(each.key, SAID) for each in claims))
+        await asyncio.gather(*(desk.note(each.key, "seen", "!" * 100) for each in claims))
+        await asyncio.gather(*(desk.finish(each.key, Ended(Outcome.SUCCEEDED, reward=1.0)) for each in claims))
+        ended = 0
+        while ended < AT_ONCE:
+            cursor, states = await desk.wait(cursor, 10.0)
+            ended += len(states)
+        journal.append([Admitted(start, tuple(ids))])
+
+
+def at_hand() -> int:
+    """Bytes that are kept by what was allocated since it is watched."""
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+def test_memory_does_not_grow_with_what_was_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_of_a_desk, "KEPT_ENDS", 64)  # so that these are kept before it is looked
+
+    async def grown() -> int:
+        journal = open_store(tmp_path / "journal.sqlite")
+        desk = LocalDesk(journal)
+        tracemalloc.start()
+        try:
+            await play(desk, journal, 0, FIRST)
+            before = at_hand()
+            await play(desk, journal, FIRST, MORE)
+            return at_hand() - before
+        finally:
+            tracemalloc.stop()
+            await desk.close()
+            journal.close()
+
+    assert asyncio.run(grown()) / MORE < 32, "bytes for each rollout that ended, of whose words there are hundreds"
