@@ -37,7 +37,6 @@ from tests.recipes.lessons import learned, refusal
 from tests.recipes.runs import Captured, measured, refused
 from tests.worlds import make_tokenizer
 
-
 END = 1
 """The token that ends an answer."""
 
