@@ -25,9 +25,13 @@ VOCABULARY = "vocabulary"
 
 
 def exact(value: Any, tokenizer: Tokenizer, where: str) -> Answer:
-    """What is learned of a row of tokens, or of several rows that are one conversation."""
-    rows = [_row(each, tokenizer, where) for each in (value if isinstance(value, list) else [value])]
-    return tuple(row for row in rows if row.learned)
+    """What is learned of a row of tokens, or of several rows that are one conversation, in the order of time."""
+    rows: list[Row] = []
+    for each in value if isinstance(value, list) else [value]:
+        row = _row(each, tokenizer, where, int(rows[-1].turn.max()) + 1 if rows else 0)
+        if row.learned:
+            rows.append(row)
+    return tuple(rows)
 
 
 def same_vocabulary(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> None:
@@ -50,7 +54,8 @@ def last_learned(answer: Answer) -> Answer:
     return (Row(last.ids, last.action & (last.turn == turn), last.turn),)
 
 
-def _row(value: Any, tokenizer: Tokenizer, where: str) -> Row:
+def _row(value: Any, tokenizer: Tokenizer, where: str, first: int) -> Row:
+    """One row, whose answers are numbered from `first`."""
     if not isinstance(value, Mapping) or not {IDS, MASKS} <= value.keys():
         raise DataError(f"{where} has tokens without `{IDS}` and `{MASKS}`: both are lists, of the same length.")
     ids, mask = _whole(value[IDS], IDS, where), _whole(value[MASKS], MASKS, where)
@@ -65,7 +70,7 @@ def _row(value: Any, tokenizer: Tokenizer, where: str) -> Row:
     learned = mask != 0
     learned[:1] = False  # nothing predicts the first token
     begins = learned & ~np.concatenate([[False], learned[:-1]])
-    turn = np.where(learned, np.cumsum(begins) - 1, 0)
+    turn = np.where(learned, first + np.cumsum(begins) - 1, 0)
     return Row(ids.astype(np.int32), learned, turn.astype(np.int16))
 
 
