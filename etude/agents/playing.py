@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from etude.agents.agent import Agent, RolloutInfo, llm_of
+from etude.agents.blame import outcome_of
 from etude.agents.earned import earned
 from etude.agents.hands import Hands
 from etude.agents.scope import Scope
-from etude.errors import AgentError, EngineError, IllegalMoveError, StoreError
+from etude.errors import AgentError, IllegalMoveError
 from etude.records import Outcome
 from etude.store.desk import Claim, Desk, Ended
 
@@ -33,8 +34,6 @@ LASTING = 0.2
 LONGEST = 8000
 """Characters of an error that are kept: its end, where the cause stands, and a part of its beginning."""
 _OURS = str(Path(__file__).parent)
-_MACHINES = {"APIConnectionError", "APITimeoutError", "InternalServerError"}
-"""Errors of the packages openai and anthropic that say something of the endpoint, and nothing of who asked it."""
 
 
 class Playing:
@@ -108,7 +107,7 @@ class Playing:
         except _NoEndpointError as error:
             return Ended(Outcome.INFRA_ERROR, str(error))
         except BaseException as error:
-            return self._ending or Ended(_outcome(error), self._told(error))
+            return self._ending or Ended(outcome_of(error, self.claim.resources), self._told(error))
 
     def _within(self, given: dict[str, Any]) -> Any:
         """Call it, on its own thread."""
@@ -213,22 +212,3 @@ class Playing:
 
 class _NoEndpointError(Exception):
     """An agent that asks for the model is played where nobody serves one."""
-
-
-def _outcome(error: BaseException) -> Outcome:
-    """Whether what was raised says anything of the agent."""
-    return Outcome.INFRA_ERROR if any(map(_is_machine, _chain(error))) else Outcome.FAILED
-
-
-def _is_machine(error: BaseException) -> bool:
-    names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.split(".")[0] in ("openai", "anthropic")}
-    return bool(names & _MACHINES) or (
-        isinstance(error, EngineError | StoreError) and not isinstance(error, IllegalMoveError)
-    )
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it was raised from."""
-    while error is not None:
-        yield error
-        error = error.__cause__

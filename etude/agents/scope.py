@@ -3,9 +3,9 @@
     agent's code, on any thread or task ──say──► Scope ──pump──► desk.reward, desk.note
 
 A scope is found by a context variable, which tasks inherit, and functions called by `asyncio.to_thread` or by a copied
-context. A thread that an agent began by itself inherits nothing; as long as one attempt alone is under way in the
-process there is no doubt whose it is. Saying something never waits: the desk is told on the runner's loop, in order,
-and has been told all of it before the attempt is handed in.
+context. A thread that an agent began by itself inherits nothing; where one attempt alone is under way in the process,
+and the thread began after it did, there is no doubt whose it is. Saying something never waits: the desk is told on the
+runner's loop, in order, and has been told all of it before the attempt is handed in.
 
 consumes       what agents say, from any thread
 produces       calls to the desk, one after the other
@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeAlias
+from weakref import WeakSet
 
 from etude.errors import AgentError
 from etude.store.desk import Desk, Key
@@ -50,7 +51,14 @@ def current() -> Scope | None:
                 "belongs. Begin threads with `asyncio.to_thread`, or have them call "
                 "`contextvars.copy_context().run(function)` with a copy made in the agent."
             )
-        return next(iter(_open), None)
+        only = next(iter(_open), None)
+    if only is not None and threading.current_thread() in only.older:
+        raise AgentError(
+            "This thread began before the attempt that is under way, so it may belong to another, which is over. Begin "
+            "a thread in each attempt, or have older ones call `contextvars.copy_context().run(function)` with a copy "
+            "made in the agent."
+        )
+    return only
 
 
 class Scope:
@@ -60,6 +68,8 @@ class Scope:
         self.key = key
         self.rewarded = False
         """Whether its final reward was given."""
+        self.older: WeakSet[threading.Thread] = WeakSet()
+        """The threads that there were when it began."""
         self._desk, self._loop = desk, asyncio.get_running_loop()
         self._waiting: deque[Saying] = deque()
         self._over = False
@@ -71,6 +81,8 @@ class Scope:
         """The attempt of whatever is called within, and of the tasks begun there."""
         token = _CURRENT.set(self)
         with _lock:
+            if self not in _open:
+                self.older = WeakSet(threading.enumerate())
             _open.add(self)
         try:
             yield

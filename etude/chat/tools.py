@@ -301,10 +301,14 @@ def _json_call(feed: Feed, key: str) -> Reading[tuple[str, str] | None]:
 
 
 def _is_object(text: str) -> bool:
+    """Whether it is a JSON object, and one that can be sent: half a character, which JSON can write, cannot be."""
     try:
-        return isinstance(json_of(text), dict)
+        found = json_of(text)
+        if "\\ud" in text.lower():
+            json.dumps(found, ensure_ascii=False).encode()
     except ValueError:
         return False
+    return isinstance(found, dict)
 
 
 def _members(text: str) -> dict[str, str]:

@@ -198,8 +198,10 @@ def test_what_json_has_no_number_for_is_no_call(number: str) -> None:
 def test_a_name_with_half_a_character_is_none() -> None:
     text = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
     assert hermes(text) == (text, [])
-    fine = '<tool_call>{"name": "a", "arguments": {"x": "\\ud800"}}</tool_call>'
-    assert hermes(fine) == ("", [("a", '{"x": "\\ud800"}')])
+    half = '<tool_call>{"name": "a", "arguments": {"x": "\\ud800"}}</tool_call>'
+    assert hermes(half) == (half, []), "nobody could send it on"
+    whole = '<tool_call>{"name": "a", "arguments": {"x": "\\ud83d\\ude00"}}</tool_call>'
+    assert hermes(whole) == ("", [("a", '{"x": "\\ud83d\\ude00"}')])
 
 
 def test_llama3_calls_what_its_model_brings_along() -> None:

@@ -53,10 +53,9 @@ class Answering:
         """The answers to a call in one piece."""
         async with self._under_way(call):
             began = time.perf_counter()
-            async with self._gate.entered(call.asked.n):
-                completions = await _all([self._sampled(call, params) for params in self._params(call)])
-            sampled = time.perf_counter() - began
-            said = [await self._heard(call, each, self._reader(call).whole(each.ids)) for each in completions]
+            async with self._gate.entered(call.asked.n) as places:
+                said = await _all([self._answered(call, params) for params in self._params(call)], places)
+            sampled = max(each.sampled for each in said) - began
         self._finished(call, said)
         body = call.dialect.whole(call.reply(self._chat.tokenizer), said)
         self._meter.took(time.perf_counter() - call.began, sampled)
@@ -69,12 +68,13 @@ class Answering:
         started = False
         try:
             async with self._under_way(call):
-                async with self._gate.entered(call.asked.n):
+                async with self._gate.entered(call.asked.n) as places:
                     await start()
                     started = True
                     await write(writer.begin())
                     params = self._params(call)
-                    said = await _all([self._streamed(call, writer, n, each, write) for n, each in enumerate(params)])
+                    works = [self._streamed(call, writer, n, each, write) for n, each in enumerate(params)]
+                    said = await _all(works, places)
                 self._finished(call, said)
                 self._meter.took(time.perf_counter() - call.began)
                 await write(writer.close(said))
@@ -110,6 +110,13 @@ class Answering:
             of = sitting.key.rollout, sitting.draw, prompt.hash
             seeds = [self._seeds(*of, sitting.occurrence(prompt)) for _ in asked]
         return [replace(call.sampling, seed=seed) for seed in seeds]
+
+    async def _answered(self, call: Call, params: SamplingParams) -> Said:
+        """One answer, recorded as soon as it is whole, whatever becomes of the call's others."""
+        completion = await self._sampled(call, params)
+        sampled = time.perf_counter()
+        said = await self._heard(call, completion, self._reader(call).whole(completion.ids))
+        return replace(said, sampled=sampled)
 
     async def _sampled(self, call: Call, params: SamplingParams) -> Completion:
         try:
@@ -199,11 +206,21 @@ async def _given(write: Write, writer: Writer, index: int, pieces: Sequence[Piec
         await write(b"".join(writer.piece(index, piece) for piece in pieces))
 
 
-async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What some coroutines return. Where one fails, the others are cancelled, and have ended."""
+async def _all(works: Sequence[Coroutine[Any, Any, T]], places: int) -> list[T]:
+    """What some coroutines return, of which so many are under way at once. Where one fails, the others are cancelled,
+    and have ended."""
     if len(works) == 1:
         return [await works[0]]
-    tasks = [asyncio.ensure_future(work) for work in works]
+    room = asyncio.Semaphore(places)
+
+    async def placed(work: Coroutine[Any, Any, T]) -> T:
+        try:
+            async with room:
+                return await work
+        finally:
+            work.close()  # one that never had its turn
+
+    tasks = [asyncio.ensure_future(placed(work)) for work in works]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:

@@ -53,7 +53,9 @@ class Anthropic:
         tools = _tools(fields.many("tools"))
         choice, named = _choice(fields, tools)
         sampling = self._sampling(fields)
-        fields.only("thinking", why="is not the agent's to say: the run says whether the model thinks.")
+        fields.only(
+            "thinking", {"type": "disabled"}, why="is not the agent's to say: the run says whether the model thinks."
+        )
         asked = Asked(
             model=model,
             messages=tuple(messages),

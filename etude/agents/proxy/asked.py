@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,10 +79,17 @@ class Asked:
     previous: str = ""
     """The answer that the messages go on from, after the first `lead` of them."""
     lead: int = 0
-    keep: bool = True
+    keep: bool = False
     """Whether a later call may go on from this answer."""
     echo: Body = field(default_factory=dict)
     """What the dialect repeats in its answer."""
+
+    def characters(self) -> int:
+        """How many the model is to be shown, about; of ids, how many those are."""
+        said = sum(len(each.content) + len(each.reasoning) for each in self.messages)
+        called = sum(len(call.arguments) for each in self.messages for call in each.tool_calls)
+        described = sum(len(json.dumps(tool)) for tool in self.tools)
+        return said + called + described + len(self.prompt if self.prompt is not None else "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +103,8 @@ class Said:
     """The stop string that ended it."""
     turn: int = 0
     """Its place in the attempt."""
+    sampled: float = 0.0
+    """When its last token was there."""
 
     @property
     def finish(self) -> Literal["stop", "length", "tool_calls"]:

@@ -43,6 +43,8 @@ SWEEP = 15.0
 """Seconds between two looks for attempts that have ended."""
 SILENT = 30.0
 """Seconds without a call, after which it is asked whether an attempt has ended."""
+FARTHEST = 64
+"""Characters for each token of the model's context, beyond which a prompt is refused without being read."""
 AT_ONCE = 100
 """Of how many attempts that is asked at a time."""
 
@@ -188,6 +190,7 @@ class Endpoint:
         sitting = await self._sitting(key)
         asked = _joined(asked, sitting)
         sampling, ignored = self._policy.params(asked, sitting.use)
+        self._refuse_what_no_context_holds(asked)
         prompt, opened = await self._prompt(sitting, asked)
         sitting.calls += 1
         id = f"{dialect.prefix}{key.rollout}-{key.attempt}-{sitting.calls}"
@@ -220,6 +223,19 @@ class Endpoint:
         if asked.model != self.model:
             raise no_model(asked.model, self.models)
         return asked
+
+    def _refuse_what_no_context_holds(self, asked: Asked) -> None:
+        """What is so long that its tokens need not be counted, which would keep everybody waiting."""
+        context, size = self._context, asked.characters()
+        if context is not None and (size > FARTHEST * context or len(asked.messages) > context):
+            self._meter.counts["context_length"] += 1
+            raise Refusal(
+                f"prompt is too long: {size} characters in {len(asked.messages)} messages; this model's maximum context"
+                f" length is {context} tokens. Shorten the messages.",
+                "context",
+                param="messages",
+                code="context_length_exceeded",
+            )
 
     async def _prompt(self, sitting: Sitting, asked: Asked) -> tuple[Prompt, Ids]:
         try:

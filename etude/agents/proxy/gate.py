@@ -37,8 +37,9 @@ class Gate:
         return len(self._queue)
 
     @asynccontextmanager
-    async def entered(self, places: int) -> AsyncIterator[None]:
-        """Wait for this many places, and hold them. Raises a refusal where too many wait already."""
+    async def entered(self, places: int) -> AsyncIterator[int]:
+        """Wait for this many places, or for all there are, and hold them. Raises a refusal where too many wait
+        already."""
         places = min(places, self.places)
         if self._queue or self.taken + places > self.places:
             await self._wait(places)
@@ -46,7 +47,7 @@ class Gate:
             self.taken += places
         began = asyncio.get_running_loop().time()
         try:
-            yield
+            yield places
         finally:
             self._seconds += 0.1 * (asyncio.get_running_loop().time() - began - self._seconds)
             self._leave(places)

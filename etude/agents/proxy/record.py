@@ -66,8 +66,7 @@ class Sitting:
         async with self._lock:
             if asked.prompt is not None:
                 return self._found(self._text_ids(asked.prompt), False)
-            size = sum(len(each.content) + len(each.reasoning) for each in asked.messages)
-            if size < LONG:
+            if asked.characters() < LONG:
                 return self._rendered(asked.messages, asked.tools, compare)
             return await asyncio.to_thread(self._rendered, asked.messages, asked.tools, compare)
 
@@ -84,10 +83,10 @@ class Sitting:
         whole = np.concatenate([shown, completion.ids])
         self._served.setdefault(len(whole), set()).add(blake2b(whole.tobytes(), digest_size=16).digest())
         if asked.prompt is not None:
-            before = asked.prompt if isinstance(asked.prompt, str) else self._chat.tokenizer.decode(shown)
+            before = asked.prompt if isinstance(asked.prompt, str) else self._chat.tokenizer.decode(shown, special=True)
             self._texts[before + self._chat.tokenizer.decode(completion.ids)] = whole
             return
-        size = sum(len(each.content) for each in asked.messages)
+        size = asked.characters()
         async with self._lock:
             given = asked.messages, asked.tools, shown, completion.ids, answer, stop or ""
             if size < LONG:
@@ -120,6 +119,9 @@ class Sitting:
         if known is None:
             return self._chat.tokenizer.encode(prompt, special=True)
         ids, rest = self._texts[known], prompt[len(known) :]
+        ended = next((text for text, id in self._chat.tokenizer.ends.items() if id == ids[-1]), None)
+        if ended is not None:  # the text that was answered is without it, and what is written by hand has it
+            rest = rest.removeprefix(ended)
         return np.concatenate([ids, self._chat.tokenizer.after(ids, rest)]) if rest else ids
 
     def _found(self, ids: Ids, spoken: bool) -> Prompt:

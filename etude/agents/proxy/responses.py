@@ -37,6 +37,8 @@ class Responses:
         unknown = [each for each in include if each not in (LOGPROBS, "reasoning.encrypted_content")]
         if unknown:
             raise fields.refuse("include", f"asks for '{unknown[0]}', which there is none of here.")
+        if LOGPROBS in include and fields.flag("stream"):
+            raise fields.refuse("include", f"asks for '{LOGPROBS}', which is told of whole answers alone: stream none.")
         format_of = Fields(fields.any("text") or {}, "text")
         openai.plain_format(format_of, "format")
         format_of.nothing_else()

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from fastapi.routing import APIRoute
+from starlette.routing import Route
 
 from etude.agents.proxy.app import router
 from etude.agents.proxy.gate import Gate
@@ -142,7 +142,7 @@ def test_a_key_of_the_store_opens_no_model_and_a_key_of_the_model_no_store() -> 
         claim, ring, desk = world.attempt(), world.endpoint.keyring, world.desk
         routes = router(world.endpoint)
         both = app(desk, ring, routers=[routes])
-        paths = {route.path for route in routes.routes if isinstance(route, APIRoute)}
+        paths = {route.path for route in routes.routes if isinstance(route, Route)}
         assert paths == {*CALLS, "/v1/models", "/v1/models/{model}"}
         stores = {path for path in both.openapi()["paths"] if path.startswith("/v1/store/")} | {"/v1/traces"}
         assert len(stores) > 15
