@@ -30,7 +30,7 @@ def main(directory: Path, steps: int) -> None:
     warm_up(directory / "model", seed=0, advance=lambda: None)
     options = {"model.path": directory / "model", "steps": steps, **OPTIONS}
     trainer = etude.Trainer(etude.RL("grpo", options, directory / "run"), n_runners=2)
-    train, held_out = rows(0, 1000, held_out=False), rows(0, 50, held_out=True)
+    train, held_out = rows(0, 1000, held_out=False), rows(0, 25, held_out=True)
     trainer.dev(AGENT, train, count=1)
     told = trainer.fit(AGENT, train, held_out)
     print(f"\nRight answers to held-out questions: {told['eval/mean@1']:.0%}. Read some of the rollouts:")
