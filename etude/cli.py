@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from etude import __version__
-from etude.commands import RUN, Parser, add, of_a_run
+from etude.commands import RUN, Parser, add, add_rollouts, of_a_run
 from etude.errors import ConfigError, EtudeError
 
 __all__ = ["main", "parser", "spelled_out"]
 
 FAILED, REFUSED, INTERRUPTED, NOBODY_READS = 1, 2, 130, 141
-LANGUAGE = "language"
+LANGUAGE, MODEL = "language", "model"
 DEMO_RUN = "etude.demo.algorithms:DemoRun"
 
 ABOUT = """\
@@ -104,11 +104,24 @@ examples:
 
 The prompt is a user's message where the model has a chat template, unless --raw has it continued as it stands."""
 
+EXPORT = """\
+examples:
+  etude export runs/train-20260101-120000 my-model          the newest checkpoint, to load anywhere
+  etude export runs/train-20260101-120000 my-model --best
+  etude export rollouts --help                              what a run has collected, for others to learn from"""
+
 DEMO = """\
 examples:
   etude demo                                  a language model from nothing to good, in about two minutes
   etude demo seed=1 --json                    the outcome as one JSON object on the last line
+  etude demo agent                            an agent written for OpenAI's client learns to use its tools
   etude demo algorithms --help                every loss on a problem that can be solved exactly"""
+
+AGENT_DEMO = """\
+examples:
+  etude demo agent                            runners are processes of their own
+  etude demo agent agent.strategy=shm         runners are threads of this process
+  etude demo agent seed=1 --json              the outcome as one JSON object on the last line"""
 
 ALGORITHMS = f"""\
 {OVERRIDES}
@@ -184,12 +197,18 @@ def _add_runs(commands: Any, debug: Parser) -> None:
     generate.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     generate.set_defaults(command=_generate)
 
-    export = commands.add_parser("export", help="write a run's model as a Hugging Face directory", parents=[debug])
+    raw = argparse.RawDescriptionHelpFormatter
+    told = "write a run's model, or its rollouts, as files that others read"
+    exports = commands.add_parser("export", help=told, epilog=EXPORT, parents=[debug], formatter_class=raw)
+    kinds = exports.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    told = "write its model as a Hugging Face directory (this is what `etude export RUN DIRECTORY` does)"
+    export = kinds.add_parser(MODEL, help=told, epilog=EXPORT, parents=[debug], formatter_class=raw)
     export.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
     export.add_argument("to", type=Path, metavar="DIRECTORY", help="where to write; it must not be there yet")
     export.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     export.add_argument("--adapter", action="store_true", help="a run's LoRA adapter alone, as peft loads it")
     export.set_defaults(command=_export)
+    add_rollouts(kinds, debug)
 
     demo = commands.add_parser(
         "demo",
@@ -203,6 +222,10 @@ def _add_runs(commands: Any, debug: Parser) -> None:
     language = of_a_run(demos, LANGUAGE, told, DEMO, debug)
     language.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
     language.set_defaults(command=_demo_language)
+    told = "an agent that calls the model by OpenAI's client learns to use its tools"
+    agent = of_a_run(demos, "agent", told, AGENT_DEMO, debug)
+    agent.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
+    agent.set_defaults(command=_demo_agent)
     told = "train a table of logits by each loss, and draw the exact expected reward"
     algorithms = of_a_run(demos, "algorithms", told, ALGORITHMS, debug, roots={"": DEMO_RUN})
     algorithms.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
@@ -211,9 +234,11 @@ def _add_runs(commands: Any, debug: Parser) -> None:
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
-    """`etude demo` alone is `etude demo language`."""
+    """`etude demo` alone is `etude demo language`, and `etude export RUN` is `etude export model RUN`."""
     words = list(argv)
-    if words[:1] == ["demo"] and words[1:2] not in (["algorithms"], [LANGUAGE], ["-h"], ["--help"]):
+    if words[:1] == ["export"] and words[1:2] not in ([], [MODEL], ["rollouts"], ["-h"], ["--help"]):
+        words.insert(1, MODEL)
+    if words[:1] == ["demo"] and words[1:2] not in (["agent"], ["algorithms"], [LANGUAGE], ["-h"], ["--help"]):
         words.insert(1, LANGUAGE)
     return words
 
@@ -366,6 +391,17 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _demo_language(arguments: argparse.Namespace) -> None:
     from etude.demo.language import demonstrate
+
+    told = demonstrate(arguments.overrides, arguments.config)
+    if arguments.json:
+        print(json.dumps(told))
+
+
+def _demo_agent(arguments: argparse.Namespace) -> None:
+    from etude.agents import openai_clients
+
+    openai_clients()  # without it no attempt would come to anything, which is better known at once
+    from etude.demo.agent import demonstrate
 
     told = demonstrate(arguments.overrides, arguments.config)
     if arguments.json:

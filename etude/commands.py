@@ -15,7 +15,7 @@ from typing import Any
 from etude import __version__
 from etude.errors import ConfigError
 
-__all__ = ["Parser", "add", "of_a_run"]
+__all__ = ["Parser", "add", "add_rollouts", "of_a_run"]
 
 PREPARE = """\
 the sets, from raw files as they were published:
@@ -60,6 +60,23 @@ examples:
 
 The key is read from ETUDE_STORE_KEY alone, because others on this machine see what is on a command line. The first
 Ctrl-C lets what is under way end, the second cancels it."""
+
+ROLLOUTS = """\
+what it is written as:
+  --as sft      rows that `etude sft` learns from (.parquet, .jsonl): rollouts that succeeded and earned enough
+  --as dpo      pairs that `etude dpo` and `etude reward-model` learn from: the best and the worst try at each task
+  --as jsonl    all that is known, a rollout a line: its task, every attempt, turns with text, token ids and log-probs
+  --as otlp     a trace of OpenTelemetry's a line (OTLP in JSON), for a collector or its otlpjsonfile receiver
+
+sets hold the very tokens that were read and written (--form ids), for models with the same vocabulary. --form text
+writes what they say, for any model. The run may be going on: what is there by now is written.
+
+examples:
+  etude export rollouts runs/mine good.parquet --as sft --min-reward 1
+  etude export rollouts runs/mine pairs.parquet --as dpo --min-gap 0.5
+  etude export rollouts runs/mine plans.jsonl --as sft --tags planner --form text
+  etude export rollouts runs/mine everything.jsonl --split all
+  etude export rollouts runs/mine traces.jsonl --as otlp"""
 
 SHELLS = ("bash", "zsh", "fish")
 COMPLETION = """\
@@ -176,6 +193,32 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
     about.set_defaults(command=_version)
 
 
+def add_rollouts(kinds: Any, debug: argparse.ArgumentParser) -> None:
+    """Add `etude export rollouts`."""
+    rollouts = kinds.add_parser(
+        "rollouts",
+        help="write what it has collected: sets to learn from, everything as JSONL, or traces",
+        epilog=ROLLOUTS,
+        parents=[debug],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    rollouts.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, which may be going on")
+    rollouts.add_argument("to", type=Path, metavar="FILE", help="where to write; it must not be there yet")
+    rollouts.add_argument("--as", dest="kind", choices=("sft", "dpo", "jsonl", "otlp"), default="jsonl", help="as what")
+    told = "sets: rollouts that earned at least this; of a pair, the better one"
+    rollouts.add_argument("--min-reward", type=float, metavar="X", help=told)
+    rollouts.add_argument("--min-gap", type=float, default=0.0, metavar="X", help="dpo: by how much a pair must differ")
+    rollouts.add_argument("--tags", default="", metavar="A,B", help="sets: learn from turns with one of these tags")
+    told = "rollouts to train on (the default), those that scored an agent, or both"
+    rollouts.add_argument("--split", choices=("train", "val", "all"), default="train", help=told)
+    told = "sets: as token ids (the default), or as text"
+    rollouts.add_argument("--form", choices=("ids", "text"), default="ids", help=told)
+    told = "where the tokenizer is, if it is not where the run found it"
+    rollouts.add_argument("--model", type=Path, metavar="DIRECTORY", help=told)
+    rollouts.add_argument("--json", action="store_true", help="print what was written as JSON, on the last line")
+    rollouts.set_defaults(command=_export_rollouts)
+
+
 def _named(arguments: argparse.Namespace, what: str, example: str) -> tuple[str, list[str]]:
     """The one word among the options that names what the command is about, and the options."""
     names = [word for word in arguments.overrides if "=" not in word]
@@ -274,6 +317,16 @@ def _answers(arguments: argparse.Namespace) -> None:
         return
     for answer in answers(arguments.run, arguments.step)[1]:
         print(json.dumps(answer, default=str))
+
+
+def _export_rollouts(arguments: argparse.Namespace) -> None:
+    from etude.tools.rollouts import Export, export, told
+
+    asked = {name: getattr(arguments, name) for name in Export.__dataclass_fields__ if name != "tags"}
+    tags = tuple(tag for each in arguments.tags.split(",") if (tag := each.strip()))
+    done = export(Export(**asked, tags=tags))
+    if arguments.json:
+        print(json.dumps(told(done)))
 
 
 def _add_runner(commands: Any, debug: argparse.ArgumentParser) -> None:

@@ -70,7 +70,8 @@ NAMES = (
     "completion",
 )
 DATA = [["data", "prepare"], ["data", "show"]]
-COMMANDS = [*([name] for name in NAMES), ["config", "show"], ["demo", "language"], ["demo", "algorithms"], *DATA]
+DEMOS = [["demo", "language"], ["demo", "agent"], ["demo", "algorithms"]]
+COMMANDS = [*([name] for name in NAMES), ["config", "show"], *DEMOS, *DATA]
 SWEPT = {"--multirun", "generate"}  # several runs, or words that are no options
 
 
@@ -84,7 +85,7 @@ def test_help_is_there_for_every_command(command: list[str], capsys: Captured) -
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["train"], ["eval"], ["generate"], ["config", "show"], ["demo"], ["demo", "algorithms"], *DATA],
+    [[], ["train"], ["eval"], ["generate"], ["config", "show"], ["demo"], *DEMOS[1:], *DATA],
     ids=" ".join,
 )
 def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured) -> None:
@@ -96,7 +97,7 @@ def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured
     assert len(lines) >= 2
     for line in lines:
         words = shlex.split(line.partition(" > ")[0].partition("   ")[0])[1:]
-        if words[0] == "demo" and "algorithms" not in words:
+        if words[0] == "demo" and not {"agent", "algorithms"} & set(words):
             words.insert(1, "language")  # which `etude demo` alone is
         asked = parser().parse_args(words)
         if "overrides" in asked and asked.config is None and not SWEPT & set(words) and words[0] != "eval":

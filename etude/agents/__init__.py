@@ -54,8 +54,8 @@ def openai_clients() -> tuple[type[OpenAI], type[AsyncOpenAI]]:
     except ImportError as error:
         raise MissingPackageError(
             f"`llm.client` is a client of the package openai, which cannot be imported here ({error}). Install it with "
-            "`pip install openai`, or call the model by any other means: `llm.base_url`, `llm.api_key` and `llm.model` "
-            "are plain text."
+            "`pip install 'etude[agents]'`, or call the model by any other means: `llm.base_url`, `llm.api_key` and "
+            "`llm.model` are plain text."
         ) from error
     return OpenAI, AsyncOpenAI
 

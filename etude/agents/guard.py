@@ -29,6 +29,7 @@ class Guard:
         self._process: subprocess.Popen[bytes] | None = None
         self._groups: set[int] = set()
         self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._in_child)
 
     def add(self, group: int) -> None:
         """Have a process group ended when this process ends."""
@@ -41,6 +42,15 @@ class Guard:
         with self._lock:
             self._groups.discard(group)
             self._tell(f"- {group}\n")
+
+    def _in_child(self) -> None:
+        """A process that was forked from this one has a guard of its own, and holds no end of this one's pipe: while
+        anybody does, the guard waits."""
+        if self._process is not None and self._process.stdin is not None:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self._process.stdin.fileno(), inheritable=False)
+            os.close(nothing)
+        self._process, self._groups, self._lock = None, set(), threading.Lock()
 
     def _tell(self, what: str) -> None:
         """Tell the guard; where there is none, or none any more, start one and tell it of every group there is."""

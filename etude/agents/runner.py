@@ -239,8 +239,12 @@ class Runner:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._beat_soon.wait(), self._interval)
             if loop.time() - due > BLOCKED:
-                told = "%s: its loop was blocked for %.1f s. Where %s computes or waits without `await`, make it a "
-                told += "plain function, which runs on a thread."
+                told = (
+                    "%s: its loop was blocked for %.1f s. Either this machine has more to do than it can, or %s is a "
+                )
+                told += (
+                    "coroutine that computes or waits without `await`: make it a plain function, which has a thread."
+                )
                 log.warning(told, self.name, loop.time() - due, self._agent.title)
 
     def _told(self) -> dict[str, Any]:

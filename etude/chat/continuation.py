@@ -9,6 +9,9 @@ kept. Which differences count is said in `messages`.
 Where an answer ends in a rendered text is found by rendering a marked answer in its place. The model usually wrote the
 token that closes its turn, and the rest of what the template closes it with follows; where it did not (it was cut off,
 or stopped by another token), all of the template's close follows.
+
+An answer that a stop string ended is told without it, and some agents write it back at its end, and words of their own
+after it: those are context, and stand between the ids of the answer and the template's close.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from etude.chat.messages import same, same_tools
+from etude.chat.messages import same, same_tools, text_of
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.errors import ChatError
 from etude.records import Message
@@ -43,6 +46,26 @@ class _Served:
     """The last id, if it is one that ends an answer."""
     thoughts: frozenset[int]
     """Which messages' reasoning the ids show, as far as that matters: only where the template decides what is kept."""
+    stop: str = ""
+    """The stop string that ended the answer, and is among its ids."""
+
+    def added(self, given: Message) -> str | None:
+        """What an agent added to the answer: nothing, or what follows the stop string that it wrote back. None where it
+        is not this answer."""
+        answer = self.history[-1]
+        if same(answer, given):
+            return ""
+        said, told = text_of(answer.content), text_of(given.content)
+        if not self.stop or said is None or told is None or not told.startswith(said + self.stop):
+            return None
+        return told[len(said + self.stop) :] if same(answer, replace(given, content=said)) else None
+
+    def whole(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """A conversation that goes on from the answer, with what was served as it was, and what was added."""
+        answer, given = self.history[-1], messages[len(self.history) - 1]
+        if not same(answer, given):
+            answer = replace(answer, content=given.content)
+        return (*self.history[:-1], answer, *messages[len(self.history) :])
 
 
 class Conversation:
@@ -63,20 +86,27 @@ class Conversation:
         messages = tuple(messages)
         known = None
         for served in self._continued(messages, tools):
-            whole = served.history + messages[len(served.history) :]
+            whole = served.whole(messages)
             known = known or whole
             if self._history == "served" or served.thoughts <= self._shown(whole, tools):
                 return np.concatenate([served.ids, self._after(served, whole, tools)])
         return self._tokenizer.encode(self._text(known or messages, tools))
 
     def served(
-        self, messages: Sequence[Message], tools: Tools, prompt_ids: Ids, completion_ids: Ids, answer: Message
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        prompt_ids: Ids,
+        completion_ids: Ids,
+        answer: Message,
+        stop: str = "",
     ) -> None:
-        """Remember an answer: the messages and ids it was given, the ids it is, and the message it was read as."""
+        """Remember an answer: the messages and ids it was given, the ids it is, the message it was read as, and the
+        stop string that ended it, if one did."""
         messages = tuple(messages)
         kept = next((each for each in self._continued(messages, tools) if _begins(prompt_ids, each.ids)), None)
         known = kept.history if kept else ()
-        history = known + messages[len(known) :]
+        history = kept.whole(messages) if kept else messages
         thoughts: frozenset[int] = frozenset()
         if self._history == "template":
             thoughts = kept.thoughts if kept else thoughts
@@ -91,6 +121,7 @@ class Conversation:
                 ids=np.concatenate([prompt_ids, completion_ids]).astype(np.int32),
                 end=last if last in self._ends else None,
                 thoughts=thoughts,
+                stop=stop if last not in self._ends and not answer.tool_calls else "",
             ),
         )
 
@@ -99,7 +130,8 @@ class Conversation:
         for served in sorted(self._served, key=lambda each: -len(each.history)):
             if (
                 len(served.history) <= len(messages)
-                and all(same(*pair) for pair in zip(served.history, messages, strict=False))
+                and all(same(*pair) for pair in zip(served.history[:-1], messages, strict=False))
+                and served.added(messages[len(served.history) - 1]) is not None
                 and same_tools(served.tools, tools)
             ):
                 yield served
@@ -122,9 +154,10 @@ class Conversation:
             text = text[region.index(end) + len(end) :]
         else:
             text = text[min((region.index(each) for each in self._ends.values() if each in region), default=0) :]
-        ids = self._tokenizer.encode(end + text)
+        added = served.added(messages[len(served.history) - 1]) or ""
+        ids = self._tokenizer.encode(end + added + text)
         # The end is encoded too, for tokenizers that treat a text's beginning in a way of its own.
-        return ids[1:] if end and ids[0] == served.end else self._tokenizer.encode(text)
+        return ids[1:] if end and ids[0] == served.end else self._tokenizer.encode(added + text)
 
     def _rest(self, served: _Served, messages: tuple[Message, ...], tools: Tools) -> tuple[str, str]:
         """The text that follows a served answer, and of it what comes before the first new message's own words."""

@@ -8,6 +8,8 @@ model never saw must not make it a new one, while any difference in what was sai
 - The arguments of a call are equal as JSON values: key order and spacing do not count, but 1, 1.0 and true are three
   different values. Arguments that are not JSON are compared as text.
 - Reasoning that was served may be left out of what comes back; if it comes back, it is equal character by character.
+- A stop string that ended an answer may be written back at its end, and words of the agent's own after it
+  (`continuation`).
 - Tools are equal as JSON values, in their order.
 """
 

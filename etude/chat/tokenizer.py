@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,12 @@ class Tokenizer:
     def unk(self) -> int | None:
         """The id for what has no id, if there is one."""
         return self._named_id("unk_token")
+
+    @cached_property
+    def vocabulary(self) -> str:
+        """A name for what its ids mean: alike where every token has the same id."""
+        words = sorted(self._inner.get_vocab(with_added_tokens=True).items())
+        return blake2b(json.dumps(words).encode(), digest_size=8).hexdigest()
 
     @property
     def special_ids(self) -> frozenset[int]:

@@ -23,6 +23,7 @@ __all__ = [
     "for_a_program",
     "for_a_runner",
     "for_one_machine",
+    "key_from",
     "memory_is_chosen",
     "required_components",
     "role",
@@ -103,6 +104,18 @@ def store_address() -> tuple[str, str]:
     """Where the store is that this process is to join, and the key to it (`ETUDE_STORE_URL`, `ETUDE_STORE_KEY`); empty
     where the environment does not say."""
     return os.environ.get("ETUDE_STORE_URL", ""), os.environ.get("ETUDE_STORE_KEY", "")
+
+
+def key_from(variable: str | None, whose: str) -> str:
+    """The key that a variable holds, for somebody else's service; empty where none is named."""
+    if variable is None:
+        return ""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ConfigError(
+            f"The key for {whose} is to be read from {variable}, which is not set. Set it, and start again."
+        )
+    return key
 
 
 def role() -> Role | None:

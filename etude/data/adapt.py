@@ -7,7 +7,7 @@ its context. Ids are only ever compared and joined, never decoded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,25 +16,46 @@ from numpy.typing import NDArray
 
 from etude.records import Sample, Turn
 
-__all__ = ["samples"]
+__all__ = ["joined", "samples"]
 
 
-def samples(turns: Sequence[Turn], rollout: int) -> list[Sample]:
-    """The rows of one attempt, in the order in which its turns happened.
+def samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = ()) -> list[Sample]:
+    """The rows of one attempt, in the order in which its turns happened. tags: learn from turns with one of these
+    alone; the others are context, where a later turn was shown them.
 
-    A turn's reward stands at its last action token. A turn that said nothing has none: its reward stands at the last
-    action before it, the newest one that could have earned it, and where there is none it trains nothing.
+    A turn's reward stands at its last action token. A turn that said nothing, or is not learned from, has none: its
+    reward stands at the last action before it, the newest one that could have earned it, and where there is none it
+    trains nothing.
+
+    Turns are joined with the row before alone. Those of conversations that are held at the same time are rows of their
+    own, because rows stand in the order of time, by which credit is given.
     """
     rows: list[_Row] = []
     for turn in turns:
-        if not rows or not rows[-1].goes_on(turn):
-            rows.append(_Row(turn.model))
-        rows[-1].add(turn)
+        if not tags or set(tags) & set(turn.tags):
+            if not rows or not rows[-1].goes_on(turn):
+                rows.append(_Row(turn.model))
+            rows[-1].add(turn)
         if turn.reward is not None:
             acted = next((row for row in reversed(rows) if row.last_action >= 0), None)
             if acted is not None:
                 acted.rewards[acted.last_action] = acted.rewards.get(acted.last_action, 0.0) + turn.reward
     return [row.sample(rollout) for row in rows]
+
+
+def joined(turns: Sequence[Turn]) -> tuple[int, int]:
+    """Into how many rows turns join; and how many tokens of their prompts stood in the row before, which are not
+    computed and not trained again."""
+    rows = known = 0
+    whole, model = np.empty(0, np.int32), ""
+    for turn in turns:
+        length = len(whole)
+        if rows and turn.model == model and np.array_equal(turn.prompt[:length], whole):
+            known += length
+        else:
+            rows += 1
+        whole, model = np.concatenate([turn.prompt, turn.completion.ids]), turn.model
+    return rows, known
 
 
 @dataclass

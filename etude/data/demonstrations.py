@@ -1,7 +1,8 @@
 """Demonstrations: rows that show what is to be said.
 
-Three forms, told apart by their columns, the first that is there: `messages`, a conversation whose answers are learned;
-`prompt` and `completion`, each text or messages; `text`, all of which is learned.
+Four forms, told apart by their columns, the first that is there: `input_ids` with `assistant_masks`, tokens as they
+were drawn (`exact`); `messages`, a conversation whose answers are learned; `prompt` and `completion`, each text or
+messages; `text`, all of which is learned.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from etude.chat import Chat
+from etude.data.exact import IDS, exact, last_learned, same_vocabulary
 from etude.data.examples import Shown, ShownColumns
 from etude.data.files import lookup, names
 from etude.data.lessons import Answer, Example, answered, of_messages, of_text, told, tools_of
@@ -41,6 +43,10 @@ class Demonstrations(Shown):
     def example(self, row: Mapping[str, Any], chat: Chat, where: str) -> Example:
         """What is learned from a row; `where` is its place, for what is wrong with it."""
         columns = self.columns
+        if row.get(IDS) is not None:
+            same_vocabulary(row, chat.tokenizer, where)
+            answer = exact(row, chat.tokenizer, where)
+            return (last_learned(answer) if self.learn == "last" else answer,)
         conversation, prompt = lookup(row, columns.messages), lookup(row, columns.prompt)
         tools = tools_of(lookup(row, columns.tools), where)
         if conversation is not None:

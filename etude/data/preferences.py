@@ -1,6 +1,7 @@
 """Preferences: rows with two answers to one prompt, and which of them was preferred.
 
-`chosen` and `rejected` are text or messages. Where there is a `prompt`, they follow it; where there is none, or where
+`chosen_tokens` and `rejected_tokens` are tokens as they were drawn (`exact`), prompt and all. Else `chosen` and
+`rejected` are text or messages. Where there is a `prompt`, they follow it; where there is none, or where
 they are conversations that begin with it, what both begin with is the prompt, as in the datasets of Anthropic and TRL.
 """
 
@@ -13,13 +14,17 @@ from typing import Any
 from pydantic import Field
 
 from etude.chat import Chat
+from etude.data.exact import exact, same_vocabulary
 from etude.data.examples import Shown, ShownColumns
 from etude.data.files import lookup, names
 from etude.data.lessons import Example, Form, Told, answered, told, tools_of
 from etude.data.prompts import plain_prompt
 from etude.errors import DataError
 
-__all__ = ["PreferenceColumns", "Preferences", "shared"]
+__all__ = ["CHOSEN", "REJECTED", "PreferenceColumns", "Preferences", "shared"]
+
+CHOSEN, REJECTED = "chosen_tokens", "rejected_tokens"
+"""The columns of answers that are tokens already."""
 
 WORDS = re.compile(r"\s*\S+|\s+")
 """A word, with the space before it, as most tokenizers have it."""
@@ -42,6 +47,9 @@ class Preferences(Shown):
 
     def example(self, row: Mapping[str, Any], chat: Chat, where: str) -> Example:
         """What is learned from a row; `where` is its place, for what is wrong with it."""
+        if row.get(CHOSEN) is not None and row.get(REJECTED) is not None:
+            same_vocabulary(row, chat.tokenizer, where)
+            return tuple(exact(row[name], chat.tokenizer, f"{where}, `{name}`,") for name in (CHOSEN, REJECTED))
         columns = self.columns
         both = [self._side(row, name, where) for name in (columns.chosen, columns.rejected)]
         if not all(both):

@@ -23,10 +23,12 @@ from etude.agents.execution.processes import ProcessRunners
 from etude.agents.execution.threads import ThreadRunners
 from etude.agents.proxy.app import router
 from etude.agents.proxy.endpoint import Endpoint, EndpointConfig
+from etude.agents.proxy.external import external_models
 from etude.agents.proxy.policy import seeds_of
 from etude.agents.proxy.upstream import Upstream
 from etude.chat import Chat
 from etude.observe import Last, Metrics, get_log
+from etude.recipes.agents import place_of
 from etude.recipes.run import Run
 from etude.records import SamplingParams
 from etude.store import Journal
@@ -64,11 +66,13 @@ def agency(
     if agent is None and asked.path is not None:
         agent = load_agent(asked.path)
     host, _, port = asked.listen.rpartition(":")
-    keyring = Keyring(_kept(directory / SECRET, secrets.token_urlsafe(32)).encode())
-    _kept(directory / RUNNER_KEY, keyring.runner)
+    kept = directory / SECRET
+    secret = kept.read_text(encoding="utf-8").strip() if kept.exists() else _write(kept, secrets.token_urlsafe(32))
+    keyring = Keyring(secret.encode())
+    _write(directory / RUNNER_KEY, keyring.runner)
     with ExitStack() as stack:
         stack.enter_context(swept())
-        desk = LocalDesk(journal, keyring)
+        desk = LocalDesk(journal, keyring, anew=True)
         stack.callback(lambda: asyncio.run(desk.close()))
         endpoint = Endpoint(
             desk,
@@ -78,14 +82,16 @@ def agency(
             context=longest,
             train=_unseeded(run.sampling.params(0)),
             val=_unseeded(run.evaluate.sampling.beside(run.sampling).params(0)),
-            seeds=seeds_of(run.seed),
+            seeds=lambda rollout, *which: seeds_of(run.seed)(place_of(rollout), *which),
             config=EndpointConfig(
                 max_running=asked.calls,
                 max_waiting=8 * asked.calls,
                 timeout_s=asked.timeout,
                 parameters=asked.parameters,
+                external=external_models(asked.external),
             ),
         )
+        desk.tell(endpoint.over)
         serving = stack.enter_context(
             serve(desk, keyring, host=host, port=int(port), routers=[router(endpoint)], beside=[endpoint])
         )
@@ -101,8 +107,8 @@ def agency(
             )
             check = stack.enter_context(processes).check
         else:
-            told = "Runners may join: ETUDE_STORE_KEY=$(cat %s) etude runner %s --url %s"
-            get_log("recipes").info(told, directory / RUNNER_KEY, asked.path or "AGENT", serving.url)
+            told = "Runners may join: `etude runner %s --url %s`, with what is in %s as their ETUDE_STORE_KEY."
+            get_log("recipes").info(told, asked.path or "AGENT", serving.url, directory / RUNNER_KEY)
         yield Agency(desk, endpoint, serving.url, check)
 
 
@@ -126,12 +132,12 @@ def _unseeded(params: SamplingParams) -> SamplingParams:
     return replace(params, seed=None)
 
 
-def _kept(path: Path, text: str) -> str:
-    """What a file holds that only its owner reads; made with this text if it is not there."""
+def _write(path: Path, text: str) -> str:
+    """Have a file hold this that only its owner reads: whole, or as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
-    except FileExistsError:
-        pass
-    return path.read_text(encoding="utf-8").strip()
+    draft = path.with_name(f"{path.name}.draft")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    draft.rename(path)
+    return text

@@ -5,31 +5,36 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field
 
 from etude.chat import Tokenizer, retold
 from etude.config import Config
+from etude.data.adapt import joined
 from etude.errors import CollectionError
 from etude.observe import Mean, Metrics, Sum, format_seconds, get_log
 from etude.recipes.play import Played, Seeds
 from etude.recipes.sampling import Sampling
 from etude.records import Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
-from etude.store import Journal, RolloutState, Status, TaskDropped
+from etude.store import Journal, Phase, Rewarded, RolloutState, Status, TaskDropped, TaskState
 from etude.store.desk import Desk, Find, Limits, Wanted
 
-__all__ = ["SCORED", "AgentConfig", "Agents", "Losses", "Scorings"]
+__all__ = ["SCORED", "AgentConfig", "Agents", "Losses", "Scorings", "asked_of", "place_of", "rewarded"]
 
 SCORED = 2**40
 """From this ordinal on tasks are asked only to score the model; no step trains on them."""
-MOST_SAMPLES, MOST_TASKS = 2**10, 2**30
-"""Answers to one task, and answers in all, by which a step is scored at most."""
+MOST_SAMPLES, MOST_TASKS, MOST_STEPS, YARDSTICKS = 2**10, 2**30, 2**20, 2**12
+"""Answers to one task, and answers in all, by which a step is scored at most; steps; ways of scoring told apart."""
 ADDED = ("prompt", "row", "ground_truth", "extra_info")
 """Fields that a task has beside those of its file."""
+OVERLONG = "endpoint/context_length"
+"""How often the endpoint has refused a prompt that is longer than the model's context."""
 LISTENING = 5.0
 """Seconds after which it is looked whether anybody is there to play."""
 PAGE = 256
@@ -57,6 +62,9 @@ class AgentConfig(Config):
         "force", description="force: the run's sampling parameters hold; default: the agent's own, where it sets them"
     )
     calls: int = Field(256, ge=1, description="calls to the model that are answered at once; more of them wait")
+    external: Path | None = Field(
+        None, description="a YAML file of other providers' models that agents may ask for: recorded, never trained"
+    )
     listen: str = Field(
         "127.0.0.1:0",
         pattern=r"^\S+:\d{1,5}$",
@@ -66,15 +74,31 @@ class AgentConfig(Config):
 
 @dataclass(slots=True)
 class Losses:
-    """What became of attempts, by every way in which one can be lost."""
+    """What became of the attempts at a step's rollouts, by every way in which one can be lost."""
 
     ended: Counter[str] = field(default_factory=Counter)
+    """Attempts, by how they ended; and rollouts that ended without one."""
     retried: int = 0
     empty: int = 0
     unrewarded: int = 0
     turns: int = 0
     rows: int = 0
     rollouts: int = 0
+    reused: int = 0
+    """Tokens of prompts that the model had been shown or had written before, and that are the same."""
+
+    def of(self, state: RolloutState, turns: Sequence[Turn]) -> None:
+        """Count a rollout that ended."""
+        self.rollouts += 1
+        self.retried += max(len(state.attempts) - 1, 0)
+        self.ended.update(attempt.status.value for attempt in state.attempts)
+        if not state.attempts:
+            self.ended[state.status.value] += 1
+        rows, reused = joined(turns)
+        self.turns += len(turns)
+        self.empty += not turns
+        self.rows += rows
+        self.reused += reused
 
     def metrics(self) -> Metrics:
         """The numbers."""
@@ -83,7 +107,9 @@ class Losses:
                 "agents/retried": Sum.of(self.retried),
                 "agents/empty": Sum.of(self.empty),
                 "agents/no_reward": Sum.of(self.unrewarded),
+                "agents/turns": Mean.over(self.turns, self.rollouts),
                 "agents/branches": Mean.over(self.rows, self.rollouts),
+                "agents/tokens_reused": Sum.of(self.reused),
             }
         )
         for outcome in Outcome:
@@ -109,6 +135,7 @@ class Agents:
         self._cursor = cursor
         self._waiter: asyncio.Task[None] | None = None
         self._losses = Losses()
+        self._refused = 0.0
         self.check: Callable[[], None] = lambda: None
         """Raises what ended the runners, where none of those is left that were started."""
         self.endpoint: Callable[[], Metrics] = Metrics
@@ -117,7 +144,11 @@ class Agents:
     def spent(self) -> Metrics:
         """What became of the rollouts that ended since this was last asked."""
         found, self._losses = self._losses.metrics(), Losses()
-        found.merge(self.endpoint())
+        told = self.endpoint()
+        found.merge(told)
+        refused = told.reduce().get(OVERLONG, 0.0)
+        found.add("agents/over_long", Sum.of(refused - self._refused))
+        self._refused = refused
         return found
 
     def retold(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
@@ -129,12 +160,15 @@ class Agents:
         loop = asyncio.get_running_loop()
         for id, _, _ in wanted:
             self._ends.setdefault(id, loop.create_future())
-        asked = [Wanted(task, sample, id, use, self._limits) for id, task, sample in wanted]
-        await self._desk.enqueue(asked)
         ids = [id for id, _, _ in wanted]
+        known: dict[int, RolloutState] = {}
         for at in range(0, len(ids), PAGE):  # one that had ended before it was asked for is not told of again
             page = await self._desk.find(Find(ids=tuple(ids[at : at + PAGE]), limit=PAGE))
-            self._tell([state for state in page.rollouts if state.status not in (Status.QUEUED, Status.RUNNING)])
+            known |= {state.id: state for state in page.rollouts}
+        self._tell([state for state in known.values() if state.status not in (Status.QUEUED, Status.RUNNING)])
+        limits = {id: state.limits or self._limits for id, state in known.items()}  # as they were when it was asked for
+        asked = [Wanted(task, sample, id, use, limits.get(id, self._limits)) for id, task, sample in wanted]
+        await self._desk.enqueue(asked)
 
     async def played(self, id: int, task: Task) -> Played:
         """How a rollout ended that was asked for."""
@@ -144,51 +178,67 @@ class Agents:
             state = await self._ends[id]
         finally:
             self._ends.pop(id, None)
-            if not self._ends:
+            if not self._ends and self._waiter is not None:
                 self._waiter.cancel()
+                self._waiter = None
         return await self._read(state, task)
 
-    async def forget(self, ids: Sequence[int], why: str) -> None:
-        """Nobody wants these any more."""
-        for id in ids:
-            self._ends.pop(id, None)
-        await self._desk.cancel(ids, why)
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Turns with one of these are learned from; all, where there are none."""
+        return self._config.tags
+
+    def counts(self, state: RolloutState) -> bool:
+        """Whether a rollout that ended has a score, as the journal tells it."""
+        if state.status is Status.SUCCEEDED:
+            return state.last is not None and state.last.reward is not None
+        return self._lost(state).outcome is Outcome.SUCCEEDED
+
+    def replayed(self, state: RolloutState, turns: Sequence[Turn]) -> Played:
+        """A rollout that counts, as the journal has it; the same as when it was played."""
+        verdict = self._told(state)
+        assert verdict is not None and verdict.outcome is Outcome.SUCCEEDED, f"rollout {state.id} has no score"
+        return _played(state, turns, verdict)
 
     # -- what came of them --------------------------------------------------------------------------------------------
 
     async def _read(self, state: RolloutState, task: Task) -> Played:
         """A rollout that ended, as those know it who learn from it."""
         last = state.last
-        self._losses.rollouts += 1
-        self._losses.retried += max(len(state.attempts) - 1, 0)
-        self._losses.ended[state.status.value] += 1
         turns = tuple(await self._desk.turns(state.id)) if last is not None and last.turns else ()
-        self._losses.turns += len(turns)
-        self._losses.empty += not turns
-        self._losses.rows += rows(turns)
-        chosen = tuple(turn for turn in turns if not self._config.tags or set(turn.tags) & set(self._config.tags))
-        truncated = any(turn.completion.finish == "length" for turn in turns[-1:])
-        return Played(chosen, await self._verdict(state, task, turns), truncated)
+        if state.use == "train":
+            self._losses.of(state, turns)
+        return _played(state, turns, await self._verdict(state, task, turns))
 
     async def _verdict(self, state: RolloutState, task: Task, turns: Sequence[Turn]) -> Verdict:
-        last, error = state.last, state.why or (state.last.error if state.last else "")
-        if state.status.value != Outcome.SUCCEEDED.value:
-            return self._lost(Outcome(state.status.value), error or f"Rollout {state.id} ended {state.status}.")
+        told, last = self._told(state), state.last
+        if told is not None:
+            return told
         assert last is not None, "who succeeded has tried"
-        if last.reward is not None:
-            return Verdict(last.reward, last.parts)
         if self._judge.judges:
             return await self._judge.judge(task, turns[-1].completion.text if turns else "")
         if last.paid:
             return Verdict(0.0)
-        self._losses.unrewarded += 1
-        return self._lost(
+        self._losses.unrewarded += state.use == "train"
+        return self._failure(
             Outcome.FAILED,
             f"The agent ended rollout {state.id} without a reward. Have it return a number, call `etude.emit.reward`, "
             f"or give the run a `reward` that judges its last answer.",
         )
 
-    def _lost(self, outcome: Outcome, error: str) -> Verdict:
+    def _told(self, state: RolloutState) -> Verdict | None:
+        """What a rollout that ended is worth, where nobody is to be asked."""
+        if state.status is not Status.SUCCEEDED:
+            return self._lost(state)
+        assert state.last is not None, "who succeeded has tried"
+        return None if state.last.reward is None else Verdict(state.last.reward, state.last.parts)
+
+    def _lost(self, state: RolloutState) -> Verdict:
+        """What one that did not succeed is worth."""
+        error = state.why or (state.last.error if state.last else "")
+        return self._failure(Outcome(state.status.value), error or f"Rollout {state.id} ended {state.status}.")
+
+    def _failure(self, outcome: Outcome, error: str) -> Verdict:
         """A failure, or what it is to count for. Of what the machines did wrong nothing is learned in any case."""
         if self._config.failed == "drop" or outcome in (Outcome.INFRA_ERROR, Outcome.CANCELLED):
             return Verdict.failure(outcome, error)
@@ -232,25 +282,53 @@ class Agents:
                 end.set_result(state)
 
 
-def rows(turns: Sequence[Turn]) -> int:
-    """Into how many token sequences turns join: one for each that does not go on from another."""
-    heads: list[tuple[int, ...]] = []
-    for turn in turns:
-        prompt = tuple(turn.prompt.tolist())
-        whole = (*prompt, *turn.completion.ids.tolist())
-        goes_on = next((at for at, head in enumerate(heads) if prompt[: len(head)] == head), None)
-        if goes_on is None:
-            heads.append(whole)
-        else:
-            heads[goes_on] = whole
-    return len(heads)
+def _played(state: RolloutState, turns: Sequence[Turn], verdict: Verdict) -> Played:
+    """A rollout as those know it who learn from it. What failed counts for what is said, and its turns for nothing."""
+    if state.status is not Status.SUCCEEDED:
+        turns = [replace(turn, reward=None) for turn in turns]
+    truncated = any(turn.completion.finish == "length" for turn in turns[-1:])
+    return Played(tuple(turns), verdict, truncated)
+
+
+def rewarded(store: Journal, id: int, played: Played) -> bool:
+    """Write what a rollout earned that has no reward yet. False if one came meanwhile that was to be asked for."""
+    with store.writing() as writing:
+        state = writing.state(RolloutState, id)
+        assert state is not None, "who played has been asked for"
+        if state.last is None or state.settled is not None:
+            return True
+        verdict, known = played.verdict, state.last.reward
+        if known is not None:
+            asked = verdict.outcome is Outcome.SUCCEEDED and verdict.reward == known
+            return asked or state.status is not Status.SUCCEEDED
+        if verdict.outcome is not Outcome.SUCCEEDED:
+            return True
+        told = verdict.reward, verdict.parts, played.truncated
+        writing.take([Rewarded(id, len(state.attempts) - 1, *told)])
+        return True
+
+
+def place_of(rollout: int) -> int:
+    """What a rollout's seeds follow from. The same weights are scored by the same answers, whatever the step."""
+    return rollout if rollout < SCORED else SCORED + (rollout - SCORED) % MOST_TASKS
+
+
+def asked_of(fields: Mapping[str, Any]) -> Any:
+    """What a task asks: its prompt, or whatever else it says."""
+    prompt = fields.get("prompt")
+    return prompt if prompt is not None else {name: fields[name] for name in fields if name not in ADDED}
 
 
 class Scorings:
-    """Plays attempts that score the model: under names of their own, and set aside as soon as they are over."""
+    """Plays attempts that score the model: under names of their own, and set aside as soon as they are over.
 
-    def __init__(self, agents: Agents, store: Journal) -> None:
+    What a stop cut off goes on under the same names: an answer that was there is not drawn again.
+    """
+
+    def __init__(self, agents: Agents, store: Journal, yardstick: str) -> None:
+        """yardstick: what names a way of scoring; another one asks other rollouts."""
         self._agents, self._store = agents, store
+        self._edition = int.from_bytes(blake2b(yardstick.encode(), digest_size=8).digest(), "big") % YARDSTICKS
         self._step = 0
         self._asked: Counter[int] = Counter()
 
@@ -261,8 +339,7 @@ class Scorings:
 
     def asked(self, task: Task) -> object:
         """The prompt, or whatever else the task says."""
-        prompt = task.fields.get("prompt")
-        return prompt if prompt is not None else {name: task.fields[name] for name in task.fields if name not in ADDED}
+        return asked_of(task.fields)
 
     def retold(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
         """What was said after the first prompt, in its order."""
@@ -272,9 +349,14 @@ class Scorings:
         """One attempt. How it is sampled is said at the endpoint."""
         sample = self._asked[task.ordinal]
         self._asked[task.ordinal] += 1
-        ordinal = SCORED + self._step * MOST_TASKS + task.ordinal * MOST_SAMPLES + sample
+        place = task.ordinal * MOST_SAMPLES + sample
+        ordinal = SCORED + (self._edition * MOST_STEPS + self._step) * MOST_TASKS + place
         named = replace(task, ordinal=ordinal)
         await self._agents.ask([(ordinal, named, 0)], "val")
         played = await self._agents.played(ordinal, named)
-        self._store.append([TaskDropped(ordinal, self._step, "it was asked to score the model")])
+        rewarded(self._store, ordinal, played)
+        with self._store.writing() as writing:
+            known = writing.state(TaskState, ordinal)
+            if known is not None and known.phase is Phase.OPEN:
+                writing.take([TaskDropped(ordinal, self._step, "it was asked to score the model")])
         return played

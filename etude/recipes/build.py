@@ -160,11 +160,13 @@ def _agents(
 
 def scorer_of(run: Run, agents: Agents, judge: Judge, store: Journal, runner: asyncio.Runner) -> Evaluator | None:
     """Whoever has agents score the policy on `data.val`, if there are such tasks."""
+    from etude.recipes import inputs
     from etude.recipes.agents import Scorings
 
     if not run.data.val:
         return None
-    dataset, player = given(run, run.data.val), Scorings(agents, store)
+    dataset = given(run, run.data.val)
+    player = Scorings(agents, store, inputs.yardstick(run, run.evaluate.yardstick(run.sampling)))
     sampling = run.evaluate.sampling.beside(run.sampling)
     return Evaluator(
         run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, runner=runner

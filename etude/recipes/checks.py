@@ -214,7 +214,7 @@ def _environment(run: Run) -> None:
                 "`env` has options, and names nobody to speak with: they would do nothing. Give `env.path` or "
                 "`env.tools`, or leave them out."
             )
-        if missing:
+        if missing and run.agent.path is None:
             raise ConfigError(
                 f"This algorithm needs the column `{missing[0]}`: the states in which turns began, which an "
                 f"environment tells. Give one with `env.path` or `env.tools`, or choose another advantage."

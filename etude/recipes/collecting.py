@@ -229,16 +229,20 @@ class Collector(ABC):
         for left in self._store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
             if left.task >= SCORED:
                 continue
-            last = left.last
-            if left.phase is Phase.FINISHED and last is not None and last.total is not None:
-                scored.setdefault(left.task, {})[left.sample] = last.total
+            if left.phase is Phase.FINISHED and self._counts(left):
+                found = self._from_journal(left)
+                scored.setdefault(left.task, {})[left.sample] = found.total
                 if left.sample < self._config.group_size:
-                    self._scored[left.id] = self._from_journal(left)
+                    self._scored[left.id] = found
                 else:
-                    self._baselines[left.task] = last.total
+                    self._baselines[left.task] = found.total
             elif (failed := self._lapsed(left)) is not None:
                 again[left.task, left.sample] = failed
         return scored, again
+
+    def _counts(self, ended: RolloutState) -> bool:
+        """Whether a rollout that ended has its score in the journal."""
+        return ended.last is not None and ended.last.total is not None
 
     # -- collecting ---------------------------------------------------------------------------------------------------
 
@@ -304,12 +308,11 @@ class Collector(ABC):
 
     def _keep(self, end: Ended) -> None:
         """Keep what a rollout earned: to be trained on, or to be compared with."""
-        played, verdict, id = end.played, end.played.verdict, self._id(end.task, end.sample)
+        played, id = end.played, self._id(end.task, end.sample)
         if end.sample == self._config.group_size:
             self._baselines[end.task] = played.total
             return
-        told = verdict.reward, verdict.parts, Outcome.SUCCEEDED, played.truncated, played.role
-        self._scored[id] = Scored(played.turns, Rollout(id, end.task, end.task, *told), played.total)
+        self._scored[id] = self._scored_by(played, id, end.task)
 
     def _decided(self, step: int, decisions: Sequence[Decision]) -> list[events.Event]:
         """What is to be written of decisions: tasks first asked for, attempts begun, tasks left out."""
@@ -376,6 +379,16 @@ class Collector(ABC):
             self._tasks[ordinal] = self._dataset.task(self._order.row(ordinal), ordinal)
         return self._tasks[ordinal]
 
+    def _scored_by(self, played: Played, id: int, task: int) -> Scored:
+        """A rollout that a step may train on, by how it was played."""
+        verdict = played.verdict
+        told = verdict.reward, verdict.parts, Outcome.SUCCEEDED, played.truncated, played.role
+        return Scored(played.turns, Rollout(id, task, task, *told), played.total)
+
+    def _rows(self, scored: Scored) -> list[Sample]:
+        """The token sequences that a rollout is trained on as."""
+        return rows_of_turns(scored.turns, scored.rollout.id)
+
     def _from_journal(self, state: RolloutState) -> Scored:
         """A scored rollout as the journal has it."""
         last = state.last
@@ -390,8 +403,8 @@ class Collector(ABC):
         self._ask_again([self._store.task(task) for task in sorted({*dropped, *(state.task for state in states)})])
         for task in dropped:
             states_of = [self._store.rollout(id) for id in self._store.task(task).rollouts]
-            lasts = [state.last for state in states_of if state.sample < self._config.group_size]
-            earned = [last.total for last in lasts if last is not None and last.total is not None]
+            tries = [state for state in states_of if state.sample < self._config.group_size]
+            earned = [self._from_journal(state).total for state in tries if self._counts(state)]
             self._order.saw(row_of(self._tasks.pop(task)), earned)
         for task in {state.task for state in states} if self._greedy else ():
             last = self._store.rollout(self._id(task, self._config.group_size)).last
@@ -405,7 +418,7 @@ class Collector(ABC):
         earned: dict[int, list[float]] = {}
         rollouts = self._notices.alike([each.rollout for each in scored])
         for each in scored:
-            samples += rows_of_turns(each.turns, each.rollout.id)
+            samples += self._rows(each)
             earned.setdefault(each.rollout.task, []).append(each.total)
         if self._episodic:
             metrics.add("turns", Mean.over(sum(len(each.turns) for each in scored), len(scored)))

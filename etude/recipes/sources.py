@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from etude.data import Dataset, Order
+from etude.data.adapt import samples
 from etude.observe import Metrics
 from etude.protocols import Generate
-from etude.recipes.agents import Agents
-from etude.recipes.collecting import Collection, Collector, Ended, row_of
+from etude.recipes.agents import Agents, rewarded
+from etude.recipes.collecting import Collection, Collector, Ended, Scored, row_of
 from etude.recipes.episodes import Episodes
 from etude.recipes.play import Player, PromptIds
 from etude.recipes.sampling import Sampling, derived_seed
 from etude.recipes.scheduler import Issue
-from etude.records import Outcome
+from etude.records import Outcome, Sample
 from etude.rewards import Judge
 from etude.store import Journal, Phase, RolloutState, Status, events
+from etude.store.ledger import INTERRUPTED
 
 __all__ = ["AgentSource", "EngineSource"]
-
-INTERRUPTED = "The run was stopped while this was under way."
-"""The error of an attempt that a kill ended; it says nothing of the rollout, and does not count against it."""
 
 
 class EngineSource(Collector):
@@ -82,7 +82,7 @@ class EngineSource(Collector):
         if rollout not in self._attempts:
             written.append(events.RolloutQueued(rollout, issue.task, issue.sample))
         history = self._attempts.setdefault(rollout, [])
-        written.append(events.AttemptStarted(rollout, len(history)))
+        written.append(events.AttemptStarted(rollout, len(history), at=time.time()))
         history.append(Status.RUNNING)
         return written
 
@@ -104,13 +104,14 @@ class EngineSource(Collector):
     def _over(self, end: Ended, retry: bool) -> list[events.Event]:
         played, verdict, rollout = end.played, end.played.verdict, self._id(end.task, end.sample)
         attempt = len(self._attempts[rollout]) - 1
-        written: list[events.Event] = [events.TurnRecorded(rollout, attempt, turn) for turn in played.turns]
+        now = time.time()
+        written: list[events.Event] = [events.TurnRecorded(rollout, attempt, turn, now) for turn in played.turns]
         if verdict.outcome is Outcome.SUCCEEDED:
             told = verdict.reward, verdict.parts, played.truncated, played.paid, played.role
             written.append(events.Rewarded(rollout, attempt, *told))
         else:
             self._attempts[rollout][-1] = Status(verdict.outcome.value)
-        return [*written, events.AttemptEnded(rollout, attempt, verdict.outcome, verdict.error, retry)]
+        return [*written, events.AttemptEnded(rollout, attempt, verdict.outcome, verdict.error, retry, at=now)]
 
     def _lapsed(self, left: RolloutState) -> int | None:
         if left.phase is Phase.FINISHED:
@@ -119,7 +120,8 @@ class EngineSource(Collector):
         self._attempts[left.id] = [attempt.status for attempt in left.attempts]
         if left.status is Status.RUNNING:
             attempt = len(left.attempts) - 1
-            self._store.append([events.AttemptEnded(left.id, attempt, Outcome.INFRA_ERROR, INTERRUPTED, retry=True)])
+            cut = events.AttemptEnded(left.id, attempt, Outcome.INFRA_ERROR, INTERRUPTED, retry=True, at=time.time())
+            self._store.append([cut])
             self._attempts[left.id][-1] = Status.INFRA_ERROR
         return len(ended)
 
@@ -133,8 +135,10 @@ class AgentSource(Collector):
     """Rollouts by agents: each is asked for at the desk, played by a runner, and read back when it has ended.
 
     The desk writes what becomes of attempts, and tries again; what is written here is what the run makes of them: the
-    reward, where the agent gives none, the admission, the drop. What a kill of the trainer left queued or running is
-    not made again: its runner may still be at it.
+    reward, where the agent gives none, the admission, the drop. What the run makes of a rollout follows from the
+    journal and the options alone, so that it is the same when it is read back. What a kill of the trainer left running
+    is over, and what it left queued waits until the step that wants it is there again, and with it the weights that it
+    is to be drawn from.
     """
 
     def __init__(
@@ -171,16 +175,26 @@ class AgentSource(Collector):
         await self._agents.ask(asked)
 
     async def _attempt(self, task: int, sample: int) -> Ended:
-        return Ended(task, sample, await self._agents.played(self._id(task, sample), self._task(task)))
+        id = self._id(task, sample)
+        while True:
+            played = await self._agents.played(id, self._task(task))
+            if rewarded(self._store, id, played):
+                return Ended(task, sample, played)
+            await self._agents.ask([(id, self._task(task), sample)])  # the agent's own word came while it was judged
 
-    def _over(self, end: Ended, retry: bool) -> list[events.Event]:
+    def _over(self, end: Ended, retry: bool) -> list[events.Event]:  # noqa: ARG002
         assert not retry, "the desk tries again, not the scheduler"
-        rollout, verdict = self._id(end.task, end.sample), end.played.verdict
-        state = self._store.rollout(rollout)
-        if verdict.outcome is not Outcome.SUCCEEDED or state.last is None or state.last.reward is not None:
-            return []
-        told = verdict.reward, verdict.parts, end.played.truncated, 0.0, end.played.role
-        return [events.Rewarded(rollout, len(state.attempts) - 1, *told)]
+        return []
+
+    def _counts(self, ended: RolloutState) -> bool:
+        return self._agents.counts(ended)
+
+    def _from_journal(self, state: RolloutState) -> Scored:
+        played = self._agents.replayed(state, self._store.turns(state.id))
+        return self._scored_by(played, state.id, state.task)
+
+    def _rows(self, scored: Scored) -> list[Sample]:
+        return samples(scored.turns, scored.rollout.id, self._agents.tags)
 
     def _lapsed(self, left: RolloutState) -> int:  # noqa: ARG002
         return 0

@@ -57,6 +57,10 @@ class Duty(Protocol):
         """After all that was asked in a round, before it is committed: what time or circumstances demand."""
         ...
 
+    def written(self) -> None:
+        """The round is committed."""
+        ...
+
     def next_due(self) -> float | None:
         """When to attend again, if nobody asks before."""
         ...
@@ -116,9 +120,11 @@ class Clerk:
                 self._round(asks)
             else:
                 self._refuse(asks, self._broken)
+            if self._broken is not None:  # nothing will ever come of what is waited for
+                self._answers += [(promise, None, self._broken) for promise in self._waiting()]
             self._deliver()
             if closing and self._inbox.empty():
-                self._answers = [(promise, None, StoreError(CLOSED)) for promise in self._duty.waiting()]
+                self._answers = [(promise, None, StoreError(CLOSED)) for promise in self._waiting()]
                 self._deliver()
                 return
 
@@ -144,6 +150,8 @@ class Clerk:
             self._answers = [(promise, None, error) for promise in promises]
             get_log("store").warning("Nothing of %d things asked at the desk was written: %s", len(asks), error)
             self._start_over()
+        else:
+            self._duty.written()
 
     def _do(self, writing: Writing, promise: Promise | None, do: Do) -> None:
         """One thing that was asked. What goes wrong with it is told to who asked, and spoils nothing else."""
@@ -168,6 +176,11 @@ class Clerk:
 
     def _refuse(self, asks: list[tuple[Promise | None, Do]], why: Exception) -> None:
         self._answers += [(promise, None, why) for promise, _ in asks if promise is not None]
+
+    def _waiting(self) -> list[Promise]:
+        """Who was told that it will be answered later, and has no answer on its way."""
+        told = {id(promise) for promise, _, _ in self._answers}
+        return [each for each in self._duty.waiting() if not each.answered and id(each) not in told]
 
     def _deliver(self) -> None:
         """Wake every loop once, with all its answers."""

@@ -173,6 +173,9 @@ class AttemptStarted(RolloutEvent):
     """From 0, one more for each retry."""
     runner: str = ""
     """Who claimed it, and prepares it now; without one it runs at once."""
+    at: float = field(default=0.0, compare=False)
+    """When, in seconds since 1970 by a clock that somebody may set: to be looked at, and nothing follows from it. 0 is
+    not known. So it is below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +195,7 @@ class TurnRecorded(RolloutEvent):
 
     attempt: int
     turn: Turn
+    at: float = field(default=0.0, compare=False)
 
     def document(self) -> dict[str, Any]:
         """The fields, with the arrays of the turn left to the payload."""
@@ -203,6 +207,7 @@ class TurnRecorded(RolloutEvent):
             "attempt": self.attempt,
             "turn": told,
             "completion": {"finish": said.finish, "text": said.text},
+            "at": self.at,
         }
 
     def payload(self) -> bytes:
@@ -215,7 +220,8 @@ class TurnRecorded(RolloutEvent):
         prompt, columns = unpack_turn(payload)
         completion = Completion(**{**columns, **document["completion"]})
         told = document["turn"] | {"tags": tuple(document["turn"]["tags"])}
-        return cls(document["rollout"], document["attempt"], Turn(prompt, completion, **told))
+        turn = Turn(prompt, completion, **told)
+        return cls(document["rollout"], document["attempt"], turn, document.get("at", 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +296,7 @@ class AttemptEnded(RolloutEvent):
     retry: bool = False
     watched: bool = False
     """Whether it was ended by who watches over it, and not by who played it."""
+    at: float = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outcome", Outcome(self.outcome))

@@ -12,7 +12,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -24,10 +24,13 @@ __all__ = ["MOST_BYTES", "Gate", "problem"]
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
+Known: TypeAlias = Callable[[Mapping[bytes, bytes]], bool]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 MOST_BYTES = 32 * 2**20
 """Of a body, as it came and inflated."""
+STRANGERS_BYTES = 64 * 2**10
+"""Of the body of a request without a key."""
 READ_S = 60.0
 """Seconds that a body may take to arrive."""
 DRAINED_BYTES, DRAINED_S = 256 * 2**20, 5.0
@@ -56,8 +59,11 @@ def problem(kind: str, message: str, request: str) -> bytes:
 class Gate:
     """An app, and what stands before it."""
 
-    def __init__(self, app: App, life: str, most_bytes: int = MOST_BYTES, read_s: float = READ_S) -> None:
-        self.app, self._life, self._most_bytes, self._read_s = app, life.encode(), most_bytes, read_s
+    def __init__(self, app: App, life: str, known: Known, most_bytes: int = MOST_BYTES, read_s: float = READ_S) -> None:
+        """known: whether the headers of a request bring a key; without one no more is read of it than a little, so
+        that strangers fill no memory, and hear from the app all the same that they need one."""
+        self.app, self._life, self._known = app, life.encode(), known
+        self._most_bytes, self._read_s = most_bytes, read_s
         self._names = (b"%s-%d" % (self._life, number) for number in count(1))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -80,14 +86,14 @@ class Gate:
         except _RefusedError as refused:
             await answer.problem(refused.status, "Refused", str(refused), name.decode())
         except Exception:
-            _LOG.exception("Request %s, %s %s, failed.", name.decode(), scope["method"], scope["path"])
+            _LOG.exception("Request %s, %s %s, failed.", name.decode(), scope["method"], _plain(scope["path"]))
             told = "The server failed at this; its log says more under this request."
             await answer.problem(500, "Failed", told, name.decode())
         _LOG.log(
             20 if 400 <= answer.status < 500 else 10,
             "%s %s answered %d in %.1f ms, as request %s.",
             scope["method"],
-            scope["path"],
+            _plain(scope["path"]),
             answer.status,
             1000 * (time.monotonic() - started),
             name.decode(),
@@ -124,9 +130,10 @@ class Gate:
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         """The body."""
-        inflate = _inflater(headers.get(b"content-encoding", b"").strip().lower(), self._most_bytes)
-        if int(headers.get(b"content-length", b"0")) > self._most_bytes:
-            raise _too_large(self._most_bytes)
+        most = self._most_bytes if self._known(headers) else min(STRANGERS_BYTES, self._most_bytes)
+        inflate = _inflater(headers.get(b"content-encoding", b"").strip().lower(), most)
+        if int(headers.get(b"content-length", b"0")) > most:
+            raise self._too_large(most)
         parts, size, read = [], 0, 0
         while True:
             message = await receive()
@@ -136,11 +143,19 @@ class Gate:
             read += len(part)
             parts.append(inflate(part, size))
             size += len(parts[-1])
-            if max(size, read) > self._most_bytes:
-                raise _too_large(self._most_bytes)
+            if max(size, read) > most:
+                raise self._too_large(most)
             if not message.get("more_body", False):
                 inflate(b"", -1)
                 return b"".join(parts)
+
+    def _too_large(self, most: int) -> _RefusedError:
+        if most < self._most_bytes:
+            told = f"This needs a key, without which no more than {most} bytes are read."
+            return _RefusedError(401, told)
+        return _RefusedError(
+            413, f"The body has more than {most} bytes, counted as sent and as inflated; send less at once."
+        )
 
 
 class _Answer:
@@ -166,10 +181,9 @@ class _Answer:
         await self({"type": "http.response.body", "body": body})
 
 
-def _too_large(most: int) -> _RefusedError:
-    return _RefusedError(
-        413, f"The body has more than {most} bytes, counted as sent and as inflated; send less at once."
-    )
+def _plain(path: str) -> str:
+    """A path as a log may hold it: in one line, whatever a stranger put into it."""
+    return path[:200].encode("unicode_escape").decode()
 
 
 def _inflater(encoding: bytes, most: int) -> Callable[[bytes, int], bytes]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from etude.errors import DataError, IllegalMoveError, UnknownError
+from etude.observe import get_log
 from etude.records import Outcome, Task
 from etude.store.clerk import LATER, TICK_S, Promise
 from etude.store.desk import Ended, Key, RunnerState, Wanted
@@ -48,9 +49,13 @@ from etude.store.words import (
     why_over,
 )
 
-__all__ = ["Claimant", "Ledger", "Lent", "Watch"]
+__all__ = ["INTERRUPTED", "Claimant", "Ledger", "Lent", "Watch"]
 
-LAST_ID = 2**63 - 1
+INTERRUPTED = "The run was stopped while this was under way."
+"""The error of an attempt that a stop of its run ended; it says nothing of the rollout and is not held against it."""
+
+LAST_ID, FARTHEST = 2**63 - 1, 2**62
+"""The largest number of a journal; and the largest id that may be given, beyond which there is room for others."""
 KEPT_ENDS = 4096
 """How many of the last ends are found without reading the journal."""
 REMEMBERED_S = 300.0
@@ -101,19 +106,26 @@ class _Runner:
 class Ledger:
     """The verbs, and what they keep."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, journal: Journal, asleep: Iterable[int] = ()) -> None:
+        """asleep: rollouts that are queued, and of which nothing is done before they are asked for again."""
+        self._journal, self._asleep = journal, set(asleep)
         self.resources: dict[str, tuple[int, Any]] = {}
         """The newest version of each, and its number. It is read by other threads, and nobody changes a value."""
         self._seats: deque[Claimant] = deque()
         self._watches: list[Watch] = []
         self._runners: dict[str, _Runner] = {}
         self._attended = time.monotonic()
+        self._over: list[Key] = []
+        self.tell: Callable[[Sequence[Key]], None] | None = None
+        """Is told of attempts that are over, once that is written, on the clerk's thread: it must not wait."""
         self.start_over()
 
     def start_over(self) -> None:
         """Stand where the journal stands. Who has an attempt keeps it, and is given time to say so."""
         now = time.monotonic()
+        self._over = []
+        for seat in self._seats:
+            seat.lent.clear()  # it was not written, so nobody has it
         self.resources = {state.name: (state.version, state.value) for state in self._journal.listed(ResourceState)}
         self._work = OpenWork()
         self._counts: Counter[Status] = Counter()
@@ -123,11 +135,11 @@ class Ledger:
             self._next_id = state.id + 1
             self._late += sum(attempt.late is not None for attempt in state.attempts)
             self._retries += retries_of(state)
-            if state.status is Status.QUEUED:
+            if state.status is Status.QUEUED and state.id not in self._asleep:
                 self._work.wait(state.id, state.limits or Limits(), now)
-            elif state.status is not Status.RUNNING:
+            elif state.status in ENDED:
                 self._counts[state.status] += 1
-            elif state.attempts[-1].runner:  # without one, whoever queued it plays it
+            elif state.status is Status.RUNNING and state.attempts[-1].runner:  # else whoever queued it plays it
                 key = Key(state.id, len(state.attempts) - 1)
                 self._work.lend(key, state.attempts[-1].runner, state.limits or Limits(), now)
         self._ends: deque[tuple[int, int]] = deque()
@@ -150,8 +162,8 @@ class Ledger:
                 raise other_words(f"Task {ordinal}", "issued")
             tasks[ordinal] = one.task
             id = next_id if one.id is None else one.id
-            if not 0 <= id <= LAST_ID:
-                raise DataError(f"A rollout cannot be called {id}: its id is a number from 0 to {LAST_ID}.")
+            if not 0 <= id <= FARTHEST:
+                raise DataError(f"A rollout cannot be called {id}: its id is a number from 0 to {FARTHEST}.")
             next_id = max(next_id, id + 1)
             ids.append(id)
             if asked_before(writing, new, id, one):
@@ -161,8 +173,10 @@ class Ledger:
         writing.take(events)
         self._next_id = next_id
         now = time.monotonic()
-        for id, one in new.items():
-            self._work.wait(id, one.limits, now)
+        for id, one in zip(ids, wanted, strict=True):
+            if id in new or id in self._asleep:
+                self._asleep.discard(id)
+                self._work.wait(id, one.limits, now)
         return ids
 
     def cancel(self, writing: Writing, rollouts: Sequence[int], why: str) -> None:
@@ -172,8 +186,11 @@ class Ledger:
         last = writing.take(events)
         for place, event in enumerate(events):
             id = event.rollout
+            self._asleep.discard(id)
             self._work.queue.pop(id, None)
-            self._work.leases.pop(Key(id, len(rollout_of(writing, id).attempts) - 1), None)
+            key = Key(id, len(rollout_of(writing, id).attempts) - 1)
+            self._work.leases.pop(key, None)
+            self._over.append(key)
             self._ended(last - len(events) + 1 + place, id, Status.CANCELLED)
 
     def watch(self, writing: Writing, watch: Watch, promise: Promise) -> Any:
@@ -278,7 +295,7 @@ class Ledger:
         now, waiting = time.monotonic(), self._work.queue
         ended = {str(status): float(self._counts[status]) for status in Status if status in ENDED}
         return {
-            "queued": float(len(waiting)),
+            "queued": float(len(waiting) + len(self._asleep)),
             "running": float(len(self._work.leases)),
             **ended,
             "retries": float(self._retries),
@@ -299,6 +316,16 @@ class Ledger:
         for name in [name for name, runner in self._runners.items() if now - runner.heard > REMEMBERED_S]:
             del self._runners[name]
         self._attended = time.monotonic()
+
+    def written(self) -> None:
+        """Tell of the attempts that are over by now."""
+        if self._over:
+            over, self._over = self._over, []
+            try:
+                if self.tell is not None:
+                    self.tell(over)
+            except Exception:  # whoever listens may fail, and the desk goes on
+                get_log("store").exception("Who listens for the ends of attempts failed.")
 
     def next_due(self) -> float | None:
         """When to attend again."""
@@ -351,7 +378,7 @@ class Ledger:
         id = next(iter(self._work.queue))
         state = rollout_of(writing, id)
         key = Key(id, len(state.attempts))
-        writing.take([AttemptStarted(*key, runner)])
+        writing.take([AttemptStarted(*key, runner, time.time())])
         del self._work.queue[id]
         self._work.lend(key, runner, limits_of(state), now)
         task = writing.state(TaskState, state.task)
@@ -386,8 +413,9 @@ class Ledger:
         state = rollout_of(writing, key.rollout)
         outcomes = [Outcome(attempt.status) for attempt in state.attempts[:-1]]
         retry = outcome in RETRIED and limits_of(state).allow_another([*outcomes, outcome])
-        position = writing.take([*before, AttemptEnded(*key, outcome, error, retry, watched)])
+        position = writing.take([*before, AttemptEnded(*key, outcome, error, retry, watched, time.time())])
         self._work.leases.pop(key, None)
+        self._over.append(key)
         if retry:
             self._retries += 1
             self._work.wait(key.rollout, limits_of(state), time.monotonic())

@@ -7,7 +7,7 @@ import json
 import random
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -38,6 +38,8 @@ PASSING = frozenset({408, 429, 502, 503, 504})
 succeed."""
 CONNECT_S = 5.0
 """Seconds that it takes to connect, at most."""
+UNKNOWN, NOT_OURS = "unknown", "none"
+"""The life of a server that was not asked yet, and of what is no server of ours."""
 WHOLE = frozenset({413, 422})
 """What is answered where one writing of many is at fault."""
 LANES = 2
@@ -58,7 +60,7 @@ class Link:
         self, url: str, key: str, patience_s: float, timeout_s: float, transport: httpx2.AsyncBaseTransport | None
     ) -> None:
         self._url, self._patience_s, self._timeout_s = url, patience_s, timeout_s
-        self._life, self._reached = "unknown", True
+        self._life, self._reached = UNKNOWN, True
         self._client = httpx2.AsyncClient(
             base_url=url,
             headers={"authorization": f"Bearer {key}", "content-type": "application/json"},
@@ -86,6 +88,8 @@ class Link:
         while True:
             life = self._life
             try:
+                if life == UNKNOWN:
+                    life = await self._met()
                 response = await self._post(verb, body, headers, wait_s)
                 told = _document(response)
             except _LostError as lost:
@@ -105,20 +109,36 @@ class Link:
             await asyncio.sleep(pause * (0.5 + random.random() / 2))
             pause = min(2 * pause, LONGEST_PAUSE)
 
+    async def _met(self) -> str:
+        """The life that the server is in, asked before anything is sent that must not be done twice."""
+        within = min(self._timeout_s, CONNECT_S)
+        response = await self._tried(self._client.get("/healthz", timeout=within), within, heard=False)
+        if response.status_code in PASSING:
+            raise _LostError(f"it answered {response.status_code}", heard=False)
+        self._life = response.headers.get(LIFE, NOT_OURS)
+        return self._life
+
     async def _post(self, verb: str, body: bytes, headers: dict[str, str], wait_s: float) -> httpx2.Response:
         """One try."""
         within = self._timeout_s + wait_s
         connect = min(self._timeout_s, CONNECT_S)
         times = httpx2.Timeout(within, connect=connect)
+        sent = self._client.post(f"/v1/store/{verb}", content=body, headers=headers, timeout=times)
+        return await self._tried(sent, within + connect)
+
+    async def _tried(
+        self, sent: Coroutine[Any, Any, httpx2.Response], within: float, heard: bool = True
+    ) -> httpx2.Response:
+        """What came of sending something; heard: whether it did something, where nobody knows what came of it."""
         try:
-            async with asyncio.timeout(within + connect):
-                return await self._client.post(f"/v1/store/{verb}", content=body, headers=headers, timeout=times)
+            async with asyncio.timeout(within):
+                return await sent
         except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
             raise _LostError(f"it could not be connected to: {_told(error)}", heard=False) from error
         except TimeoutError as error:
-            raise _LostError(f"it did not answer within {within:g} seconds") from error
+            raise _LostError(f"it did not answer within {within:g} seconds", heard) from error
         except httpx2.TransportError as error:
-            raise _LostError(f"the connection broke: {_told(error)}") from error
+            raise _LostError(f"the connection broke: {_told(error)}", heard) from error
 
     def _well(self, well: bool, why: str) -> None:
         """Tell of an outage once, and of its end."""
@@ -169,6 +189,10 @@ class Line:
                 for _, future in taken:
                     future.cancel()
                 raise
+            except Exception as error:  # whatever it is, nobody waits for good
+                _LOG.exception("Writings to the store were not sent.")
+                told = f"This could not be sent to the store, or its answer not be read: {error!r}"
+                replies = [StoreError(told) for _ in taken]
             for (_, future), reply in zip(taken, replies, strict=True):
                 if future.done():  # who asked was cancelled meanwhile
                     continue

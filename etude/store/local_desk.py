@@ -9,7 +9,9 @@ what was asked together, and acknowledges it after the commit.
 It may be used from any number of event loops at once, each in a thread of its own: a trainer's and a server's. While a
 desk is open, rollouts are moved by it alone; tasks may be admitted and dropped through the journal meanwhile, and
 anything may be read. A desk that is opened over a journal with open work takes it up: what was queued is queued, in the
-order of ids, and who had an attempt has it still, with time to say so.
+order of ids, and who had an attempt has it still, with time to say so. With `anew` it begins anew: what was under way
+is over, and is nobody's failure; and what was queued waits until it is asked for again. So does a run that is taken up,
+since its weights are not yet those that its rollouts are to be sampled with.
 
 No more is kept in memory than the work that is open. Limits are measured by a clock that nobody sets; and where the
 process itself stood still, silence meanwhile is held against no runner.
@@ -19,14 +21,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
-from etude.errors import DataError, UnknownError
-from etude.records import Turn
+from etude.errors import DataError, StoreError, UnknownError
+from etude.records import Outcome, Turn
 from etude.store.bounds import at_least_one, bounded
 from etude.store.clerk import Clerk, Promise
 from etude.store.desk import Claim, Desk, Ended, Find, Key, Page, Reward, RunnerState, Wanted
@@ -42,10 +45,10 @@ from etude.store.events import (
 )
 from etude.store.journal import Journal, Writing
 from etude.store.keys import Keyring
-from etude.store.ledger import Claimant, Ledger, Lent, Watch
+from etude.store.ledger import INTERRUPTED, Claimant, Ledger, Lent, Watch
 from etude.store.plain import plain
-from etude.store.states import RolloutState, TaskState
-from etude.store.words import attempt_of, earned
+from etude.store.states import Phase, RolloutState, Status, TaskState
+from etude.store.words import attempt_of, earned, said_before
 
 __all__ = ["LocalDesk"]
 
@@ -59,15 +62,21 @@ ENDS = (AttemptEnded, RolloutCancelled, RolloutExpired)
 class LocalDesk(Desk):
     """A desk over a journal, which stays its opener's to close."""
 
-    def __init__(self, journal: Journal, keyring: Keyring | None = None) -> None:
+    def __init__(self, journal: Journal, keyring: Keyring | None = None, *, anew: bool = False) -> None:
+        """anew: do nothing of what an earlier desk left before it is asked for again."""
         self._journal, self._keyring = journal, keyring or Keyring()
-        self._ledger = Ledger(journal)
+        self._ledger = Ledger(journal, _put_down(journal) if anew else ())
         self._clerk = Clerk(journal, self._ledger)
 
     @property
     def journal(self) -> Journal:
         """What is written down."""
         return self._journal
+
+    def tell(self, over: Callable[[Sequence[Key]], None]) -> None:
+        """Have this called with attempts that are over, soon after each is: on a thread of the desk's, so it must not
+        wait."""
+        self._ledger.tell = over
 
     @property
     def keyring(self) -> Keyring:
@@ -125,7 +134,8 @@ class LocalDesk(Desk):
         try:
             lent = await self._clerk.ask(lambda _, promise: self._ledger.sit(seat, promise))
         except asyncio.CancelledError:
-            self._clerk.post(lambda writing, _: self._ledger.leave(writing, seat))
+            with suppress(StoreError):  # it was closed meanwhile, and lends nothing any more
+                self._clerk.post(lambda writing, _: self._ledger.leave(writing, seat))
             raise
         return [self._claim(each) for each in lent]
 
@@ -152,7 +162,7 @@ class LocalDesk(Desk):
         def record(writing: Writing, _: object) -> int:
             index = attempt_of(writing, key).turns
             placed = turn if turn.index == index else replace(turn, index=index)
-            writing.take([TurnRecorded(*key, placed)])
+            writing.take([TurnRecorded(*key, placed, time.time())])
             return index
 
         if turn.reward is not None:
@@ -219,8 +229,9 @@ class LocalDesk(Desk):
         )
 
     def _of_attempt(self, writing: Writing, key: Key, event: Rewarded | TurnPaid | Noted) -> None:
-        attempt_of(writing, key)
-        writing.take([event])
+        attempt = attempt_of(writing, key)
+        if not (isinstance(event, Rewarded) and said_before(attempt, event)):
+            writing.take([event])
 
     # -- reading, in threads that may wait for the disk ---------------------------------------------------------------
 
@@ -281,6 +292,18 @@ class LocalDesk(Desk):
             if isinstance(event, ResourcePut) and (event.name, event.version) == (name, version):
                 return event.value
         raise UnknownError(f"The resource '{name}' has the versions 1 to {newest}, and no version {version}.")
+
+
+def _put_down(journal: Journal) -> list[int]:
+    """End what an earlier desk left under way; all that waits then."""
+    left = journal.rollouts(Phase.QUEUED, Phase.RUNNING)
+    under_way = [(state.id, len(state.attempts) - 1) for state in left if state.status is Status.RUNNING]
+    if under_way:
+        outcome = Outcome.INFRA_ERROR
+        journal.append(
+            [AttemptEnded(*key, outcome, INTERRUPTED, retry=True, watched=True, at=time.time()) for key in under_way]
+        )
+    return [state.id for state in left]
 
 
 def _fits(state: RolloutState, what: Find) -> bool:

@@ -24,13 +24,19 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from etude.errors import DataError
 from etude.store.desk import Key
 
-__all__ = ["ATTEMPT", "JSON", "PROTOBUF", "ROLLOUT", "Spanned", "answer", "spans"]
+__all__ = ["ATTEMPT", "JSON", "PROTOBUF", "ROLLOUT", "Spanned", "TooManyError", "answer", "spans"]
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 ROLLOUT, ATTEMPT = "etude.rollout", "etude.attempt"
 """The attributes of a resource that say whose its spans are."""
 _IDS = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
 _DEEPEST = 64
+MOST_BYTES, MOST_SPANS = 4 * 2**20, 4096
+"""Of one export: exporters send some hundreds of spans at once."""
+
+
+class TooManyError(DataError):
+    """An export of more than is read at once."""
 
 
 class Spanned(NamedTuple):
@@ -41,7 +47,9 @@ class Spanned(NamedTuple):
 
 
 def spans(body: bytes, form: str) -> list[Spanned]:
-    """The spans of one export; `DataError` where the body is none."""
+    """The spans of one export; `DataError` where the body is none, `TooManyError` where it is too large."""
+    if len(body) > MOST_BYTES:
+        raise TooManyError(f"This export has {len(body)} bytes; send at most {MOST_BYTES} at once.")
     try:
         if form == PROTOBUF:
             request = ExportTraceServiceRequest.FromString(body)
@@ -50,7 +58,12 @@ def spans(body: bytes, form: str) -> list[Spanned]:
             if not isinstance(document, dict):
                 raise ValueError("it is no object")
             request = ParseDict(_with_ids(document), ExportTraceServiceRequest(), ignore_unknown_fields=True)
+        count = sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans)
+        if count > MOST_SPANS:
+            raise TooManyError(f"This export has {count} spans; send at most {MOST_SPANS} at once.")
         return list(_spans(request))
+    except TooManyError:
+        raise
     except (DecodeError, ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"This is no export of spans as OTLP/HTTP has it ({form}): {error}.") from error
 

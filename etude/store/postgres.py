@@ -80,6 +80,11 @@ class InServer:
 
     def hold(self, ask: Callable[[str], Any]) -> Callable[[], None]:
         """Have the right to write this journal, for as long as this connection lasts."""
+        if ask("SELECT current_schema()").scalar() is None:
+            raise StoreError(
+                f"The journal {self.name} has no schema to be in: its search_path names none that exists. Create it, "
+                "or leave search_path out of the address."
+            )
         if not ask(LOCK).scalar():
             raise StoreError(
                 f"The journal {self.name} is being written by {_writer(ask)}, and one process writes a journal at a "

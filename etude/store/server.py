@@ -99,7 +99,7 @@ def app(
     made.router.routes.append(Route("/healthz", _health, methods=["GET"]))
     for path, other in (mounts or {}).items():
         made.mount(path, other)
-    made.add_middleware(Gate, life=door.life, most_bytes=most_bytes)
+    made.add_middleware(Gate, life=door.life, most_bytes=most_bytes, known=door.known)
     made.openapi = lambda: _described(made)  # type: ignore[method-assign]  # as FastAPI's documents say to extend it
     return made
 
@@ -254,6 +254,8 @@ class _Door:
             return 415, _problem(request, "Refused", why)
         try:
             spans = otlp.spans(await request.body(), form)
+        except otlp.TooManyError as error:
+            return 413, _problem(request, "Refused", str(error))
         except DataError as error:
             raise _UnreadableError(str(error)) from error
         refused: list[str] = []
@@ -270,6 +272,15 @@ class _Door:
         for start in range(0, len(spans), AT_ONCE):
             await asyncio.gather(*(note(span) for span in spans[start : start + AT_ONCE]))
         return 200, otlp.answer(form, len(refused), refused[0] if refused else "")
+
+    def known(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a request brings any key of this server's, whatever that opens."""
+        text = headers.get(b"x-api-key") or headers.get(b"authorization", b"").partition(b" ")[2]
+        try:
+            self._keyring.read(text.strip().decode("latin-1"))
+        except KeyRefusedError:
+            return False
+        return True
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import threading
 import time
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import uvicorn
 
@@ -18,6 +19,8 @@ __all__ = ["Serving", "listen"]
 
 KEPT_ALIVE_S = 75
 """Seconds that a silent connection is kept: longer than clients keep theirs, so that none asks on one just closed."""
+HEAD_S = 60.0
+"""Seconds that the head of a request may take to arrive, and a new connection to send one."""
 LEFT_S = 2
 """Seconds that answers under way get when the server stops."""
 
@@ -87,11 +90,31 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, closing: asyncio.Event) -> None:
         super().__init__(config)
         self._closing = closing
+        self._heads: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+        """Connections on which the head of a request is awaited, and until when."""
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: see, once a second, that nobody keeps a connection open by sending a head for ever. The
+        library bounds the time between two requests alone."""
+        if counter % 10 == 0:
+            now = time.monotonic()
+            for connection in [each for each in self.server_state.connections if not _asks(each)]:
+                if self._heads.setdefault(connection, now + HEAD_S) < now:
+                    connection.transport.abort()
+            for connection in [each for each in self._heads if _asks(each)]:
+                del self._heads[connection]
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop."""
         self._closing.set()
         await super().shutdown(sockets)
+
+
+def _asks(connection: Any) -> bool:
+    """Whether a request is under way on a connection, or its time to come is bounded by the library."""
+    cycle = connection.cycle
+    return cycle is not None and (not cycle.response_complete or connection.timeout_keep_alive_task is not None)
 
 
 def _bound(host: str, port: int) -> socket.socket:

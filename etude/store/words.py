@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from etude.errors import IllegalMoveError, RewardError, UnknownError
 from etude.records import Task
 from etude.store.desk import Key, Wanted
-from etude.store.events import Event, TaskIssued
+from etude.store.events import Event, Rewarded, TaskIssued
 from etude.store.journal import Writing
 from etude.store.limits import Limits
 from etude.store.plain import plain
@@ -24,23 +25,35 @@ __all__ = [
     "other_words",
     "retries_of",
     "rollout_of",
+    "said_before",
     "same_task",
     "why_over",
 ]
+
+
+LARGEST = 1e100
+"""Of rewards: however many of them are added up, the sum is a number."""
 
 
 def earned(reward: Any, key: Key, turn: int | None = None) -> tuple[float, dict[str, float]]:
     """A reward as a number and its parts."""
     where = f"Attempt {key.attempt} of rollout {key.rollout}: its reward" + ("" if turn is None else f" of turn {turn}")
     try:
-        if not isinstance(reward, Mapping):
-            return float(reward), {}
-        parts = {str(name): float(value) for name, value in reward.items()}
+        parts = {str(name): float(value) for name, value in reward.items()} if isinstance(reward, Mapping) else {}
+        total = sum(parts.values()) if isinstance(reward, Mapping) else float(reward)
     except (TypeError, ValueError) as error:
         raise RewardError(f"{where} is {reward!r}; it must be a number, or numbers by name.") from error
-    if not parts:
+    if isinstance(reward, Mapping) and not parts:
         raise RewardError(f"{where} has no parts: give a number, or at least one named part.")
-    return sum(parts.values()), parts
+    if any(math.isfinite(value) and abs(value) > LARGEST for value in (total, *parts.values())):
+        raise RewardError(f"{where} is {reward!r}, beyond ±{LARGEST:g}: what is so large cannot be added up.")
+    return total, parts
+
+
+def said_before(attempt: AttemptState, event: Rewarded) -> bool:
+    """Whether its final reward was given in the same words: by who did not hear that it was written."""
+    said = attempt.reward, dict(attempt.parts or {}), attempt.truncated, attempt.role
+    return said == (event.reward, dict(event.parts), event.truncated, event.role)
 
 
 def attempt_of(writing: Writing, key: Key) -> AttemptState:

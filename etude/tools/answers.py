@@ -7,6 +7,7 @@ shown between them is read from the very tokens it was shown. Answers to the hel
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -22,6 +23,7 @@ from rich.text import Text
 from etude.chat import Tokenizer, retold
 from etude.errors import ConfigError
 from etude.observe import format_number, get_log, make_console
+from etude.recipes.agents import asked_of
 from etude.records import Turn
 from etude.store import Journal, open_store
 
@@ -99,13 +101,13 @@ def _of(
             "step": step,
             "task": task.id,
             "source": task.source,
-            "prompt": task.fields["prompt"],
+            "prompt": asked_of(task.fields),
             "ground_truth": task.fields.get("ground_truth"),
-            "answer": turns[-1].completion.text,
+            "answer": turns[-1].completion.text if turns else "",
             "reward": last.total,
             "parts": dict(last.parts),
             "tokens": sum(len(turn.completion.ids) for turn in turns),
-            "finish": "length" if last.truncated else turns[-1].completion.finish,
+            "finish": "length" if last.truncated else turns[-1].completion.finish if turns else "stop",
         } | ({"conversation": _conversation(speaks(), turns)} if len(turns) > 1 else {})
 
 
@@ -148,4 +150,7 @@ def _spoken(prompt: Any) -> str:
     """A prompt as a person reads it."""
     if isinstance(prompt, str):
         return prompt
+    if isinstance(prompt, Mapping):
+        said = {name: each if isinstance(each, str) else json.dumps(each) for name, each in prompt.items()}
+        return "\n".join(f"{name}: {text}" for name, text in said.items())
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)

@@ -210,4 +210,4 @@ except MissingPackageError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install openai" in done.stdout
+    assert "pip install 'etude[agents]'" in done.stdout

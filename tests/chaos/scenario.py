@@ -186,11 +186,24 @@ class Theatre:
         first.start()
         first.join(PATIENCE)
 
-    def live(self, directory: Path, world: Path, life: Life, after: float | None = None, **changes: Any) -> bool:
-        """One life; returns whether it came to the end of the run. `after`: seconds to a kill from outside."""
+    def live(
+        self,
+        directory: Path,
+        world: Path,
+        life: Life,
+        after: float | None = None,
+        meanwhile: Callable[[int], None] | None = None,
+        **changes: Any,
+    ) -> bool:
+        """One life; returns whether it came to the end of the run. `after`: seconds to a kill from outside.
+        `meanwhile`: is called with its process."""
         process: BaseProcess = self._context.Process(target=live, args=(directory, world, life, changes), daemon=True)
         process.start()
-        process.join(PATIENCE if after is None else after)
+        until = time.monotonic() + (PATIENCE if after is None else after)
+        if meanwhile is not None:
+            assert process.pid is not None
+            meanwhile(process.pid)
+        process.join(max(0.0, until - time.monotonic()))
         if process.is_alive():
             assert after is not None, f"a life did not end within {PATIENCE:g} seconds"
             with suppress(ProcessLookupError):

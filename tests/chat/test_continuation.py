@@ -389,3 +389,36 @@ def _form(message: Message) -> Form:
     calls = [{"id": call.id, "function": function} for call in message.tool_calls]
     form = {"content": message.content, "reasoning_content": message.reasoning, "tool_calls": calls}
     return {key: value or None for key, value in form.items()}
+
+
+def added(chat: Chat, given: str, more: Message = MORE) -> tuple[Ids, Ids]:
+    """An answer that a stop string ended, sent back as this text: all that was served, and what follows it."""
+    conversation = chat.conversation()
+    prompt = conversation.render([ASK])
+    completion = np.concatenate([chat.tokenizer.encode(letter) for letter in "It is 4.</code>"])
+    answer = Message("assistant", "It is 4.", reasoning="Two and two.")
+    conversation.served([ASK], [], prompt, completion, answer, "</code>")
+    messages = [ASK, Message("assistant", given), more]
+    whole = np.concatenate([prompt, completion])
+    then = conversation.render(messages)
+    if not begins(then, whole):
+        return whole, then[:0]
+    second = np.concatenate([then, chat.tokenizer.encode("Good.<|im_end|>")])
+    conversation.served(messages, [], then, second[len(then) :], Message("assistant", "Good."))
+    third = conversation.render([*messages, Message("assistant", "Good."), MORE])
+    assert begins(third, second), "it goes on from there too, with what was added"
+    return whole, then[len(whole) :]
+
+
+@pytest.mark.parametrize("given", ["It is 4.", "It is 4.</code>", "It is 4.</code>\nCalling: f(4)", "It is 4.</code> "])
+def test_a_stop_string_that_is_written_back_goes_on_with_what_was_added(given: str) -> None:
+    chat = chat_of("qwen3")
+    _, rest = added(chat, given)
+    said = given.removeprefix("It is 4.").removeprefix("</code>")
+    close = "<|im_end|>\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.tokenizer.decode(rest, special=True) == said + close
+
+
+@pytest.mark.parametrize("given", ["It is 4. Calling", "It is 4.</co", "It is 5.</code>", " It is 4.</code>"])
+def test_another_text_than_the_one_that_was_stopped_is_rendered_anew(given: str) -> None:
+    assert not len(added(chat_of("qwen3"), given)[1])

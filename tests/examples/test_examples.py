@@ -21,13 +21,16 @@ EXAMPLES = ROOT / "examples"
 GOALS = {"train_my_reward": 2.0, "own_loss": 0.8, "tasks_from_python": 0.8, "text_game": 0.35}
 """Each example, and what its reward must have come to in the end; none of them begins above a quarter of that."""
 
+AGENTS = {"openai_sdk_agent": 12, "langgraph_agent": 12, "command_agent/train": 16}
+"""Examples of agents, and in how many steps each of them learns to use its tools."""
+
 OWN_METRICS = {"pace"}
 """What a loss of one's own measures."""
 
 
 def said(words: list[str], folder: Path) -> str:
     """What a command prints, started as a person would, with the examples on the path."""
-    env = {**os.environ, "PYTHONPATH": str(EXAMPLES)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(ROOT)])}
     done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -42,7 +45,11 @@ def unexplained(metrics: Path, page: str = "docs/training.md", heading: str = "#
 
 
 def test_every_example_is_run() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*GOALS, "teach_and_judge"}
+    agents = {path for path in AGENTS if "/" not in path}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*GOALS, *agents, "teach_and_judge"}
+    assert {path.parent.name for path in EXAMPLES.glob("*/*.py")} == {
+        path.partition("/")[0] for path in {*AGENTS} - agents
+    }
 
 
 @pytest.mark.parametrize("name", GOALS)
@@ -51,6 +58,39 @@ def test_an_example_learns(name: str, tmp_path: Path) -> None:
     rewards = [float(found) for found in re.findall(r"^step .* reward +([\d.]+)", told, flags=re.MULTILINE)]
     assert rewards[0] < GOALS[name] / 4 and rewards[-1] > GOALS[name], told
     assert not unexplained(tmp_path / "run/metrics.jsonl") - OWN_METRICS
+
+
+def played(name: str, directory: Path, steps: int) -> tuple[str, list[float]]:
+    """What an example of an agent prints, and the reward of each step."""
+    told = said([str(EXAMPLES / f"{name}.py"), "run", str(steps)], directory)
+    rewards = [float(found) for found in re.findall(r"^step .* reward +([\d.]+)", told, flags=re.MULTILINE)]
+    assert len(rewards) == steps and re.search(r"^Right answers to held-out questions: \d+%", told, re.MULTILINE), told
+    return told, rewards
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_is_trained(name: str, tmp_path: Path) -> None:
+    """By two steps, which show that it is; how far it comes is for `make soak`."""
+    told, rewards = played(name, tmp_path, 2)
+    assert 0.1 < rewards[0] < 0.6, told
+    last = json.loads((tmp_path / "run/run/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["failed_attempts"] == 0 and last["endpoint/turns_continued"] > 10, last
+    assert "endpoint/turns_branched" not in last, "every turn goes on from the one before"
+    shown = said(["-m", "etude", "answers", "run/run"], tmp_path)
+    assert "question: How many" in shown and '{"name": "find"' in shown
+    assert ("learned from" in told) == name.startswith("command"), "which tries its agent out first"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "steps"), AGENTS.items())
+def test_an_agent_learns_to_use_its_tools(name: str, steps: int, tmp_path: Path) -> None:
+    _, rewards = played(name, tmp_path, steps)
+    assert rewards[0] < 0.45 and rewards[-1] > 0.7
+
+
+def test_examples_of_agents_are_short() -> None:
+    files = [EXAMPLES / f"{name}.py" for name in AGENTS] + [EXAMPLES / "command_agent/agent.sh"]
+    assert max(len(file.read_text().splitlines()) for file in files) <= 60
 
 
 def test_a_judge_improves_what_demonstrations_taught(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.lessons import learned, make_examples
+from tests.recipes.players import TALKS
 from tests.recipes.runs import train
 from tests.worlds import make_model, make_tasks
 
@@ -49,6 +50,12 @@ def trained(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         evaluate__sampling__max_tokens=6,
         reward__path="tests.recipes.rewards:in_parts",
     )
+
+
+@pytest.fixture(scope="session")
+def talked(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps by an agent, which nobody disturbed. Look at it; do not go on with it."""
+    return train(world, tmp_path_factory.mktemp("talked") / "run", **TALKS | {"steps": 2})
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,8 @@ from tests.components import require
 ROOM_S = 60.0
 """How long a server may take to begin or to end, on a machine that is busy."""
 _numbers = itertools.count()
+_running: dict[str, subprocess.Popen[bytes]] = {}
+"""Servers by their folders."""
 
 
 def new_database() -> str:
@@ -58,27 +60,44 @@ def server() -> Iterator[str]:
     """A server on a socket in a new folder, which is gone with it; its folder, which is its host."""
     folder = Path(tempfile.mkdtemp(prefix="etude-postgres-"))
     programs = _programs()
-    who, environment = _somebody(), {"PATH": str(programs), "LC_ALL": "C"}
+    who, environment = _somebody(), _environment()
     if who:
         os.chown(folder, who["user"], who["group"])
     try:
         making = [programs / "initdb", "-D", folder / "data", "-A", "trust", "-U", "etude", "-E", "utf8", "--no-sync"]
         subprocess.run(making, check=True, capture_output=True, cwd=folder, env=environment, timeout=ROOM_S, **who)
-        serving = [programs / "postgres", "-D", folder / "data", "-k", folder, "-c", "listen_addresses=", "-F"]
-        with (folder / "log").open("wb") as log:
-            running = subprocess.Popen(serving, cwd=folder, env=environment, stdout=log, stderr=log, **who)
         try:
-            _ready(folder, running)
+            begun(str(folder))
             yield str(folder)
         finally:
-            running.send_signal(signal.SIGINT)  # at once, whoever is connected
-            try:
-                running.wait(ROOM_S)
-            except subprocess.TimeoutExpired:
-                running.kill()
-                running.wait()
+            ended(str(folder), signal.SIGINT)  # at once, whoever is connected
     finally:
         shutil.rmtree(folder)
+
+
+def begun(host: str) -> None:
+    """Start the server of this folder."""
+    folder = Path(host)
+    serving = [_programs() / "postgres", "-D", folder / "data", "-k", folder, "-c", "listen_addresses=", "-F"]
+    with (folder / "log").open("ab") as log:
+        running = subprocess.Popen(serving, cwd=folder, env=_environment(), stdout=log, stderr=log, **_somebody())
+    _running[host] = running
+    _ready(folder, running)
+
+
+def ended(host: str, how: signal.Signals) -> None:
+    """End it: by SIGQUIT as if it had crashed."""
+    running = _running[host]
+    running.send_signal(how)
+    try:
+        running.wait(ROOM_S)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        running.wait()
+
+
+def _environment() -> dict[str, str]:
+    return {"PATH": str(_programs()), "LC_ALL": "C"}
 
 
 def _ready(folder: Path, running: subprocess.Popen[bytes]) -> None:

@@ -124,6 +124,15 @@ def test_what_was_lost_in_a_restart_is_not_added_again() -> None:
     visited(story)
 
 
+def test_the_first_of_all_may_get_lost_too() -> None:
+    async def story(store: Served, desk: RemoteDesk, road: Road) -> None:
+        road.lose_requests, road.lose_answers = 1, 2  # that it is there, and what came of the first writing
+        assert await desk.enqueue([Wanted(Task(0, {}))]) == [0]
+        assert (await desk.statistics())["queued"] == 1
+
+    visited(story)
+
+
 def test_what_never_arrived_is_sent_to_whoever_is_there_next() -> None:
     async def story(store: Served, desk: RemoteDesk, road: Road) -> None:
         (key,) = await claimed(desk)

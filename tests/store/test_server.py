@@ -31,6 +31,11 @@ from tests.store.served import SECRET, Served, served
 MEGABYTE = 2**20
 
 
+def packed(body: bytes) -> bytes:
+    """The same bytes at any time, since they are part of the names of tests."""
+    return gzip.compress(body, mtime=0)
+
+
 @pytest.fixture(scope="module")
 def store() -> Iterator[Served]:
     with served(most_bytes=MEGABYTE) as made:
@@ -117,22 +122,38 @@ def test_other_methods_are_refused(store: Served) -> None:
 @pytest.mark.parametrize(
     ("body", "encoding", "status"),
     [
-        (gzip.compress(b"{}"), "gzip", 200),
+        (packed(b"{}"), "gzip", 200),
         (zlib.compress(b"{}"), "deflate", 200),
         (b"{}", "identity", 200),
-        (gzip.compress(b"{}")[:-4], "gzip", 400),
-        (gzip.compress(b"{}") + b"more", "gzip", 400),
+        (packed(b"{}")[:-4], "gzip", 400),
+        (packed(b"{}") + b"more", "gzip", 400),
         (b"{}", "gzip", 400),
         (b"{}", "br", 415),
         (b" " * (MEGABYTE + 1), "identity", 413),
-        (gzip.compress(b" " * (MEGABYTE + 1)), "gzip", 413),
-        (gzip.compress(bytes(100 * MEGABYTE)), "gzip", 413),
+        (packed(b" " * (MEGABYTE + 1)), "gzip", 413),
+        (packed(bytes(100 * MEGABYTE)), "gzip", 413),
         (b" " * (MEGABYTE - 2) + b"{}", "identity", 200),
-        (gzip.compress(b" " * (MEGABYTE - 2) + b"{}"), "gzip", 200),
+        (packed(b" " * (MEGABYTE - 2) + b"{}"), "gzip", 200),
     ],
 )
 def test_bodies_are_inflated_and_bounded(store: Served, body: bytes, encoding: str, status: int) -> None:
     assert store.verb("statistics", body, content_encoding=encoding).status_code == status
+
+
+@pytest.mark.parametrize("body", [b" " * 70_000, packed(b" " * 1_000_000)], ids=["long", "packed"])
+@pytest.mark.parametrize("key", [None, "etude.admin.made-up"])
+def test_of_who_has_no_key_little_is_read(store: Served, body: bytes, key: str | None) -> None:
+    encoding = "identity" if body[:1] == b" " else "gzip"
+    answer = store.ask("/v1/store/statistics", body, key, content_encoding=encoding)
+    assert answer.status_code == 401 and "more than 65536 bytes" in answer.json()["error"]["message"]
+    assert store.ask("/v1/store/statistics", b"{}", key).status_code == 401
+
+
+def test_a_path_writes_no_lines_of_its_own_into_the_log(store: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="etude"):
+        store.ask("/x%0A2026-01-01%20INFO%20forged%1b[31m", method="GET")
+    (said,) = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+    assert "\n" not in said and "\x1b" not in said
 
 
 def test_a_body_of_unsaid_length_is_bounded_too(store: Served) -> None:

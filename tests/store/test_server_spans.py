@@ -109,6 +109,25 @@ def test_spans_of_nobody_are_counted_and_the_others_kept(store: Served) -> None:
     assert len(notes(store, claim)) == 3
 
 
+def test_more_spans_than_anybody_sends_are_refused_before_they_are_made(store: Served) -> None:
+    empty = b"\x12\x00" * 5000  # 5000 spans in 10 kB
+    scope = b"\x12" + varint(len(empty)) + empty
+    body = b"\x0a" + varint(len(scope)) + scope
+    answer = store.ask("/v1/traces", body, store.ring.admin, content_type=PROTOBUF)
+    assert answer.status_code == 413 and "5000 spans" in answer.json()["error"]["message"]
+    answer = store.ask("/v1/traces", bytes(5 * 2**20), store.ring.admin, content_type=PROTOBUF)
+    assert answer.status_code == 413
+
+
+def varint(number: int) -> bytes:
+    """A length as protobuf writes it."""
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*found, number])
+
+
 @pytest.mark.parametrize(
     ("body", "form", "status"),
     [

@@ -78,6 +78,18 @@ def test_programs_get_every_answer_in_full(run: Path, capsys: Captured) -> None:
     assert lines[1]["answer"] == "right " * 100 and lines[1]["parts"] == {"form": 0.5} and lines[1]["tokens"] == 3
 
 
+def test_a_task_without_a_prompt_is_shown_by_its_fields(tmp_path: Path, capsys: Captured) -> None:
+    """As agents have them, who may also end without having asked the model at all."""
+    with closing(open_store(tmp_path / "journal.sqlite")) as store:
+        store.append([TaskIssued(0, 0, "", {"question": "How many?", "shelf": {"A": 4}, "prompt": None, "row": 3})])
+        store.append([RolloutQueued(0, 0, 0), AttemptStarted(0, 0), Rewarded(0, 0, 0.5, {}, False)])
+        store.append([AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False), Admitted(1, (0,))])
+    assert main(["answers", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert 'question: How many?\nshelf: {"A": 4}\n' in shown and "row" not in shown
+    assert answers(tmp_path)[1][0]["answer"] == ""
+
+
 def test_a_journal_that_is_being_written_is_read(run: Path) -> None:
     with closing(open_store(run / "journal.sqlite")):
         assert answers(run)[0] == 2

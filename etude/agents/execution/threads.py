@@ -13,7 +13,6 @@ A thread cannot be killed: an agent that may hang for good is safer in processes
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import logging
 import threading
@@ -22,6 +21,7 @@ from typing import Self
 
 from etude.agents.agent import Agent
 from etude.agents.execution.again import Again
+from etude.agents.execution.ending import ran
 from etude.agents.runner import Pace, Runner
 from etude.errors import AgentError, EtudeError
 from etude.store.desk import Desk
@@ -121,7 +121,7 @@ class ThreadRunners:
             assert seat.runner is not None
             seat.again.began(time.monotonic())
             try:
-                asyncio.run(seat.runner.run())
+                ran(seat.runner.run(), self._pace.cancel_s)
                 return
             except Exception as error:  # the one place where it is told
                 wait = seat.again.ended(time.monotonic())

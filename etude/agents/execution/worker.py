@@ -24,6 +24,7 @@ from typing import BinaryIO
 from etude.agents import distant_desk
 from etude.agents.agent import Agent, load_agent
 from etude.agents.command import guard
+from etude.agents.execution.ending import ending, ran
 from etude.agents.runner import Pace, Runner
 from etude.config.env import store_address
 from etude.errors import ConfigError, EtudeError
@@ -67,7 +68,8 @@ def join(
 
 def serve(asked: Appointment, orders: BinaryIO | None = None) -> None:
     """Play rollouts on this thread, the main one of its process, until it is told to stop."""
-    asyncio.run(_served(asked, orders))
+    with ending(asked.pace.cancel_s, REFUSED):
+        ran(_served(asked, orders), asked.pace.cancel_s)
 
 
 async def _served(asked: Appointment, orders: BinaryIO | None) -> None:

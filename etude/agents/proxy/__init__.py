@@ -9,6 +9,9 @@ policy            the run's own sampling parameters, and what of the agent's hol
 opening           how a call is begun for a model that has to make one
 upstream          who samples: whoever takes ids and gives ids, such as the engine in this process
 server            a server that speaks of token ids, as an upstream
+external          models of somebody else's, to whom calls are passed on
+overheard         what those say, read along
+events            server-sent events, as they come
 record            what each attempt has said and heard, to the token
 notary            turns and notes, written to the end
 answering         how a call is sampled, read, recorded and given
@@ -21,6 +24,7 @@ app               its routes
 from __future__ import annotations
 
 from etude.agents.proxy.endpoint import Endpoint, EndpointConfig
+from etude.agents.proxy.external import External
 from etude.agents.proxy.upstream import Upstream
 
-__all__ = ["Endpoint", "EndpointConfig", "Upstream"]
+__all__ = ["Endpoint", "EndpointConfig", "External", "Upstream"]

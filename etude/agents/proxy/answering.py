@@ -102,12 +102,13 @@ class Answering:
 
     def _params(self, call: Call) -> list[SamplingParams]:
         """The parameters of each answer. Where the agent's seed holds, its further answers count on from it."""
-        (rollout, attempt), prompt, own = call.sitting.key, call.prompt, call.sampling.seed
+        sitting, prompt, own = call.sitting, call.prompt, call.sampling.seed
         if own is not None:
             seeds = [(own + n) % 2**63 for n in range(call.asked.n)]
         else:
             asked = range(call.asked.n)
-            seeds = [self._seeds(rollout, attempt, prompt.hash, call.sitting.occurrence(prompt)) for _ in asked]
+            of = sitting.key.rollout, sitting.draw, prompt.hash
+            seeds = [self._seeds(*of, sitting.occurrence(prompt)) for _ in asked]
         return [replace(call.sampling, seed=seed) for seed in seeds]
 
     async def _sampled(self, call: Call, params: SamplingParams) -> Completion:
@@ -161,8 +162,9 @@ class Answering:
         turn = await self._notary.turn(call, completion)
         if completion.finish == "abort":
             raise Refusal("The engine gave this answer up. Try again.", "failed")
-        await call.sitting.heard(call.asked, call.shown, completion, message)
-        return Said(message, completion, len(call.shown), self._stop(completion, call.sampling), turn)
+        stop = self._stop(completion, call.sampling)
+        await call.sitting.heard(call.asked, call.shown, completion, message, stop)
+        return Said(message, completion, len(call.shown), stop, turn)
 
     def _stop(self, completion: Completion, sampling: SamplingParams) -> str | None:
         """The stop string that an answer ended with: the first of those that end within its last token."""

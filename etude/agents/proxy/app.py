@@ -11,17 +11,21 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from etude.agents.proxy.anthropic import Anthropic
 from etude.agents.proxy.asked import Body, Dialect, Refusal
 from etude.agents.proxy.chat_completions import ChatCompletions
 from etude.agents.proxy.completions import Completions
-from etude.agents.proxy.endpoint import Endpoint
+from etude.agents.proxy.endpoint import Endpoint, no_model
+from etude.agents.proxy.external import Foreign
 from etude.agents.proxy.notary import Call
+from etude.agents.proxy.openai import error, event
 from etude.agents.proxy.responses import Responses
 from etude.observe import get_log
 from etude.store.desk import Key
@@ -29,6 +33,9 @@ from etude.store.desk import Key
 __all__ = ["app", "router"]
 
 T = TypeVar("T")
+_Work = Callable[[Callable[[], Awaitable[None]], Callable[[bytes], Awaitable[None]]], Coroutine[Any, Any, None]]
+OF_OTHERS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Where calls to models of somebody else's are passed on."""
 ROUTES: dict[str, Dialect] = {
     "/v1/chat/completions": ChatCompletions(),
     "/v1/completions": Completions(),
@@ -36,6 +43,10 @@ ROUTES: dict[str, Dialect] = {
     "/v1/messages": Anthropic(),
 }
 COUNTING = Anthropic(counting=True)
+READ_S = 60.0
+"""Seconds that a request may take to arrive."""
+UNREAD_S = 60.0
+"""Seconds for which a client may read nothing of a stream."""
 
 
 class GoneError(Exception):
@@ -62,7 +73,7 @@ def router(endpoint: Endpoint) -> APIRouter:
     routes = APIRouter()
     for path, dialect in ROUTES.items():
         name = path.removeprefix("/v1/").replace("/", "_")
-        routes.add_route(path, _answering(endpoint, dialect), methods=["POST"], name=name)
+        routes.add_route(path, _answering(endpoint, path, dialect), methods=["POST"], name=name)
 
     async def count_tokens(request: Request) -> Response:
         """How many tokens a request to /v1/messages would show the model."""
@@ -70,22 +81,26 @@ def router(endpoint: Endpoint) -> APIRouter:
             key = _entitled(endpoint, request)
             body = await _body(request, endpoint.config.max_body_mib)
             return _json({"input_tokens": await endpoint.count(COUNTING, key, body)})
-        except Refusal as refusal:
-            return _refused(COUNTING, refusal)
+        except GoneError:
+            return Response(status_code=499)
+        except Exception as error:
+            return _refused(COUNTING, error if isinstance(error, Refusal) else _broken(error))
 
     async def models(request: Request) -> Response:
-        """The one model there is."""
+        """The models there are."""
         dialect: Dialect = COUNTING if "anthropic-version" in request.headers else ROUTES["/v1/chat/completions"]
         try:
             _entitled(endpoint, request)
-            wanted = request.path_params.get("model", endpoint.model)
-            if wanted != endpoint.model:
-                raise Refusal(f"There is no model '{wanted}' here; there is '{endpoint.model}'.", "not_found")
+            wanted = request.path_params.get("model")
+            if wanted is not None and wanted not in endpoint.models:
+                raise no_model(wanted, endpoint.models)
         except Refusal as refusal:
             return _refused(dialect, refusal)
-        one = _model(endpoint.model)
-        listed = {"object": "list", "data": [one], "has_more": False, "first_id": one["id"], "last_id": one["id"]}
-        return _json(one if "model" in request.path_params else listed)
+        if wanted is not None:
+            return _json(_model(wanted))
+        found = [_model(name) for name in endpoint.models]
+        ends = {"first_id": endpoint.models[0], "last_id": endpoint.models[-1]}
+        return _json({"object": "list", "data": found, "has_more": False, **ends})
 
     routes.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     routes.add_route("/v1/models", models, methods=["GET"])
@@ -93,7 +108,7 @@ def router(endpoint: Endpoint) -> APIRouter:
     return routes
 
 
-def _answering(endpoint: Endpoint, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+def _answering(endpoint: Endpoint, path: str, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         """Answer one call, and record it."""
         began = time.perf_counter()
@@ -101,19 +116,30 @@ def _answering(endpoint: Endpoint, dialect: Dialect) -> Callable[[Request], Awai
             key = _entitled(endpoint, request)
             body = await _body(request, endpoint.config.max_body_mib)
             tags = [tag for each in request.headers.get("x-etude-tags", "").split(",") if (tag := each.strip())]
-            call = await endpoint.open(dialect, key, body, tags, began)
+            if path in OF_OTHERS:
+                foreign = await endpoint.foreign(path.removeprefix("/v1"), key, body, tags, began)
+                if foreign is not None:
+                    return await _passed_on(endpoint, dialect, foreign, request)
+            call = await endpoint.open(dialect, key, body, tags, began, request.headers.get("x-etude-state", ""))
             if call.asked.stream:
-                return _Streamed(endpoint, call)
+                failed = dialect.writer(call.reply(endpoint.chat.tokenizer)).failed
+                return _Streamed(dialect, partial(endpoint.stream, call), failed, _headers(call))
             told = await _unless_gone(request.receive, endpoint.answer(call))
             return _json(told, headers=_headers(call))
-        except Refusal as refusal:
-            return _refused(dialect, refusal)
         except GoneError:
             return Response(status_code=499)
         except Exception as error:
-            return _refused(dialect, _broken(error))
+            return _refused(dialect, error if isinstance(error, Refusal) else _broken(error))
 
     return answer
+
+
+async def _passed_on(endpoint: Endpoint, dialect: Dialect, call: Foreign, request: Request) -> Response:
+    """What another's model answers."""
+    if call.body.get("stream") is True:
+        return _Streamed(dialect, partial(endpoint.elsewhere.stream, call), lambda refusal: event(error(refusal)), {})
+    data = await _unless_gone(request.receive, endpoint.elsewhere.whole(call))
+    return Response(data, media_type="application/json")
 
 
 class _Streamed(Response):
@@ -121,13 +147,16 @@ class _Streamed(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, endpoint: Endpoint, call: Call) -> None:
-        super().__init__(headers={**_headers(call), "cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._endpoint, self._call = endpoint, call
+    def __init__(
+        self, dialect: Dialect, work: _Work, failed: Callable[[Refusal], bytes], headers: dict[str, str]
+    ) -> None:
+        """work: writes the events. failed: what is written where it cannot go on."""
+        super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._dialect, self._work, self._failed = dialect, work, failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         one = asyncio.Lock()
-        started = False
+        started = unread = False
         raw = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
 
         async def start() -> None:
@@ -135,22 +164,35 @@ class _Streamed(Response):
             started = True
             await send({"type": "http.response.start", "status": 200, "headers": raw})
 
+        async def given(data: bytes, more: bool = True) -> bool:
+            try:
+                async with asyncio.timeout(UNREAD_S):
+                    await send({"type": "http.response.body", "body": data, "more_body": more})
+            except TimeoutError:
+                return False
+            return True
+
         async def write(data: bytes) -> None:
+            nonlocal unread
             async with one:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                if unread or not await given(data):
+                    unread = True
+                    raise asyncio.CancelledError  # as where the client has gone
 
         try:
-            await _unless_gone(receive, self._endpoint.stream(self._call, start, write))
+            await _unless_gone(receive, self._work(start, write))
         except GoneError:
             return
         except Exception as error:
+            if unread:
+                return
             refusal = error if isinstance(error, Refusal) else _broken(error)
             if not started:
-                await _refused(self._call.dialect, refusal)(scope, receive, send)
+                await _refused(self._dialect, refusal)(scope, receive, send)
                 return
-            writer = self._call.dialect.writer(self._call.reply(self._endpoint.chat.tokenizer))
-            await write(writer.failed(refusal))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if not await given(self._failed(refusal)):
+                return
+        await given(b"", more=False)
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -188,10 +230,16 @@ async def _body(request: Request, most_mib: float) -> Body:
     if length.isdigit() and int(length) > most:
         raise large
     data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > most:
-            raise large
+    try:
+        async with asyncio.timeout(READ_S):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > most:
+                    raise large
+    except ClientDisconnect as error:
+        raise GoneError from error
+    except TimeoutError as error:
+        raise Refusal(f"The request did not arrive within {READ_S:g} seconds.", "timeout") from error
     try:
         text = data.decode()
         body = json.loads(text, parse_constant=_no_number)

@@ -37,16 +37,20 @@ class Refusal(Exception):
     """Why a call gets no answer; each dialect says it in its own words."""
 
     def __init__(
-        self, message: str, kind: Kind = "invalid", *, param: str | None = None, code: str | None = None, wait: int = 0
+        self,
+        message: str,
+        kind: Kind = "invalid",
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        wait: int = 0,
+        status: int | None = None,
     ) -> None:
-        """param: which field of the request it is about. code: a dialect's own word for it. wait: seconds to wait."""
+        """param: which field of the request it is about. code: a dialect's own word for it. wait: seconds to wait.
+        status: as HTTP has it, by default that of its kind."""
         super().__init__(message)
         self.message, self.kind, self.param, self.code, self.wait = message, kind, param, code, wait
-
-    @property
-    def status(self) -> int:
-        """As HTTP has it."""
-        return STATUS[self.kind]
+        self.status = status or STATUS[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

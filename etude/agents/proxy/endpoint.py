@@ -19,12 +19,13 @@ from pydantic import Field
 
 from etude.agents.proxy.answering import Answering, Write
 from etude.agents.proxy.asked import Asked, Body, Dialect, Refusal
+from etude.agents.proxy.external import Elsewhere, External, Foreign
 from etude.agents.proxy.gate import Gate
 from etude.agents.proxy.meter import Meter
 from etude.agents.proxy.notary import Call, Notary, over
 from etude.agents.proxy.opening import opening
 from etude.agents.proxy.policy import Parameters, Policy, Seeds, seeds_of
-from etude.agents.proxy.record import Prompt, Sitting
+from etude.agents.proxy.record import Prompt, Sitting, named_state
 from etude.agents.proxy.upstream import Upstream
 from etude.chat import Chat
 from etude.chat.tokenizer import Ids
@@ -34,9 +35,9 @@ from etude.observe import get_log
 from etude.records import SamplingParams
 from etude.store.desk import Desk, Find, Key, Use
 from etude.store.keys import Keyring
-from etude.store.states import LIVE
+from etude.store.states import LIVE, Status
 
-__all__ = ["Endpoint", "EndpointConfig"]
+__all__ = ["Endpoint", "EndpointConfig", "no_model"]
 
 SWEEP = 15.0
 """Seconds between two looks for attempts that have ended."""
@@ -57,6 +58,9 @@ class EndpointConfig(Config):
         "force", description="force: the run's sampling parameters hold; default: the agent's own, where it sets them"
     )
     compare: bool = Field(True, description="count the tokens that rendering conversations anew would have changed")
+    external: dict[str, External] = Field(
+        {}, description="models of other providers, by the names that agents ask for: recorded, never trained"
+    )
 
 
 class Endpoint:
@@ -95,10 +99,16 @@ class Endpoint:
             seeds or seeds_of(0),
             timeout_s=self.config.timeout_s,
         )
+        if model in self.config.external:
+            raise ConfigError(f"The model that is trained is called '{model}' here; call the external one otherwise.")
+        places = Gate(self.config.max_running, self.config.max_waiting)
+        self.elsewhere = Elsewhere(self.config.external, places, self._meter, self._notary, self.config.timeout_s)
         self._sittings: dict[Key, Sitting] = {}
         self._tending: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         self._tending = asyncio.create_task(self._tend(), name="etude-endpoint")
         return self
 
@@ -108,6 +118,12 @@ class Endpoint:
             with suppress(asyncio.CancelledError):
                 await self._tending
         await self._notary.close()
+        await self.elsewhere.close()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names of the models that agents may ask for: first the one that is trained."""
+        return (self.model, *self.elsewhere.models)
 
     def metrics(self) -> Mapping[str, float]:
         """Counts since it was made, percentiles of its last calls' times in seconds, and how many are under way."""
@@ -117,6 +133,16 @@ class Endpoint:
             "endpoint/attempts": len(self._sittings),
         }
         return self._meter.told() | now
+
+    def over(self, keys: Sequence[Key]) -> None:
+        """Attempts have ended: forget them. Any thread may say so."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, and nothing is remembered there
+                self._loop.call_soon_threadsafe(self._forget_all, tuple(keys))
+
+    def _forget_all(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self.forget(key)
 
     def forget(self, key: Key) -> None:
         """An attempt has ended: its calls are ended, and what it said is let go of."""
@@ -147,9 +173,16 @@ class Endpoint:
         return grant.key
 
     async def open(
-        self, dialect: Dialect, key: Key, body: Body, tags: Sequence[str] = (), began: float | None = None
+        self,
+        dialect: Dialect,
+        key: Key,
+        body: Body,
+        tags: Sequence[str] = (),
+        began: float | None = None,
+        state: str = "",
     ) -> Call:
-        """Understand a call, and find the ids that it asks to go on from."""
+        """Understand a call, and find the ids that it asks to go on from. state: a name for the state that the agent is
+        in; without one it is all that the model is shown."""
         began = time.perf_counter() if began is None else began
         asked = self._known(dialect.parse(body))
         sitting = await self._sitting(key)
@@ -158,7 +191,8 @@ class Endpoint:
         prompt, opened = await self._prompt(sitting, asked)
         sitting.calls += 1
         id = f"{dialect.prefix}{key.rollout}-{key.attempt}-{sitting.calls}"
-        call = Call(id, dialect, asked, sitting, prompt, opened, sampling, ignored, tuple(tags), began)
+        anchor = named_state(state) if state else prompt.hash
+        call = Call(id, dialect, asked, sitting, prompt, opened, sampling, ignored, tuple(tags), began, anchor)
         if self._context is not None and len(call.shown) >= self._context:
             raise await self._too_long(call, self._context)
         return call
@@ -169,14 +203,22 @@ class Endpoint:
         prompt, opened = await self._prompt(await self._sitting(key), asked)
         return len(prompt.ids) + len(opened)
 
+    async def foreign(self, path: str, key: Key, body: Body, tags: Sequence[str], began: float) -> Foreign | None:
+        """A call to a model of somebody else's, where it is one. path: after /v1."""
+        name = body.get("model")
+        if not isinstance(name, str) or name not in self.elsewhere.models:
+            return None
+        return Foreign(name, path, body, await self._sitting(key), tuple(tags), began)
+
     def _known(self, asked: Asked) -> Asked:
-        if asked.model != self.model:
+        if asked.model in self.elsewhere.models:
             raise Refusal(
-                f"There is no model '{asked.model}' here; there is '{self.model}'.",
-                "not_found",
+                f"The model '{asked.model}' is served by somebody else, in OpenAI's dialects alone: ask for it at "
+                "/v1/chat/completions, /v1/completions or /v1/responses.",
                 param="model",
-                code="model_not_found",
             )
+        if asked.model != self.model:
+            raise no_model(asked.model, self.models)
         return asked
 
     async def _prompt(self, sitting: Sitting, asked: Asked) -> tuple[Prompt, Ids]:
@@ -195,19 +237,21 @@ class Endpoint:
         """The attempt at the endpoint. At its first call, the desk is asked whether it runs, and what for."""
         found = self._sittings.get(key)
         if found is None:
-            use = await self._use(key)
-            found = self._sittings.setdefault(key, Sitting(key, use, self.chat))
+            use, draw = await self._use(key)
+            found = self._sittings.setdefault(key, Sitting(key, use, self.chat, draw))
         found.spoke = time.monotonic()
         return found
 
-    async def _use(self, key: Key) -> Use:
+    async def _use(self, key: Key) -> tuple[Use, int]:
+        """What the attempt is for, and which draw it is: one that infrastructure broke is made again as it was."""
         page = await self.desk.find(Find(ids=(key.rollout,), limit=1))
         attempts = page.rollouts[0].attempts if page.rollouts else ()
         if not 0 <= key.attempt < len(attempts):
             raise Refusal(f"The store knows no attempt {key.attempt} at rollout {key.rollout}.", "forbidden")
         if attempts[key.attempt].status not in LIVE:
             raise over(key)
-        return page.rollouts[0].use
+        draw = sum(attempt.status is not Status.INFRA_ERROR for attempt in attempts[: key.attempt])
+        return page.rollouts[0].use, draw
 
     async def _too_long(self, call: Call, context: int) -> Refusal:
         """A prompt that the model cannot be shown, noted."""
@@ -256,6 +300,13 @@ class Endpoint:
                 known = attempts.get(key.rollout, ())
                 if key.attempt >= len(known) or known[key.attempt].status not in LIVE:
                     self.forget(key)
+
+
+def no_model(name: str, models: Sequence[str]) -> Refusal:
+    """The refusal of a model that nobody knows."""
+    known = "', '".join(models)
+    told = f"There is no model '{name}' here; there is '{known}'."
+    return Refusal(told, "not_found", param="model", code="model_not_found")
 
 
 def _joined(asked: Asked, sitting: Sitting) -> Asked:

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from etude.agents.proxy.asked import Refusal
 
@@ -62,10 +62,11 @@ class Gate:
         try:
             await turn[1]
         except asyncio.CancelledError:
-            if turn[1].done() and not turn[1].cancelled():
+            if not turn[1].cancelled():  # its places were given to it meanwhile
                 self._leave(places)
             else:
-                self._queue.remove(turn)
+                with suppress(ValueError):  # whoever left before it may have passed it over already
+                    self._queue.remove(turn)
                 self._admit()
             raise
 

@@ -18,6 +18,7 @@ class Meter:
         self.counts: Counter[str] = Counter()
         self._seconds: deque[float] = deque(maxlen=KEPT)
         self._added: deque[float] = deque(maxlen=KEPT)
+        self._elsewhere: deque[float] = deque(maxlen=KEPT)
 
     def took(self, seconds: float, sampling: float | None = None) -> None:
         """A call was answered; so much of its time was spent in the queue and on sampling, where the two can be told
@@ -26,10 +27,15 @@ class Meter:
         if sampling is not None:
             self._added.append(seconds - sampling)
 
+    def took_elsewhere(self, seconds: float) -> None:
+        """A call was answered by a model of somebody else's."""
+        self._elsewhere.append(seconds)
+
     def told(self) -> dict[str, float]:
         """All of it, by name."""
         told = {f"endpoint/{name}": float(count) for name, count in self.counts.items()}
-        for name, times in (("latency", self._seconds), ("overhead", self._added)):
+        timed = {"latency": self._seconds, "overhead": self._added, "external_latency": self._elsewhere}
+        for name, times in timed.items():
             ordered = sorted(times)
             for percent in PERCENTILES if ordered else ():
                 told[f"endpoint/{name}_p{percent}"] = ordered[(len(ordered) - 1) * percent // 100]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,8 @@ class Call:
     """Which of the agent's parameters were not followed."""
     tags: tuple[str, ...]
     began: float
+    anchor: int
+    """Names the state that it was made in, for credit that compares what was done in the same state."""
     shown: Ids = field(init=False)
     """All that the model is shown."""
 
@@ -55,6 +57,15 @@ class Call:
     def calls(self) -> bool:
         """Whether the answer may call tools."""
         return bool(self.asked.tools) and self.asked.choice != "none"
+
+
+class Seated(Protocol):
+    """What somebody asked who sits at the endpoint."""
+
+    @property
+    def sitting(self) -> Sitting:
+        """Whose attempt it is of."""
+        ...
 
 
 class Notary:
@@ -72,7 +83,7 @@ class Notary:
 
     async def turn(self, call: Call, completion: Completion) -> int:
         """Write a turn; its index. Returns once it is acknowledged."""
-        turn = Turn(call.shown, completion, 0, self._model, call.tags)
+        turn = Turn(call.shown, completion, 0, self._model, call.tags, anchor=call.anchor)
         index = await self._written(call, self._desk.turn(call.sitting.key, turn))
         counts = self._meter.counts
         counts["turns"] += 1
@@ -107,7 +118,21 @@ class Notary:
         except Exception as error:  # nobody is there to be told
             get_log("agents").warning(f"An aborted turn of {call.sitting.key} could not be written: {error}")
 
-    async def _written(self, call: Call, work: Coroutine[Any, Any, T]) -> T:
+    async def external(self, call: Seated, told: Mapping[str, Any]) -> None:
+        """Write down a call to a model of somebody else's."""
+        await self._written(call, self._desk.note(call.sitting.key, "external", dict(told)))
+
+    def external_later(self, call: Seated, told: Mapping[str, Any]) -> None:
+        """The same where nobody waits for it any more; returns at once."""
+        self._begun(self._unheard(call, told))
+
+    async def _unheard(self, call: Seated, told: Mapping[str, Any]) -> None:
+        try:
+            await self._desk.note(call.sitting.key, "external", dict(told))
+        except Exception as error:  # nobody is there to be told
+            get_log("agents").debug(f"A call of {call.sitting.key} to another model came too late to be kept: {error}")
+
+    async def _written(self, call: Seated, work: Coroutine[Any, Any, T]) -> T:
         try:
             return await asyncio.shield(self._begun(work))
         except (IllegalMoveError, UnknownError) as error:

@@ -22,8 +22,8 @@ __all__ = ["Parameters", "Policy", "Seeds", "seeds_of"]
 
 Parameters: TypeAlias = Literal["force", "default"]
 Seeds: TypeAlias = Callable[[int, int, int, int], int]
-"""The seed of an answer, from its rollout, its attempt, a hash of its prompt's ids, and how often the attempt has asked
-for an answer to these before."""
+"""The seed of an answer, from its rollout, which draw of it the attempt is (those that infrastructure broke do not
+count), a hash of its prompt's ids, and how often the attempt has asked for an answer to these before."""
 FORCED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens", "seed")
 """What an agent's own values of are not followed where the run's are forced."""
 
@@ -31,8 +31,8 @@ FORCED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit
 def seeds_of(run: int) -> Seeds:
     """Seeds that follow from a run's, and from nothing else but what each answer is an answer to."""
 
-    def seed(rollout: int, attempt: int, prompt: int, occurrence: int) -> int:
-        text = f"{run}:call:{rollout}:{attempt}:{prompt}:{occurrence}"
+    def seed(rollout: int, draw: int, prompt: int, occurrence: int) -> int:
+        text = f"{run}:call:{rollout}:{draw}:{prompt}:{occurrence}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     return seed

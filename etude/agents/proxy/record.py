@@ -23,7 +23,7 @@ from etude.chat.tokenizer import Ids
 from etude.records import Completion, Message
 from etude.store.desk import Key, Use
 
-__all__ = ["Prompt", "Sitting"]
+__all__ = ["Prompt", "Sitting", "named_state"]
 
 LONG = 20_000
 """Characters of a conversation, from which on it is rendered on a thread."""
@@ -44,8 +44,10 @@ class Prompt:
 class Sitting:
     """One attempt at the endpoint. Used on one event loop; any number of its calls may be under way."""
 
-    def __init__(self, key: Key, use: Use, chat: Chat) -> None:
+    def __init__(self, key: Key, use: Use, chat: Chat, draw: int = 0) -> None:
         self.key, self.use = key, use
+        self.draw = draw
+        """Which draw of its rollout the attempt is: what its seeds are made of."""
         self.calls = 0
         """How many there were."""
         self.under_way: set[asyncio.Task[None]] = set()
@@ -74,8 +76,11 @@ class Sitting:
         self._asked[prompt.hash] += 1
         return self._asked[prompt.hash] - 1
 
-    async def heard(self, asked: Asked, shown: Ids, completion: Completion, answer: Message) -> None:
-        """Remember an answer to what was shown, so that what goes on from it continues it exactly."""
+    async def heard(
+        self, asked: Asked, shown: Ids, completion: Completion, answer: Message, stop: str | None = None
+    ) -> None:
+        """Remember an answer to what was shown, so that what goes on from it continues it exactly. stop: the stop
+        string that ended it."""
         whole = np.concatenate([shown, completion.ids])
         self._served.setdefault(len(whole), set()).add(blake2b(whole.tobytes(), digest_size=16).digest())
         if asked.prompt is not None:
@@ -84,7 +89,7 @@ class Sitting:
             return
         size = sum(len(each.content) for each in asked.messages)
         async with self._lock:
-            given = asked.messages, asked.tools, shown, completion.ids, answer
+            given = asked.messages, asked.tools, shown, completion.ids, answer, stop or ""
             if size < LONG:
                 self._conversation.served(*given)
             else:
@@ -129,6 +134,11 @@ class Sitting:
         how: Literal["begun", "continued", "branched"]
         how = "continued" if continued else "branched" if spoken else "begun"
         return Prompt(ids, int.from_bytes(running.digest()[:8], "little") >> 1, how)
+
+
+def named_state(name: str) -> int:
+    """A number for the state that an agent says it is in."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _apart(one: Ids, other: Ids) -> int:

@@ -18,6 +18,7 @@ import httpx2
 import numpy as np
 from numpy.typing import NDArray
 
+from etude.agents.proxy.events import data_of, events
 from etude.chat.tokenizer import Ids
 from etude.errors import DataError, EngineError
 from etude.records import Completion, SamplingParams
@@ -74,9 +75,9 @@ class TokenServer:
         whole = _Whole(sampling.top_logprobs)
         async with self._asked(self._body(prompt, sampling, stream=True)) as response:
             try:
-                async for line in response.aiter_lines():
-                    data = line.removeprefix("data:").strip()
-                    if not line.startswith("data:") or data == "[DONE]":
+                async for event in events(response.aiter_bytes()):
+                    data = data_of(event)
+                    if not data or data == "[DONE]":
                         continue
                     told = self._read(data)
                     if told.get("choices"):

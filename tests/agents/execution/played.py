@@ -6,9 +6,11 @@ import asyncio
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import etude
+from etude.agents.agent import load_agent
 from etude.agents.execution.processes import ProcessRunners
 from etude.records import Task
 from tests.agents.desks import QUICK
@@ -60,6 +62,33 @@ def stops(task: Task) -> None:
     os.kill(os.getpid(), 19)
 
 
+@etude.agent
+def forks(task: Task) -> None:
+    """Forks a process that runs no other program, and waits."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    note(task["pids"], f"{child}\n{os.getpid()}\n")
+    time.sleep(60)
+
+
+@etude.agent
+async def stubborn(task: Task) -> None:
+    """Goes on when it is cancelled."""
+    note(task["told"], "began\n")
+    for _ in range(1000):
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.05)
+
+
+@etude.agent
+async def hangs_in_a_thread(task: Task) -> None:
+    """Waits for a thread that Python waits for too."""
+    note(task["told"], "began\n")
+    await asyncio.to_thread(time.sleep, 60)
+
+
 class Broken(etude.Agent):
     """Cannot be set up."""
 
@@ -80,9 +109,13 @@ class Made(etude.Agent):
 
 
 if __name__ == "__main__":  # a program that has runners, and is killed by a test, or interrupted
-    url, key, logs = sys.argv[1:]
+    url, key, logs, *named = sys.argv[1:]
 
-    agent = etude.command("echo $$ >> $PIDS; sleep 60 & echo $! >> $PIDS; wait", environment={"PIDS": f"{logs}/pids"})
+    agent: etude.Agent = etude.command(
+        "echo $$ >> $PIDS; sleep 60 & echo $! >> $PIDS; wait", environment={"PIDS": f"{logs}/pids"}
+    )
+    if named:
+        agent = load_agent(f"tests.agents.execution.played:{named[0]}")
     with ProcessRunners(agent, url, key, 2, logs=Path(logs), pace=QUICK) as runners:
         Path(logs, "runners").write_text("")
         while True:

@@ -30,6 +30,7 @@ def test_routes_and_metrics() -> None:
             methods = sorted(route.methods - {"HEAD"})  # type: ignore[attr-defined]  # which goes wherever GET does
             assert f"{' '.join(methods)} {route.path}`" in PAGE  # type: ignore[attr-defined]
         world.endpoint._meter.took(1.0, 0.5)
+        world.endpoint._meter.took_elsewhere(1.0)
         told = set(world.endpoint.metrics())
     source = Path(router.__code__.co_filename).parent
     counted = {name for path in source.glob("*.py") for name in re.findall(r'counts\["(\w+)"\]', path.read_text())}

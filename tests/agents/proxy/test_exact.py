@@ -6,6 +6,7 @@ rendered anew has the tokens that were sampled.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from itertools import pairwise
@@ -151,6 +152,60 @@ def test_anthropic(world: World, streamed: bool) -> None:
     assert kinds == ["thinking", "text", "tool_use"]
     assert messages[1]["content"][2]["input"] == {"city": "Bern"}
     assert_exact(world, world.turns(claim.key))
+
+
+def test_async_clients_stream_tools(world: World) -> None:
+    """Each dialect's twin for coroutines, all at once: the calls come whole, and every turn continues."""
+    claims = [world.attempt() for _ in range(3)]
+
+    async def chat(key: str) -> None:
+        messages: list[Any] = [{"role": "user", "content": "Weather?"}]
+        async with openai.AsyncOpenAI(base_url=world.url, api_key=key) as client:
+            for _ in range(4):
+                async with client.chat.completions.stream(model="policy", messages=messages, tools=[WEATHER]) as stream:
+                    said = (await stream.get_final_completion()).choices[0].message
+                messages.append({"role": "assistant", "content": said.content})
+                calls = [call.to_dict() for call in said.tool_calls or []]
+                for call in calls:
+                    call["function"].pop("parsed_arguments", None)  # type: ignore[attr-defined]
+                messages[-1] |= {"tool_calls": calls} if calls else {}
+                results = [{"role": "tool", "tool_call_id": call["id"], "content": "rain"} for call in calls]
+                messages += results or [{"role": "user", "content": "Thanks."}]
+
+    async def responses(key: str) -> None:
+        items: list[Any] = [{"role": "user", "content": "Weather?"}]
+        async with openai.AsyncOpenAI(base_url=world.url, api_key=key) as client:
+            for _ in range(4):
+                async with client.responses.stream(model="policy", input=items, tools=[FLAT]) as stream:  # type: ignore[list-item]
+                    said = await stream.get_final_response()
+                items += [item.model_dump(exclude_none=True) for item in said.output if item.type != "reasoning"]
+                calls = [item for item in said.output if item.type == "function_call"]
+                results = [
+                    {"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls
+                ]
+                items += results or [{"role": "user", "content": "Thanks."}]
+
+    async def messages(key: str) -> None:
+        given: list[Any] = [{"role": "user", "content": "Weather?"}]
+        async with anthropic.AsyncAnthropic(base_url=world.root, api_key=key) as client:
+            for _ in range(4):
+                told: dict[str, Any] = {"model": "policy", "max_tokens": 400, "messages": given, "tools": [CLAUDE]}
+                async with client.messages.stream(**told) as stream:
+                    said = await stream.get_final_message()
+                given.append({"role": "assistant", "content": [block.model_dump() for block in said.content]})
+                calls = [block for block in said.content if block.type == "tool_use"]
+                results = [{"type": "tool_result", "tool_use_id": call.id, "content": "rain"} for call in calls]
+                given.append({"role": "user", "content": results or "Thanks."})
+
+    async def all_of_them() -> None:
+        kinds = (chat, responses, messages)
+        await asyncio.gather(*(kind(claim.model_key) for kind, claim in zip(kinds, claims, strict=True)))
+
+    asyncio.run(all_of_them())
+    for claim in claims:
+        turns = world.turns(claim.key)
+        assert_exact(world, turns)
+        assert turns[-1].completion.text == "Bye."
 
 
 def test_a_history_that_an_agent_rewrote_branches(world: World) -> None:

@@ -23,6 +23,7 @@ from etude.rollout.request import Delta
 from etude.store.desk import Ended, Key
 from etude.store.keys import Keyring
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
+from tests.chat.conversations import WEATHER
 
 ASK: list[Any] = [{"role": "user", "content": "What is it?"}]
 CHAT: dict[str, Any] = {"model": "policy", "messages": ASK}
@@ -142,6 +143,11 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
         ("responses", {"text": {"format": {"type": "json_schema"}}}, "format"),
         ("responses", {"reasoning": {"effort": "high"}}, "is not supported"),
         ("responses", {"tools": [{"type": "web_search"}]}, "functions"),
+        ("responses", {"text": {"format": {"type": "json_object"}}}, "format"),
+        ("responses", {"previous_response_id": 5}, "must be a text"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, "nothing holds this model"),
+        ("chat/completions", {"parallel_tool_calls": False, "tools": [WEATHER]}, "cannot be false"),
+        ("messages", {"output_format": {"type": "json_schema", "schema": {}}}, "is not supported"),
         ("messages", {"max_tokens": None}, "is missing"),
         ("messages", {"thinking": {"type": "enabled", "budget_tokens": 9}}, "the run says"),
         ("messages", {"messages": [*ASK, {"role": "assistant", "content": "It"}]}, "the assistant's own"),

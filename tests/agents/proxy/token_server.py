@@ -90,11 +90,16 @@ def app_of(engine: Upstream, *, ids: bool = True) -> FastAPI:
 @contextmanager
 def token_server(engine: Upstream, **options: Any) -> Iterator[str]:
     """Serve while the block runs; where."""
+    with served(app_of(engine, **options)) as url:
+        yield url
+
+
+@contextmanager
+def served(app: FastAPI) -> Iterator[str]:
+    """Serve an app while the block runs; where its /v1 is."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(
-            uvicorn.Config(app_of(engine, **options), log_level="error", timeout_graceful_shutdown=1)
-        )
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         while not server.started:

@@ -1,0 +1,250 @@
+"""Models that are somebody else's: calls to them are passed on as they are, and what comes back too.
+
+An agent may want another model beside the one that is trained: a user to speak with, a judge, one that sums up. It asks
+for it here, by a name that the run gave it, with the key of its attempt: so the agent holds no key of the provider's,
+and what was said stands with the rest of the attempt. It is written as an event, `external`, and not as a turn: without
+ids and log-probs there is nothing to be learned from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+from pydantic import Field
+
+from etude.agents.proxy.asked import Body, Kind, Refusal
+from etude.agents.proxy.events import data_of, events
+from etude.agents.proxy.gate import Gate
+from etude.agents.proxy.meter import Meter
+from etude.agents.proxy.notary import Notary
+from etude.agents.proxy.overheard import Overheard
+from etude.agents.proxy.record import Sitting
+from etude.config import Config
+from etude.config.env import key_from
+from etude.errors import ConfigError
+
+__all__ = ["Elsewhere", "External", "Foreign", "external_models"]
+
+CONNECT = 10.0
+"""Seconds to reach a provider."""
+ASKED = 200_000
+"""Characters of what was asked that are kept."""
+SHOWN = 500
+"""Characters of what a provider says that an error repeats."""
+MOST_MIB = 64
+"""MiB of an answer at most."""
+REFUSED: dict[int, Kind] = {400: "invalid", 404: "not_found", 413: "too_large", 422: "invalid"}
+"""What the agent asked for and cannot have, by what a provider answers."""
+Write = Callable[[bytes], Awaitable[None]]
+
+
+class External(Config):
+    """A model of somebody else's."""
+
+    url: str = Field(pattern=r"^https?://\S+$", description="where it is served, up to and with /v1")
+    model: str | None = Field(None, min_length=1, description="what it is called there; by default as here")
+    key_from: str | None = Field(
+        None, pattern=r"^[A-Za-z_]\w*$", description="the environment variable that holds the provider's key"
+    )
+
+
+def external_models(path: Path | None) -> dict[str, External]:
+    """The models that a file names: in YAML, by the name that agents ask for."""
+    if path is None:
+        return {}
+    try:
+        told = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"The models of `agent.external` cannot be read from {path}: {error}") from error
+    if not isinstance(told, Mapping) or not all(
+        isinstance(name, str) and isinstance(told[name], Mapping) for name in told
+    ):
+        raise ConfigError(
+            f"{path} must hold a section for each model: its name, and under it `url`, `model`, `key_from`."
+        )
+    return {name: External.model_validate(dict(told[name])) for name in told}
+
+
+@dataclass(eq=False)
+class Foreign:
+    """One call to a model of somebody else's."""
+
+    name: str
+    path: str
+    """After /v1: `/chat/completions`."""
+    body: Body
+    sitting: Sitting
+    tags: tuple[str, ...]
+    began: float
+    overheard: Overheard = field(default_factory=Overheard)
+    """What came back, as far as it did."""
+
+
+class Elsewhere:
+    """Passes calls on. Used on one event loop.
+
+    Waits for a place, of which there are as many as for the model's own answers, and for the provider; `timeout_s`
+    bounds both.
+    """
+
+    def __init__(
+        self, models: Mapping[str, External], gate: Gate, meter: Meter, notary: Notary, timeout_s: float
+    ) -> None:
+        self.models = dict(models)
+        self._keys = {name: key_from(each.key_from, f"the model '{name}'") for name, each in models.items()}
+        self._gate, self._meter, self._notary, self._timeout = gate, meter, notary, timeout_s
+        self._client: httpx2.AsyncClient | None = None
+
+    async def close(self) -> None:
+        """Let go of its connections."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    async def whole(self, call: Foreign) -> bytes:
+        """The answer to a call in one piece."""
+        async with self._under_way(call), self._asked(call) as response:
+            data = await _read(response, call.name)
+            call.overheard.whole(data)
+        return data
+
+    async def stream(self, call: Foreign, start: Callable[[], Awaitable[None]], write: Write) -> None:
+        """Write the answer's events as they come, after `start`: what goes wrong before it is raised. The event that
+        ends the answer is written once the call is recorded."""
+        last: list[bytes] = []
+        async with self._under_way(call), self._asked(call) as response:
+            await start()
+            async for event in events(response.aiter_bytes()):
+                if call.overheard.event(data_of(event)) or last:
+                    last.append(event)
+                else:
+                    await write(event + b"\n\n")
+        for event in last:
+            await write(event + b"\n\n")
+
+    @asynccontextmanager
+    async def _under_way(self, call: Foreign) -> AsyncIterator[None]:
+        """A call within its time, and within that of its attempt; recorded, however it ends."""
+        task = asyncio.current_task()
+        assert task is not None, "calls are answered on an event loop"
+        counts = self._meter.counts
+        counts["external_calls"] += 1
+        call.sitting.under_way.add(task)
+        try:
+            async with asyncio.timeout(self._timeout):
+                yield
+        except (TimeoutError, httpx2.HTTPError, Refusal) as error:
+            refusal = self._refusal(call, error)
+            counts["external_failed"] += 1
+            await self._notary.external(call, self._told(call, "failed") | {"error": refusal.message})
+            raise refusal from error
+        except (asyncio.CancelledError, Exception):  # the client has gone
+            counts["external_aborted"] += 1
+            self._notary.external_later(call, self._told(call, "aborted"))
+            raise
+        finally:
+            call.sitting.under_way.discard(task)
+        counts["external_answered"] += 1
+        counts["external_prompt_tokens"] += call.overheard.read
+        counts["external_completion_tokens"] += call.overheard.written
+        await self._notary.external(call, self._told(call, "answered"))
+        self._meter.took_elsewhere(time.perf_counter() - call.began)
+
+    @asynccontextmanager
+    async def _asked(self, call: Foreign) -> AsyncIterator[httpx2.Response]:
+        if self._client is None:
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+            timeout = httpx2.Timeout(self._timeout, connect=min(CONNECT, self._timeout))
+            self._client = httpx2.AsyncClient(limits=limits, timeout=timeout)
+        model, key = self.models[call.name], self._keys[call.name]
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        body = {**call.body, "model": model.model or call.name}
+        request = self._client.build_request(
+            "POST", model.url.rstrip("/") + call.path, json=body, headers={**headers, "accept-encoding": "identity"}
+        )
+        async with self._gate.entered(1):
+            response = await self._client.send(request, stream=True)
+            try:
+                if response.status_code != httpx2.codes.OK:
+                    raise self._refused(call, response, await _read(response, call.name))
+                yield response
+            finally:
+                await asyncio.shield(response.aclose())
+
+    def _refused(self, call: Foreign, response: httpx2.Response, data: bytes) -> Refusal:
+        """What a provider answers that does not answer. Its key is in none of it."""
+        status, where = response.status_code, self.models[call.name]
+        if status in (401, 403):
+            held = (
+                f"the key in {where.key_from}" if where.key_from else "a call without a key, as `key_from` is not set"
+            )
+            return Refusal(f"The provider of '{call.name}' refused {held} ({status}).", "failed", status=502)
+        told = f"The provider of '{call.name}' answered {status}: {self._said(call, data)}"
+        if status == httpx2.codes.TOO_MANY_REQUESTS:
+            return Refusal(told, "busy", wait=_seconds(response.headers.get("retry-after", "")))
+        if status in REFUSED:
+            return Refusal(told, REFUSED[status])
+        return Refusal(told, "failed", status=status if status >= 500 else 502)
+
+    def _said(self, call: Foreign, data: bytes) -> str:
+        text = data[:ASKED].decode(errors="replace")
+        try:
+            told = json.loads(text)
+            text = str(told["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            pass
+        key = self._keys[call.name]
+        return (text.replace(key, "***") if key else text)[:SHOWN]
+
+    def _refusal(self, call: Foreign, error: Exception) -> Refusal:
+        if isinstance(error, Refusal):
+            return error
+        if isinstance(error, TimeoutError | httpx2.TimeoutException):
+            told = f"The provider of '{call.name}' did not answer within {self._timeout:g} seconds."
+            return Refusal(told, "timeout")
+        why = str(error) or type(error).__name__
+        return Refusal(f"The provider of '{call.name}' could not be asked: {why}", "failed", status=502)
+
+    def _told(self, call: Foreign, outcome: str) -> dict[str, Any]:
+        """What is recorded of a call."""
+        asked = {name: call.body[name] for name in ("messages", "input", "prompt", "instructions") if name in call.body}
+        text = json.dumps(asked, ensure_ascii=False)
+        return {
+            "model": call.name,
+            "served_as": self.models[call.name].model or call.name,
+            "path": call.path,
+            "outcome": outcome,
+            "asked": text[:ASKED],
+            "said": call.overheard.said,
+            "finish": call.overheard.finish,
+            "usage": call.overheard.usage,
+            "seconds": round(time.perf_counter() - call.began, 3),
+            "tags": list(call.tags),
+        }
+
+
+async def _read(response: httpx2.Response, name: str) -> bytes:
+    data = bytearray()
+    async for chunk in response.aiter_bytes():
+        data += chunk
+        if len(data) > MOST_MIB * 2**20:
+            raise Refusal(f"The provider of '{name}' answered more than {MOST_MIB} MiB.", "failed", status=502)
+    return bytes(data)
+
+
+def _seconds(text: str) -> int:
+    """How long a provider wants to be left alone; a date, or nothing, is a second."""
+    try:
+        return min(max(1, math.ceil(float(text))), 3600)
+    except (ValueError, OverflowError):
+        return 1

@@ -1,0 +1,251 @@
+"""The demonstration of agents: code written for OpenAI's client learns to use its tools, live.
+
+The agent calls the model endpoint of the run as it would call any server; what it was shown and what it sampled is
+recorded there, and learned from. Everything after the warm-up is what `etude train agent.path=…` runs, and leaves a run
+directory like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from etude.config.compose import compose
+from etude.config.env import etude_command
+from etude.demo import novice, storeroom
+from etude.errors import ConfigError
+from etude.observe import format_seconds, make_console, progress
+from etude.recipes.build import build
+from etude.recipes.folder import new_directory, read_metrics
+from etude.recipes.loop import practise
+from etude.recipes.run import Run
+from etude.tools.plot import plot
+
+__all__ = ["PRESET", "Scored", "demonstrate", "lines"]
+
+PRESET = Path(__file__).with_name("agent.yaml")
+OWN = ("model", "data.train", "data.val", "data.columns", "reward", "chat", "env", "agent.path")
+"""What the demonstration brings itself."""
+TASKS, HELD_OUT = 2_000, 200
+CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+BY_TOOL = {"find": "shelf {}", "count": "{} of them"}
+LEARNING = ("annotate", "estimate", "update", "publish")
+"""The parts of a step that are no playing and no scoring."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One held-out task, as it was played to score the model."""
+
+    question: str
+    wanted: str
+    conversation: Sequence[Mapping[str, str]]
+    right: bool
+
+    @property
+    def calls(self) -> int:
+        """How many functions the model called."""
+        return sum(bool(CALL.search(said["text"])) for said in self.conversation if said["by"] == "model")
+
+
+def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str, Any]:
+    """Make a world and a model, have an agent play in it, learn from that, show how; returns the outcome."""
+    _refuse_another_world(overrides)
+    asked = compose(Run, overrides, file=file, preset=PRESET)
+    directory = asked.directory or new_directory(Path("runs"), "demo-agent")
+    console = make_console(asked.observe.console)
+    began = time.perf_counter()
+    _introduce(console, asked)
+    world = _make_world(directory / "world", asked.seed)
+    torch.set_num_threads(asked.threads or torch.get_num_threads())
+    with progress("warming up: imitating the teacher", novice.STEPS, console) as bar:
+        novice.warm_up(world / "model", asked.seed, bar.advance)
+    warmed = time.perf_counter() - began
+    console.print(Text(f"Warmed up in {warmed:.0f} s. Now {asked.steps} steps of GRPO over the agent's rollouts.\n"))
+    run = compose(Run, [*overrides, *_places(world, directory)], file=file, preset=PRESET)
+    with build(run) as parts:
+        practise(parts)
+        before, after = (_scored(directory, step) for step in (0, parts.checkpoint.steps))
+    seconds = time.perf_counter() - began
+    steps = read_metrics(directory)
+    told = _told(before, after, steps) | {
+        "seconds": seconds,
+        "warm_up_seconds": warmed,
+        "strategy": run.agent.strategy,
+        "run_dir": str(directory),
+    }
+    _compare(console, before, after)
+    plot([directory], ["reward", "turns"], console)
+    _account(console, told)
+    _conclude(console, directory, seconds, run.steps)
+    return told
+
+
+def _refuse_another_world(overrides: Sequence[str]) -> None:
+    for option in overrides:
+        name = option.partition("=")[0].strip("+ ")
+        if any(name == own or name.startswith(f"{own}.") for own in OWN):
+            raise ConfigError(
+                f"The demonstration brings its own agent, model and tasks: `{name}` has no place in it. To train "
+                f"yours: `{etude_command()} train grpo agent.path=my_agent.py:solve model.path=… data.train=[…]`."
+            )
+
+
+def _make_world(directory: Path, seed: int) -> Path:
+    """The tasks: what is trained on, and what is only ever scored on."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, count, held_out in (("train", TASKS, False), ("held_out", HELD_OUT, True)):
+        lines = (json.dumps(row) for row in storeroom.rows(seed, count, held_out=held_out))
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def _places(world: Path, directory: Path) -> list[str]:
+    return [
+        f"model.path='{world / 'model'}'",
+        f"data.train=['{world / 'train.jsonl'}']",
+        f"data.val=['{world / 'held_out.jsonl'}']",
+        f"directory='{directory}'",
+    ]
+
+
+def _scored(directory: Path, step: int) -> list[Scored]:
+    """What the agent said and earned on held-out tasks, as the run wrote it down after a step."""
+    lines = (directory / "evaluations" / f"step-{step:08d}.jsonl").read_text(encoding="utf-8").splitlines()
+    found = []
+    for line in map(json.loads, lines):
+        task = line["prompt"]
+        found.append(Scored(task["question"], task["answer"], line["conversation"], line["reward"] == 1))
+    return found
+
+
+def _told(before: Sequence[Scored], after: Sequence[Scored], steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """The outcome in numbers."""
+    last, made = steps[-1], [step for step in steps if step["step"] > 0]
+    continued, branched = (last.get(f"endpoint/turns_{name}", 0.0) for name in ("continued", "branched"))
+
+    def seconds(*names: str) -> float:
+        return sum(step.get(f"time/{name}", 0.0) for step in made for name in names)
+
+    return {
+        "accuracy_before": _share(each.right for each in before),
+        "accuracy_after": _share(each.right for each in after),
+        "calls_before": sum(each.calls for each in before) / len(before),
+        "calls_after": sum(each.calls for each in after) / len(after),
+        "rl_steps": len(made),
+        "rollouts": int(sum(step["rollouts"] for step in made)),
+        "turns": int(last["endpoint/turns"]),
+        "continued_exactly": continued / max(continued + branched, 1.0),
+        "tokens_read": int(last["endpoint/prompt_tokens"]),
+        "tokens_written": int(last["endpoint/completion_tokens"]),
+        "tokens_that_rendering_anew_would_have_changed": int(last["endpoint/tokens_rerendered"]),
+        "failed_attempts": int(sum(step["failed_attempts"] for step in made)),
+        "playing_seconds": seconds("collect"),
+        "learning_seconds": seconds(*LEARNING),
+        "scoring_seconds": seconds("evaluate"),
+    }
+
+
+def _share(found: Iterable[bool]) -> float:
+    each = [float(one) for one in found]
+    return sum(each) / len(each)
+
+
+# -- what a person sees -----------------------------------------------------------------------------------------------
+
+
+def _introduce(console: Console, run: Run) -> None:
+    where = "threads of this process" if run.agent.strategy == "shm" else "processes of their own"
+    for line in (
+        f"The task: say how many of a kind lie in a storeroom. `{storeroom.question('figs')}` Who calls find, then "
+        "count, knows; who guesses is right one time in ten.",
+        f"The agent is {Path(storeroom.__file__).name}, written for OpenAI's client; it is played in {where}, and "
+        "calls the model as it would call any server.",
+        "First a model with random weights imitates a lazy teacher, who mostly guesses. Then it improves by GRPO. "
+        "Nothing is downloaded.",
+    ):
+        console.print(Text(line), soft_wrap=True)
+    console.print()
+
+
+def _compare(console: Console, before: Sequence[Scored], after: Sequence[Scored]) -> None:
+    """One held-out task, played before and after; one on which that can be seen, if there is one."""
+    pairs = list(zip(before, after, strict=True))
+    old, new = next((pair for pair in pairs if pair[1].right and not pair[0].right), pairs[0])
+    console.print(Text(f"\nA held-out task: {old.question}"), soft_wrap=True)
+    for title, played in (("before", old), ("after", new)):
+        for place, (who, said) in enumerate(lines(played)):
+            console.print(Text.assemble(f"  {title if place == 0 else '':<8}", (f"{who:<7}", "dim"), said))
+        verdict = ("right", "green") if played.right else (f"wrong, it is {played.wanted}", "red")
+        console.print(Text.assemble(" " * 17, verdict))
+    console.print()
+
+
+def lines(played: Scored) -> list[tuple[str, Text]]:
+    """Who said what, a line each: calls as calls, and what was written otherwise as it stands."""
+    found: list[tuple[str, Text]] = []
+    name = ""
+    for said in played.conversation:
+        call = CALL.search(said["text"])
+        if said["by"] != "model":
+            found.append((name, Text(BY_TOOL.get(name, "{}").format(said["text"]))))
+        elif call is None:
+            found.append(("model", Text(said["text"], "bold")))
+        else:
+            told = _read(call[1])
+            name = str(told.get("name", ""))
+            given = ", ".join(f"{key}={value!r}" for key, value in told.get("arguments", {}).items())
+            found.append(("model", Text(f"{name}({given})", "cyan")))
+    return found
+
+
+def _read(call: str) -> dict[str, Any]:
+    """A call as it was written; nothing of one that is malformed."""
+    try:
+        told: dict[str, Any] = json.loads(call)
+    except ValueError:
+        return {}
+    return told
+
+
+def _account(console: Console, told: Mapping[str, Any]) -> None:
+    """The figures, and where the time went."""
+    spent = {name: told[f"{name}_seconds"] for name in ("warm_up", "playing", "learning", "scoring")}
+    rest = told["seconds"] - sum(spent.values())
+    shares = ", ".join(f"{name.replace('_', ' ')} {format_seconds(each)}" for name, each in spent.items())
+    for name, figure in (
+        ("held-out accuracy", f"{told['accuracy_before']:.1%}  →  {told['accuracy_after']:.1%}"),
+        ("calls of functions a task", f"{told['calls_before']:.2f}  →  {told['calls_after']:.2f}"),
+        ("turns recorded", f"{told['turns']:,}, of {told['rollouts']:,} rollouts to learn from and the scoring"),
+        (
+            "conversations continued",
+            f"{told['continued_exactly']:.1%} exactly, from the very tokens that were served; rendering them anew "
+            f"would have changed {told['tokens_that_rendering_anew_would_have_changed']:,}",
+        ),
+        ("tokens", f"{told['tokens_read']:,} read, {told['tokens_written']:,} written"),
+        ("time", f"{shares}, all else {format_seconds(max(rest, 0.0))}"),
+    ):
+        console.print(Text.assemble((f"{name:<27}", "dim"), figure), soft_wrap=True)
+
+
+def _conclude(console: Console, directory: Path, seconds: float, steps: int) -> None:
+    console.print(Text(f"\n{seconds:.0f} seconds in all. The run lies in {directory}. Try next:"), soft_wrap=True)
+    etude, where = etude_command(), shlex.quote(str(directory))
+    for command, why in (
+        (f"{etude} answers {where}", "look at what it was trained on last"),
+        (f"{etude} eval {where} evaluate.samples=4", "have the agent score it, four attempts a task"),
+        (f"{etude} train --resume {where} steps={2 * steps}", "go on for as many steps again"),
+        (f"{etude} demo agent agent.strategy=shm", "the same with runners as threads of one process"),
+        (f"{etude} train grpo agent.path=my_agent.py:solve model.path=… data.train=[…]", "yours"),
+    ):
+        console.print(Text.assemble(f"  {command}", (f"   # {why}", "dim")), soft_wrap=True)

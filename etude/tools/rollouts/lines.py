@@ -1,0 +1,57 @@
+"""A rollout as one JSON object, with all that is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.chat import Tokenizer
+from etude.records import Turn
+from etude.store import AttemptState
+from etude.tools.rollouts.reading import Story, Tried, told_task
+
+__all__ = ["document"]
+
+
+def document(story: Story, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The rollout; with what the model was shown as text, where there is a tokenizer."""
+    state = story.state
+    told: dict[str, Any] = {
+        "rollout": state.id,
+        "split": state.use,
+        "sample": state.sample,
+        "status": str(state.status),
+    }
+    told |= {"settled": state.settled and str(state.settled), "step": story.task.step, "why": state.why}
+    told |= told_task(story.task) | {"fields": dict(story.task.fields), "dropped": story.task.cause}
+    told |= {"limits": state.limits and state.limits.document()}
+    pairs = zip(state.attempts, story.attempts, strict=True)
+    return told | {"attempts": [_attempt(index, *pair, tokenizer) for index, pair in enumerate(pairs)]}
+
+
+def _attempt(index: int, state: AttemptState, tried: Tried, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    names = ("error", "reward", "paid", "total", "truncated", "role", "runner", "watched")
+    told: dict[str, Any] = {"attempt": index, "status": str(state.status)}
+    told |= {name: getattr(state, name) for name in names} | {"parts": dict(state.parts)}
+    told |= {"late": None if state.late is None else dict(state.late), "began": tried.began, "ended": tried.ended}
+    turns = [_turn(turn, at, tokenizer) for turn, at in zip(tried.turns, tried.times, strict=True)]
+    return told | {"turns": turns, "events": [{"name": note.name, "data": note.data} for note in tried.notes]}
+
+
+def _turn(turn: Turn, at: float, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    said = turn.completion
+    told: Mapping[str, Any] = {name: getattr(turn, name) for name in ("index", "model", "reward", "anchor")}
+    shown = {} if tokenizer is None else {"prompt": tokenizer.decode(turn.prompt, special=True)}
+    tokens = {"prompt_ids": turn.prompt.tolist(), "ids": said.ids.tolist(), "versions": said.version.tolist()}
+    tokens["logp"] = numbers(said.logp)
+    if said.raw_logp is not None:
+        tokens["raw_logp"] = numbers(said.raw_logp)
+    return {**told, "tags": list(turn.tags), "at": at, **shown, "text": said.text, "finish": said.finish, **tokens}
+
+
+def numbers(values: NDArray[np.float32]) -> list[float | None]:
+    """As many digits as single precision has, and nothing for what is no number in JSON."""
+    return [float(f"{value:.9g}") if np.isfinite(value) else None for value in values.tolist()]

@@ -1,0 +1,139 @@
+"""A run's journal, read rollout by rollout, while it may be written."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+
+from etude.chat import Tokenizer
+from etude.errors import ConfigError
+from etude.records import Turn
+from etude.store import (
+    AttemptEnded,
+    AttemptStarted,
+    Journal,
+    Noted,
+    Phase,
+    RolloutCancelled,
+    RolloutState,
+    TaskState,
+    TurnPaid,
+    TurnRecorded,
+    open_store,
+)
+
+__all__ = ["Split", "Story", "Tried", "opened", "settled", "stories", "tokenizer_of"]
+
+JOURNAL, OPTIONS = "journal.sqlite", "run.yaml"
+Split = str
+"""`train`, `val` or `all`."""
+
+
+@dataclass
+class Tried:
+    """What happened in one attempt."""
+
+    turns: list[Turn] = field(default_factory=list)
+    """In order, each with what it was paid."""
+    times: list[float] = field(default_factory=list)
+    """When each was written down."""
+    notes: list[Noted] = field(default_factory=list)
+    began: float = 0.0
+    ended: float = 0.0
+
+
+@dataclass(frozen=True)
+class Story:
+    """A rollout, its task, and all that happened in it."""
+
+    state: RolloutState
+    task: TaskState
+    attempts: list[Tried]
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Those of the attempt that counts."""
+        return self.attempts[-1].turns if self.attempts else []
+
+    @property
+    def earned(self) -> float | None:
+        """All that it earned, once it is judged."""
+        return None if self.state.last is None else self.state.last.total
+
+
+@contextmanager
+def opened(directory: Path) -> Iterator[Journal]:
+    """The journal of a run."""
+    file = directory / JOURNAL
+    if not file.is_file():
+        raise ConfigError(
+            f"{directory} holds no {JOURNAL}, so no rollouts of a run. Give the directory that `etude train` printed."
+        )
+    with closing(open_store(file, read_only=True)) as store:
+        yield store
+
+
+def tokenizer_of(directory: Path, model: Path | None) -> Tokenizer:
+    """The tokenizer that a run's ids are of: in a directory that was named, or where the run found it."""
+    if model is not None:
+        return Tokenizer.load(model)
+    told = yaml.safe_load((directory / OPTIONS).read_text(encoding="utf-8"))["model"]
+    try:
+        return Tokenizer.load(Path(told["tokenizer"] or told["path"]))
+    except ConfigError as error:
+        raise ConfigError(
+            f"The tokenizer of {directory} cannot be read. {error} Say where it is now: --model."
+        ) from error
+
+
+def stories(store: Journal, split: Split) -> Iterator[Story]:
+    """Every rollout of a split, by id."""
+    for state in store.listed(RolloutState):
+        if split in ("all", state.use):
+            yield _story(store, state)
+
+
+def settled(store: Journal) -> Iterator[list[Story]]:
+    """The tries at each task that a step trained on or left out: whole groups, to which nothing is added any more."""
+    for task in store.listed(TaskState):
+        if task.phase is not Phase.OPEN:
+            states = store.some(RolloutState, task.rollouts)
+            yield [_story(store, states[id]) for id in sorted(states) if states[id].use == "train"]
+
+
+def _story(store: Journal, state: RolloutState) -> Story:
+    """What happened in a rollout up to now; what is written of it while it is read may be left out."""
+    attempts = [Tried() for _ in state.attempts]
+    paid: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for _, event in store.read(rollout=state.id):
+        if isinstance(event, RolloutCancelled) or getattr(event, "attempt", -1) not in range(len(attempts)):
+            continue
+        match event:
+            case AttemptStarted(attempt=attempt, at=at):
+                attempts[attempt].began = attempts[attempt].ended = at
+            case TurnRecorded(attempt=attempt, turn=turn, at=at):
+                attempts[attempt].turns.append(turn)
+                attempts[attempt].times.append(at)
+            case TurnPaid(attempt=attempt, turn=index, reward=reward):
+                paid[attempt, index] += reward
+            case Noted(attempt=attempt):
+                attempts[attempt].notes.append(event)
+            case AttemptEnded(attempt=attempt, at=at):
+                attempts[attempt].ended = at
+    for (attempt, index), reward in paid.items():
+        turns = attempts[attempt].turns
+        turns[index] = replace(turns[index], reward=(turns[index].reward or 0.0) + reward)
+    for each in attempts:
+        each.ended = max(each.ended, each.began, *each.times)
+    return Story(state, store.task(state.task), attempts)
+
+
+def told_task(task: TaskState) -> dict[str, Any]:
+    """A task, as files tell of it."""
+    return {"task": task.id, "row": task.row, "data_source": task.source}

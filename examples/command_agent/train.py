@@ -1,0 +1,41 @@
+"""A program as an agent, here one in bash: `python examples/command_agent/train.py [DIRECTORY] [STEPS]`, two minutes.
+
+Every attempt at a task is a run of `agent.sh`, with the task on its standard input and the model's address and key in
+its environment. The model is a tiny one that has seen functions being called and mostly guesses; it learns to ask.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import etude
+from etude.demo.novice import warm_up
+from etude.demo.storeroom import rows
+
+OPTIONS = {  # with a model of yours, what changes is `model.path`, the lengths and the learning rate
+    "collect.tasks": 8,
+    "collect.group_size": 8,
+    "sampling.max_tokens": 12,
+    "data.max_prompt": 80,
+    "train.precision": "fp32",
+    "train.learning_rate": 2e-3,
+    "threads": 1,
+}
+AGENT = etude.command(["bash", str(Path(__file__).resolve().with_name("agent.sh"))], timeout_s=60)
+
+
+def main(directory: Path, steps: int) -> None:
+    """Make the model and the tasks, try the agent out, train, and say what came of it."""
+    warm_up(directory / "model", seed=0, advance=lambda: None)
+    options = {"model.path": directory / "model", "steps": steps, **OPTIONS}
+    trainer = etude.Trainer(etude.RL("grpo", options, directory / "run"), n_runners=2)
+    train, held_out = rows(0, 1000, held_out=False), rows(0, 50, held_out=True)
+    trainer.dev(AGENT, train, count=1)
+    told = trainer.fit(AGENT, train, held_out)
+    print(f"\nRight answers to held-out questions: {told['eval/mean@1']:.0%}. Read some of the rollouts:")
+    print(f"  etude answers {directory / 'run'}")
+
+
+if __name__ == "__main__":
+    main(Path((sys.argv[1:] or ["runs/command-agent"])[0]), int((sys.argv[2:] or ["16"])[0]))

@@ -1,0 +1,128 @@
+"""Agents that will not end, or begin what nobody knows of: whoever runs them ends all the same, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import etude
+from etude.agents.execution.processes import ProcessRunners
+from etude.agents.execution.threads import ThreadRunners
+from etude.records import Outcome, Task
+from etude.store import open_store
+from etude.store.desk import Limits
+from etude.store.local_desk import LocalDesk
+from etude.store.server import serve
+from etude.store.states import Status
+from tests.agents.desks import QUICK, wanted
+from tests.agents.execution import played
+from tests.agents.execution.test_processes import Place, read, until
+from tests.agents.execution.test_threads import desk, through
+from tests.processes import gone
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    made = LocalDesk(open_store())
+    with serve(made, made.keyring) as server:
+        yield Place(made, server.url)
+    asyncio.run(made.close())
+
+
+def test_what_an_agent_forks_ends_with_a_program_that_is_killed(place: Place, tmp_path: Path) -> None:
+    """A child that was forked without another program holds all that its runner held, its word to the guard too."""
+    program = subprocess.Popen(
+        [sys.executable, played.__file__, place.url, place.key, str(tmp_path), "forks"], start_new_session=True
+    )
+    pids = tmp_path / "pids"
+    try:
+        asyncio.run(place.desk.enqueue(wanted(2, fields={"pids": str(pids)})))
+        until(lambda: len(read(pids)) == 4)
+        program.kill()
+        program.wait(15)
+    finally:
+        program.kill()
+        program.wait()
+    assert all(gone(int(pid)) for pid in read(pids))
+
+
+def test_a_runner_that_hangs_loses_its_work_to_another_and_its_late_word_changes_nothing(
+    place: Place, tmp_path: Path
+) -> None:
+    """Stopped by SIGSTOP, it falls silent; let go on, it hears that its attempt is over."""
+    told = tmp_path / "told"
+    limits = Limits(timeout_s=30, unresponsive_s=1.0, max_attempts=2)
+    with ProcessRunners(played.slow, place.url, place.key, 2, logs=tmp_path, pace=QUICK, max_concurrency=1) as runners:
+        until(lambda: len(asyncio.run(place.desk.runners())) == 2)
+        (id,) = asyncio.run(place.desk.enqueue(wanted(1, limits, {"told": str(told)})))
+        until(lambda: read(told))
+        name = place.desk.journal.rollout(id).attempts[0].runner
+        hung = next(runner.told["pid"] for runner in asyncio.run(place.desk.runners()) if runner.name == name)
+        os.kill(hung, signal.SIGSTOP)
+        try:
+            until(lambda: place.desk.journal.rollout(id).status is Status.SUCCEEDED)
+        finally:
+            os.kill(hung, signal.SIGCONT)
+        until(lambda: place.desk.journal.rollout(id).attempts[0].late)
+        assert hung in runners.pids
+    state = place.desk.journal.rollout(id)
+    assert [each.status for each in state.attempts] == [Status.UNRESPONSIVE, Status.SUCCEEDED]
+    assert state.attempts[1].runner != name and state.last is not None and state.last.total == 1.0
+
+
+@pytest.mark.parametrize("agent", ["stubborn", "hangs_in_a_thread"])
+def test_a_runner_from_elsewhere_ends_whatever_its_agent_does(place: Place, tmp_path: Path, agent: str) -> None:
+    """Asked twice, as by Ctrl-C twice: a coroutine that goes on when it is cancelled, and a thread that Python would
+    wait for, do not keep the process."""
+    code = (
+        "from etude.agents.execution.worker import join; from tests.agents.desks import QUICK; "
+        f"join('tests.agents.execution.played:{agent}', {place.url!r}, {place.key!r}, pace=QUICK)"
+    )
+    told = tmp_path / "told"
+    runner = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        (id,) = asyncio.run(place.desk.enqueue(wanted(1, fields={"told": str(told)})))
+        until(lambda: read(told))
+        runner.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        runner.send_signal(signal.SIGTERM)
+        assert runner.wait(15) == 0
+    finally:
+        runner.kill()
+        runner.wait()
+    state = place.desk.journal.rollout(id)
+    assert state.status is Status.QUEUED and state.attempts[0].status.value == Outcome.INFRA_ERROR.value
+
+
+def test_a_runner_on_a_thread_that_gives_up_is_replaced_though_its_agents_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("etude.agents.runner.MOST_LEFT", 1)
+    monkeypatch.setattr("etude.agents.execution.again.FIRST", 0.01)
+    release = threading.Event()
+
+    @etude.agent(timeout_s=0.2)
+    async def stubborn(task: Task) -> float:
+        while task["n"] == 0 and not release.is_set():
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    pace = replace(QUICK, cancel_s=0.1)
+    with desk() as one, ThreadRunners(one, stubborn, pace=pace, max_concurrency=1) as runners:
+        found = through(one, wanted(2))
+        runners.check()
+    release.set()
+    assert [state.status for state in found] == [Status.TIMED_OUT, Status.SUCCEEDED]

@@ -1,0 +1,208 @@
+"""Calls whose attempt is over, and clients that drip, go or read nothing: each is let go of, at once or in time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi.routing import APIRoute
+
+from etude.agents.proxy.app import router
+from etude.agents.proxy.gate import Gate
+from etude.chat.tokenizer import Ids
+from etude.records import Outcome, SamplingParams
+from etude.rollout.request import Delta
+from etude.store.desk import Ended
+from etude.store.server import app
+from tests.agents.proxy.test_faults import CALLS, CHAT, _until, posted, scripted
+from tests.agents.proxy.world import Scripted, World, chat_of, serving
+
+
+def test_an_attempt_that_ends_is_forgotten_at_once_and_its_calls_with_it() -> None:
+    with serving(scripted(pause=0.0), chat_of()) as world:
+        world.desk.tell(world.endpoint.over)
+        for _ in range(50):
+            claim = world.attempt()
+            assert posted(world, "/v1/chat/completions", CHAT, claim.model_key).status_code == 200
+            world.do(world.desk.finish(claim.key, Ended(Outcome.SUCCEEDED)))
+        _until(lambda: world.endpoint.metrics()["endpoint/attempts"] == 0)
+    with serving(scripted("so " * 900, pause=30), chat_of()) as world, ThreadPoolExecutor(1) as pool:
+        world.desk.tell(world.endpoint.over)
+        for end in ("finish", "cancel"):
+            claim = world.attempt()
+            call = pool.submit(posted, world, "/v1/chat/completions", CHAT, claim.model_key)
+            _until(lambda: world.endpoint.metrics()["endpoint/running"] == 1)
+            if end == "finish":
+                world.do(world.desk.finish(claim.key, Ended(Outcome.SUCCEEDED)))
+            else:
+                world.do(world.desk.cancel([claim.key.rollout], "nobody wants it"))
+            answer = call.result(10)
+            assert answer.status_code == 403 and "has ended" in answer.text
+        told = world.endpoint.metrics()
+        assert told["endpoint/running"] == told["endpoint/attempts"] == 0
+
+
+def test_a_call_that_is_cancelled_as_another_leaves_ends_as_cancelled() -> None:
+    """Whoever leaves passes over a call that was cancelled a moment before, and has not yet heard of it."""
+
+    async def scene() -> None:
+        gate, release = Gate(1, 4), asyncio.Event()
+
+        async def call(until: asyncio.Event | None) -> None:
+            async with gate.entered(1):
+                if until is not None:
+                    await until.wait()
+
+        first = asyncio.create_task(call(release))
+        await asyncio.sleep(0)
+        waits = [asyncio.create_task(call(None)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert (gate.taken, gate.waiting) == (1, 3)
+        release.set()  # the first leaves, and then the second hears that it is cancelled
+        waits[0].cancel()
+        told = await asyncio.gather(first, *waits, return_exceptions=True)
+        assert [type(each).__name__ for each in told] == ["NoneType", "CancelledError", "NoneType", "NoneType"]
+        assert (gate.taken, gate.waiting) == (0, 0)
+
+    asyncio.run(scene())
+
+
+def test_a_request_that_drips_or_breaks_off_is_let_go_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("etude.agents.proxy.app.READ_S", 0.5)
+    caplog.set_level(logging.ERROR, "etude.agents")
+    with serving(scripted(), chat_of()) as world:
+        claim = world.attempt()
+        host, _, port = world.root.removeprefix("http://").partition(":")
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {claim.model_key}\r\n"
+            "content-length: 1000\r\n\r\n"
+        )
+        for breaks in (False, True):
+            with socket.create_connection((host, int(port))) as line:
+                line.settimeout(10)
+                line.sendall(head.encode() + b'{"model"')
+                if not breaks:
+                    assert b"did not arrive within 0.5 seconds" in _whole(line)
+        assert posted(world, "/v1/chat/completions", CHAT, claim.model_key).status_code == 200
+        time.sleep(0.1)
+    assert not caplog.records
+
+
+def _whole(line: socket.socket) -> bytes:
+    heard = b""
+    while not heard.endswith(b"}"):
+        heard += line.recv(4096)
+    return heard
+
+
+class Endless(Scripted):
+    """Never comes to an end."""
+
+    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
+        said = self._said(prompt, sampling)
+        one = said.ids[:1], said.logp[:1], said.version[:1]
+        while True:
+            await asyncio.sleep(0)
+            yield Delta(*one, "", None, None)
+
+
+def test_a_client_that_reads_nothing_of_a_stream_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is open, and takes no more; what was sampled so far is recorded."""
+    monkeypatch.setattr("etude.agents.proxy.app.UNREAD_S", 0.5)
+    endless = Endless(chat_of().tokenizer, lambda _: "so")
+    with serving(endless, chat_of(), train=SamplingParams(max_tokens=10**6)) as world:
+        claim = world.attempt()
+        host, _, port = world.root.removeprefix("http://").partition(":")
+        body = json.dumps({**CHAT, "stream": True})
+        with socket.socket() as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.connect((host, int(port)))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {claim.model_key}\r\n"
+            line.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+            (turn,) = _until(lambda: world.turns(claim.key), 60)
+            assert turn.completion.finish == "abort"
+            _until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
+            assert not world.notes(claim.key)
+
+
+def test_a_key_of_the_store_opens_no_model_and_a_key_of_the_model_no_store() -> None:
+    """Both behind one port, as a run serves them; and every route of the endpoint is in the table of its tests."""
+    with serving(scripted(), chat_of()) as world:
+        claim, ring, desk = world.attempt(), world.endpoint.keyring, world.desk
+        routes = router(world.endpoint)
+        both = app(desk, ring, routers=[routes])
+        paths = {route.path for route in routes.routes if isinstance(route, APIRoute)}
+        assert paths == {*CALLS, "/v1/models", "/v1/models/{model}"}
+        stores = {path for path in both.openapi()["paths"] if path.startswith("/v1/store/")} | {"/v1/traces"}
+        assert len(stores) > 15
+
+        async def asked() -> None:
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(both), base_url="http://both") as client:
+
+                async def status(method: str, path: str, key: str | None, body: Any = None) -> int:
+                    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+                    return (await client.request(method, path, headers=headers, json=body)).status_code
+
+                for path in sorted(stores):
+                    assert await status("POST", path, claim.model_key, {}) == 403, path
+                    assert await status("POST", path, None, {}) == 401, path
+                for path, body in CALLS.items():
+                    for key in (ring.admin, ring.runner, claim.reward_key):
+                        assert await status("POST", path, key, body) == 403, path
+                    assert await status("POST", path, None, body) == 401, path
+                for path in ("/v1/models", "/v1/models/policy"):
+                    for key in (ring.admin, ring.runner, claim.reward_key):
+                        assert await status("GET", path, key) == 403
+                    assert await status("GET", path, None) == 401
+                    assert await status("GET", path, claim.model_key) == 200
+
+        world.do(asked())
+
+
+def test_calls_of_many_attempts_leave_no_task_and_no_thread_behind() -> None:
+    with serving(scripted(pause=0.001), chat_of()) as world:
+        world.desk.tell(world.endpoint.over)
+
+        def one(number: int) -> None:
+            claim = world.attempt()
+            headers = {"authorization": f"Bearer {claim.model_key}"}
+            with httpx2.Client(timeout=20, headers=headers) as client:
+                if number % 2:
+                    assert client.post(f"{world.url}/chat/completions", json=CHAT).status_code == 200
+                else:
+                    with client.stream("POST", f"{world.url}/chat/completions", json={**CHAT, "stream": True}) as told:
+                        next(told.iter_raw())
+            world.do(world.desk.finish(claim.key, Ended(Outcome.SUCCEEDED)))
+
+        async def tasks() -> int:
+            return len(asyncio.all_tasks())
+
+        one(0)
+        one(1)
+        before, threads = _settled(world, tasks), threading.active_count()
+        for number in range(16):
+            one(number)
+        assert _settled(world, tasks) <= before and threading.active_count() <= threads + 2
+        assert world.endpoint.metrics()["endpoint/attempts"] == 0
+
+
+def _settled(world: World, tasks: Any) -> int:
+    """How many tasks there are, once that changes no more."""
+    seen = [world.do(tasks())]
+    for _ in range(100):
+        time.sleep(0.05)
+        seen.append(world.do(tasks()))
+        if len(seen) > 5 and len(set(seen[-5:])) == 1:
+            break
+    return int(seen[-1])

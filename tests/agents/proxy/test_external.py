@@ -1,0 +1,312 @@
+"""Models of other providers: calls are passed on, answered as they are there, recorded, and never learned from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx2
+import openai
+import pytest
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+
+from etude.agents.proxy import EndpointConfig, External
+from etude.agents.proxy.external import external_models
+from etude.errors import ConfigError
+from etude.store.desk import Claim
+from tests.agents.proxy.token_server import served
+from tests.agents.proxy.world import Scripted, World, chat_of, serving
+from tests.chat.conversations import WEATHER
+
+ASK: list[Any] = [{"role": "user", "content": "What is it?"}]
+SECRET = "not-to-be-seen-by-anybody"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call><|im_end|>'
+FLAT = {"type": "function", **WEATHER["function"]}
+
+
+@pytest.fixture(scope="module")
+def provider() -> Iterator[World]:
+    """A server of somebody else's: another endpoint, which knows nothing of the first."""
+    says = Scripted(chat_of().tokenizer, lambda prompt: CALL if "Weather?" in prompt else "It is\u2028so 🌧.<|im_end|>")
+    with serving(says, chat_of(), model="their-model") as world:
+        yield world
+
+
+@pytest.fixture
+def world(provider: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setenv("THEIR_KEY", provider.attempt().model_key)
+    config = EndpointConfig(external={"judge": External(url=provider.url, model="their-model", key_from="THEIR_KEY")})
+    with serving(Scripted(chat_of().tokenizer, lambda _: "Mine.<|im_end|>"), chat_of(), config=config) as world:
+        yield world
+
+
+def written(world: World, claim: Claim, count: int) -> list[dict[str, Any]]:
+    """The calls to other models that are recorded of an attempt, once there are so many."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        found = [each["data"] for each in world.notes(claim.key) if each["name"] == "external"]
+        if len(found) >= count:
+            break
+        time.sleep(0.02)
+    assert len(found) == count
+    return found
+
+
+def test_chat_whole_and_streamed(world: World) -> None:
+    claim = world.attempt()
+    with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+        mine = client.chat.completions.create(model="policy", messages=ASK)
+        whole = client.chat.completions.create(model="judge", messages=ASK, extra_headers={"x-etude-tags": "strict"})
+        given: dict[str, Any] = {"model": "judge", "messages": ASK, "stream_options": {"include_usage": True}}
+        chunks = list(client.chat.completions.create(**given, stream=True))
+        assert [each["outcome"] for each in written(world, claim, 2)] == ["answered"] * 2, "before the end was given"
+        asked = [{"role": "user", "content": "Weather?"}]
+        called = client.chat.completions.create(model="judge", messages=asked, tools=[WEATHER])  # type: ignore[list-item]
+        with client.chat.completions.stream(model="judge", messages=asked, tools=[WEATHER]) as stream:  # type: ignore[list-item]
+            streamed = stream.get_final_completion().choices[0].message
+    assert mine.choices[0].message.content == "Mine."
+    assert whole.choices[0].message.content == "It is\u2028so 🌧." and whole.model == "their-model"
+    assert "".join(each.choices[0].delta.content or "" for each in chunks if each.choices) == "It is\u2028so 🌧."
+    assert called.choices[0].message.tool_calls and streamed.tool_calls
+    assert [turn.completion.text for turn in world.turns(claim.key)] == ["Mine."], "nothing else is learned from"
+    first, second, third, fourth = written(world, claim, 4)
+    assert first["asked"] == json.dumps({"messages": ASK}) and first["said"] == second["said"] == "It is\u2028so 🌧."
+    assert (first["model"], first["served_as"], first["path"]) == ("judge", "their-model", "/chat/completions")
+    assert first["finish"] == second["finish"] == "stop" and first["tags"] == ["strict"] and first["seconds"] > 0
+    assert whole.usage is not None and first["usage"] == second["usage"] == whole.usage.to_dict()
+    assert third["said"] == fourth["said"] == 'weather({"city": "Bern"})'
+    told = world.endpoint.metrics()
+    assert told["endpoint/external_calls"] == told["endpoint/external_answered"] == 4
+    assert told["endpoint/calls"] == told["endpoint/turns"] == 1, "they are counted apart"
+    assert told["endpoint/external_completion_tokens"] >= 2 * whole.usage.completion_tokens
+    assert 0 < told["endpoint/external_latency_p50"] <= told["endpoint/external_latency_p99"]
+
+
+def test_responses_and_completions(world: World) -> None:
+    claim = world.attempt()
+    with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+        given: dict[str, Any] = {"model": "judge", "input": "What?", "instructions": "Be kind.", "tools": [FLAT]}
+        whole = client.responses.create(**given)
+        with client.responses.stream(**given) as stream:
+            final = stream.get_final_response()
+        called = client.responses.create(**given | {"input": "Weather?"})
+        text = client.completions.create(model="judge", prompt="It", max_tokens=50)
+        pieces = list(client.completions.create(model="judge", prompt="It", max_tokens=50, stream=True))
+    assert whole.output_text == final.output_text == "It is\u2028so 🌧."
+    assert called.output[0].type == "function_call"
+    assert text.choices[0].text == "".join(each.choices[0].text for each in pieces if each.choices)
+    found = written(world, claim, 5)
+    assert [each["said"] for each in found[:3]] == ["It is\u2028so 🌧."] * 2 + ['weather({"city": "Bern"})']
+    assert found[3]["said"] == found[4]["said"] == text.choices[0].text
+    assert [each["finish"] for each in found] == ["completed"] * 3 + ["stop"] * 2
+    assert json.loads(found[0]["asked"]) == {"input": "What?", "instructions": "Be kind."}
+    assert all(each["usage"] for each in found[:4])
+
+
+def test_async(world: World) -> None:
+    claim = world.attempt()
+
+    async def asked() -> str:
+        async with openai.AsyncOpenAI(base_url=world.url, api_key=claim.model_key) as client:
+            stream = await client.chat.completions.create(model="judge", messages=ASK, stream=True)
+            return "".join([each.choices[0].delta.content or "" async for each in stream])
+
+    assert asyncio.run(asked()) == written(world, claim, 1)[0]["said"]
+
+
+def test_models_are_listed_and_other_dialects_are_told(world: World) -> None:
+    claim = world.attempt()
+    with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+        assert [model.id for model in client.models.list()] == ["policy", "judge"]
+        assert client.models.retrieve("judge").id == "judge"
+        with pytest.raises(openai.NotFoundError, match="there is 'policy', 'judge'"):
+            client.chat.completions.create(model="gpt-9", messages=ASK)
+    with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as claude:
+        for ask in (claude.messages.create, claude.messages.stream):
+            with pytest.raises(anthropic.BadRequestError, match="in OpenAI's dialects alone"):
+                ask(model="judge", max_tokens=5, messages=ASK).__enter__()
+        with pytest.raises(anthropic.BadRequestError, match="in OpenAI's dialects alone"):
+            claude.messages.count_tokens(model="judge", messages=ASK)
+
+
+def test_no_call_without_an_attempt(world: World) -> None:
+    body = {"model": "judge", "messages": ASK}
+    for key, status in ((None, 401), ("sk-none", 401), (world.attempt().reward_key, 403)):
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        assert httpx2.post(f"{world.url}/chat/completions", json=body, headers=headers).status_code == status
+
+
+# -- a provider that does not answer ----------------------------------------------------------------------------------
+
+
+def troubled() -> FastAPI:
+    """A provider that does what the model's name says."""
+    app = FastAPI()
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        wanted = (await request.json())["model"]
+        seen = request.headers.get("authorization", "")
+        if wanted.isdecimal():
+            told = {"error": {"message": f"no, {seen}", "type": "x"}}
+            return Response(json.dumps(told), int(wanted), {"retry-after": "7"} if wanted == "429" else None)
+        if wanted == "slow":
+            await asyncio.sleep(20)
+
+        async def events() -> AsyncIterator[str]:
+            for n in range(1000 if wanted == "long" else 3):
+                choice = {"index": 0, "delta": {"content": f"{n} "}}
+                yield f": still there\n\ndata: {json.dumps({'choices': [choice]})}\r\n\r\n"
+                await asyncio.sleep(0.01)
+            if wanted == "hangs":
+                await asyncio.sleep(20)
+            if wanted == "breaks":
+                raise ConnectionError("it broke")
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    return app
+
+
+MODELS = ("400", "401", "403", "404", "429", "500", "503", "302", "slow", "long", "hangs", "breaks", "short")
+
+
+@pytest.fixture(scope="module")
+def trouble() -> Iterator[World]:
+    monkey = pytest.MonkeyPatch()
+    monkey.setenv("THEIR_KEY", SECRET)
+    with served(troubled()) as url:
+        models = {name: External(url=url, key_from="THEIR_KEY") for name in MODELS}
+        config = EndpointConfig(external=models | {"gone": External(url="http://127.0.0.1:9/v1")}, timeout_s=1.5)
+        with serving(Scripted(chat_of().tokenizer, lambda _: "Mine."), chat_of(), config=config) as world:
+            yield world
+    monkey.undo()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "status", "kind", "says"),
+    [
+        ("400", 400, "invalid_request_error", "answered 400: no, Bearer ***"),
+        ("404", 404, "not_found_error", "answered 404"),
+        ("401", 502, "server_error", "refused the key in THEIR_KEY"),
+        ("403", 502, "server_error", "refused the key in THEIR_KEY"),
+        ("429", 429, "rate_limit_error", "answered 429"),
+        ("500", 500, "server_error", "answered 500"),
+        ("503", 503, "server_error", "answered 503"),
+        ("302", 502, "server_error", "answered 302"),
+        ("slow", 504, "timeout_error", "within 1.5 seconds"),
+        ("gone", 502, "server_error", "could not be asked"),
+    ],
+)
+def test_what_goes_wrong_there_is_told_here(
+    trouble: World, caplog: pytest.LogCaptureFixture, name: str, status: int, kind: str, says: str, streamed: bool
+) -> None:
+    claim = trouble.attempt()
+    body = {"model": name, "messages": ASK, "stream": streamed}
+    headers = {"authorization": f"Bearer {claim.model_key}"}
+    with caplog.at_level(logging.DEBUG):
+        response = httpx2.post(f"{trouble.url}/chat/completions", json=body, headers=headers, timeout=30)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == kind and says in error["message"]
+    assert response.headers.get("retry-after") == ("7" if name == "429" else None)
+    (told,) = written(trouble, claim, 1)
+    assert told["outcome"] == "failed" and says in told["error"]
+    assert SECRET not in response.text + json.dumps(told) + caplog.text
+
+
+@pytest.mark.parametrize("name", ["hangs", "breaks"])
+def test_a_stream_that_fails_under_way(trouble: World, name: str) -> None:
+    claim = trouble.attempt()
+    with openai.OpenAI(base_url=trouble.url, api_key=claim.model_key, max_retries=0) as client:
+        said = ""
+        with pytest.raises(openai.APIError, match="The provider of"):
+            for chunk in client.chat.completions.create(model=name, messages=ASK, stream=True):
+                said += chunk.choices[0].delta.content or ""
+    assert said == "0 1 2 "
+    (told,) = written(trouble, claim, 1)
+    assert (told["outcome"], told["said"]) == ("failed", said)
+
+
+def test_a_stream_without_an_end_ends(trouble: World) -> None:
+    claim = trouble.attempt()
+    with openai.OpenAI(base_url=trouble.url, api_key=claim.model_key) as client:
+        chunks = list(client.chat.completions.create(model="short", messages=ASK, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "0 1 2 "
+    assert written(trouble, claim, 1)[0]["outcome"] == "answered"
+
+
+def test_a_stream_that_its_client_drops_is_recorded(trouble: World) -> None:
+    claim = trouble.attempt()
+    with openai.OpenAI(base_url=trouble.url, api_key=claim.model_key) as client:
+        stream = client.chat.completions.create(model="long", messages=ASK, stream=True)
+        next(stream)
+        stream.close()
+    (told,) = written(trouble, claim, 1)
+    assert told["outcome"] == "aborted" and told["said"].startswith("0 ")
+
+
+def test_too_many_calls_are_told_to_come_again(provider: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(troubled()) as url:
+        config = EndpointConfig(external={"slow": External(url=url)}, max_running=1, max_waiting=0, timeout_s=2)
+        with serving(Scripted(chat_of().tokenizer, lambda _: "Mine.<|im_end|>"), chat_of(), config=config) as world:
+            headers = {"authorization": f"Bearer {world.attempt().model_key}"}
+
+            async def statuses() -> list[int]:
+                async with httpx2.AsyncClient(base_url=world.url, headers=headers, timeout=30) as client:
+                    body = {"model": "slow", "messages": ASK}
+                    calls = [client.post("/chat/completions", json=body) for _ in range(3)]
+                    calls.append(client.post("/chat/completions", json=body | {"model": "policy"}))
+                    return [each.status_code for each in await asyncio.gather(*calls)]
+
+            found = asyncio.run(statuses())
+            assert sorted(found[:3]) == [429, 429, 504] and found[3] == 200, "the model's own places are its own"
+
+
+# -- how it is set up -------------------------------------------------------------------------------------------------
+
+
+def test_a_key_that_is_not_there_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("THEIR_KEY", raising=False)
+    config = EndpointConfig(external={"judge": External(url="http://127.0.0.1:9/v1", key_from="THEIR_KEY")})
+    upstream = Scripted(chat_of().tokenizer, lambda _: "")
+    with (
+        pytest.raises(ConfigError, match="'judge' is to be read from THEIR_KEY"),
+        serving(upstream, chat_of(), config=config),
+    ):
+        pass
+    config = EndpointConfig(external={"policy": External(url="http://127.0.0.1:9/v1")})
+    with pytest.raises(ConfigError, match="is called 'policy' here"), serving(upstream, chat_of(), config=config):
+        pass
+
+
+def test_models_are_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(
+        "judge:\n  url: https://example.org/v1\n  model: large\n  key_from: THEIR_KEY\nuser: {url: http://h/v1}\n"
+    )
+    found = external_models(file)
+    assert found == {
+        "judge": External(url="https://example.org/v1", model="large", key_from="THEIR_KEY"),
+        "user": External(url="http://h/v1"),
+    }
+    assert external_models(None) == {}
+    for text, says in (
+        ("- 1", "a section for each model"),
+        ("a: {url: ftp://x}", "url"),
+        ("a: {link: b}", "link"),
+        ("{", "read"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            external_models(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        external_models(tmp_path / "none.yaml")

@@ -1,0 +1,168 @@
+"""Agents of other people's making play as they are, and every turn of theirs continues the one before, to the token.
+
+The model behind the endpoint is a real one in a real engine, which thinks, talks, and calls tools by chance; its
+template drops earlier thinking, trims text and writes calls in its own way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import smolagents
+
+from etude.records import Turn
+from tests.agents.proxy import unmodified
+from tests.agents.proxy.tables import CALLS, CODE, speaking
+from tests.agents.proxy.world import World
+
+RUNS, AT_ONCE = 12, 4
+LINEAR = 0.99
+"""The share of turns of a conversation that nobody rewrote, that have to continue exactly."""
+
+
+@pytest.fixture(scope="module")
+def caller() -> Iterator[World]:
+    with speaking(CALLS) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def coder() -> Iterator[World]:
+    with speaking(CODE) as world:
+        yield world
+
+
+def continued(turns: list[Turn]) -> int:
+    """How many turns begin with all that another showed and sampled, id for id."""
+    wholes = [np.concatenate([turn.prompt, turn.completion.ids]) for turn in turns]
+    return sum(
+        any(len(each) <= len(turn.prompt) and np.array_equal(turn.prompt[: len(each)], each) for each in wholes[:place])
+        for place, turn in enumerate(turns)
+    )
+
+
+def counted(world: World) -> dict[str, float]:
+    told = world.endpoint.metrics()
+    names = ("turns", "turns_begun", "turns_continued", "turns_branched", "tokens_rerendered")
+    return {name: told.get(f"endpoint/{name}", 0.0) for name in names}
+
+
+def assert_linear(world: World, runs: list[list[Turn]], before: dict[str, float]) -> dict[str, float]:
+    """Nearly every turn but each run's first continues exactly, and the endpoint says so too; what it counted."""
+    linear = sum(len(turns) - 1 for turns in runs)
+    assert linear >= RUNS, "agents that hardly speak show nothing"
+    assert sum(map(continued, runs)) >= LINEAR * linear
+    told = {name: count - before[name] for name, count in counted(world).items()}
+    assert told["turns"] == linear + len(runs) and told["turns_begun"] == len(runs)
+    assert told["turns_continued"] >= LINEAR * linear
+    assert told["tokens_rerendered"] > 5 * linear, "rendered anew, these conversations are other tokens"
+    return told
+
+
+def played(world: World, play: Callable[[str, str], Awaitable[Any]], runs: int = RUNS) -> list[list[Turn]]:
+    """What is recorded of some runs of an agent."""
+
+    async def all_of_them() -> list[list[Turn]]:
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def one() -> list[Turn]:
+            async with places:
+                claim = world.attempt()
+                await play(world.url, claim.model_key)
+                return world.turns(claim.key)
+
+        return await asyncio.gather(*(one() for _ in range(runs)))
+
+    return asyncio.run(all_of_them())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_langgraph(caller: World, streamed: bool) -> None:
+    before = counted(caller)
+    runs = played(caller, lambda url, key: asyncio.to_thread(unmodified.langgraph, url, key, streamed=streamed))
+    assert_linear(caller, runs, before)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("responses", [False, True])
+def test_openai_agents(caller: World, responses: bool, streamed: bool) -> None:
+    before = counted(caller)
+    given: dict[str, Any] = {"responses": responses, "streamed": streamed}
+    runs = played(caller, lambda url, key: unmodified.openai_agents(url, key, **given))
+    assert_linear(caller, runs, before)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_requests(caller: World, streamed: bool) -> None:
+    before = counted(caller)
+    runs = played(caller, lambda url, key: asyncio.to_thread(unmodified.plain, url, key, streamed=streamed))
+    assert_linear(caller, runs, before)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_smolagents(coder: World, streamed: bool) -> None:
+    """It writes what it cut off back, and words of its own after it: they are context of the same conversation."""
+    before = counted(coder)
+    given: dict[str, Any] = {"kind": smolagents.CodeAgent, "streamed": streamed}
+    runs = played(coder, lambda url, key: asyncio.to_thread(unmodified.smolagent, url, key, **given))
+    assert_linear(coder, runs, before)
+    decode = coder.endpoint.chat.tokenizer.decode
+    assert all("</code>\nCalling tools:" in decode(turns[-1].prompt) for turns in runs if len(turns) > 1)
+
+
+def test_an_agent_that_retells_its_calls_branches(caller: World) -> None:
+    """smolagents' other agent writes what it called into the history as text of its own: nobody sampled that."""
+    before, most = counted(caller), 4
+
+    def play(url: str, key: str) -> Awaitable[None]:
+        return asyncio.to_thread(
+            unmodified.smolagent, url, key, smolagents.ToolCallingAgent, streamed=False, most=most, tool_choice="auto"
+        )
+
+    runs = played(caller, play, 4)
+    told = {name: count - before[name] for name, count in counted(caller).items()}
+    assert {len(turns) for turns in runs} == {most + 1}, "as many as it may, and one to conclude"
+    assert told["turns"] == sum(map(len, runs)) and told["turns_branched"] >= len(runs)
+    assert told["turns_continued"] == sum(map(continued, runs))
+
+
+def test_the_tokens_that_a_template_would_have_changed_are_counted(caller: World) -> None:
+    """As somebody finds them who renders each conversation anew and compares."""
+    before, wanted = counted(caller), 0
+    for _ in range(4):
+        claim = caller.attempt()
+        last = unmodified.plain(caller.url, claim.model_key)
+        turns = caller.turns(claim.key)
+        ends = [at for at, message in enumerate(last) if at > 2 and message["role"] == "assistant"] + [len(last)]
+        for turn, end in zip(turns[1:], ends, strict=False):
+            kept, anew = turn.prompt.tolist(), caller.endpoint.chat.prompt_ids(last[:end], [unmodified.LOOK]).tolist()
+            begin = alike(kept, anew)
+            wanted += max(len(kept), len(anew)) - begin - alike(kept[begin:][::-1], anew[begin:][::-1])
+    assert counted(caller)["tokens_rerendered"] - before["tokens_rerendered"] == wanted > 0
+
+
+def alike(one: list[int], other: list[int]) -> int:
+    """How many ids two lists begin with alike."""
+    differ = (at for at, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1)
+    return next(differ, min(len(one), len(other)))
+
+
+@pytest.mark.soak
+def test_hundreds_of_runs(caller: World, coder: World) -> None:
+    kinds: list[tuple[World, Callable[[str, str], Awaitable[Any]]]] = [
+        (caller, lambda url, key: asyncio.to_thread(unmodified.langgraph, url, key, streamed=False)),
+        (caller, lambda url, key: unmodified.openai_agents(url, key, responses=True, streamed=True)),
+        (caller, lambda url, key: unmodified.openai_agents(url, key, responses=False, streamed=True)),
+        (caller, lambda url, key: asyncio.to_thread(unmodified.plain, url, key)),
+        (
+            coder,
+            lambda url, key: asyncio.to_thread(unmodified.smolagent, url, key, smolagents.CodeAgent, streamed=False),
+        ),
+    ]
+    for world, play in kinds:
+        before = counted(world)
+        assert_linear(world, played(world, play, 60), before)

@@ -1,0 +1,20 @@
+"""What docs/agents.md says of faults names tests that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+
+
+def test_every_fault_is_held_by_a_test() -> None:
+    lines = PAGE.partition("## When something breaks")[2].splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.endswith("| held by |")]
+    held = [re.fullmatch(r"\| .+ \| .+ \| `(tests/[\w/]+\.py)::(test_\w+)` \|", row) for row in rows]
+    assert len(rows) > 25 and all(held)
+    for found in held:
+        assert found is not None
+        file, name = found.groups()
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), found[0]

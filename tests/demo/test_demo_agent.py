@@ -1,0 +1,123 @@
+"""The demonstration of agents: its world is what it says, it tells what happened, and the agent does learn."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etude.chat import Chat
+from etude.cli import main
+from etude.demo import agent as module
+from etude.demo import novice, storeroom
+from etude.records import Message, Task, ToolCall
+
+SHORT = ["steps=1", "collect.tasks=2", "collect.group_size=2", "evaluate.limit=4", "agent.runners=1"]
+
+
+def demonstrated(words: list[str], directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    """What the demonstration reports as JSON, and everything it printed."""
+    threads = torch.get_num_threads()
+    try:
+        assert main(["demo", "agent", *words, f"directory={directory}", "--json"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    told: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return told, printed
+
+
+def test_a_storeroom_tells_whoever_asks() -> None:
+    for row in storeroom.rows(0, 50, held_out=True):
+        kind = next(kind for kind in storeroom.KINDS if kind in row["question"])
+        task = Task(0, row)
+        shelf = storeroom.called(task, "find", json.dumps({"kind": kind}))
+        assert storeroom.called(task, "count", json.dumps({"shelf": shelf})) == row["answer"]
+        assert len(set(row["shelves"].values())) == len(storeroom.KINDS), "one kind on each shelf"
+    for nonsense in ("{", "3", "{}", '{"kind": "wings"}', '{"kind": ["figs"]}'):
+        assert storeroom.called(task, "find", nonsense) == "?"
+
+
+def test_a_storeroom_of_one_seed_is_in_no_lesson_of_the_other() -> None:
+    train, held_out = (storeroom.rows(0, 200, held_out=held) for held in (False, True))
+    assert not [row for row in held_out if row in train]
+    assert train == storeroom.rows(0, 200, held_out=False) != storeroom.rows(1, 200, held_out=False)
+
+
+def test_the_teacher_speaks_as_the_template_shows_a_conversation(tmp_path: Path) -> None:
+    """What is imitated is, token for token, what the endpoint will show and read."""
+    tokenizer = novice.make_tokenizer(tmp_path)
+    chat = Chat(tokenizer)
+    find, count = (
+        ToolCall(id="1", name="find", arguments='{"kind": "figs"}'),
+        ToolCall(id="2", name="count", arguments='{"shelf": "C"}'),
+    )
+    messages = [
+        Message("user", storeroom.question("figs")),
+        Message("assistant", "", tool_calls=(find,)),
+        Message("tool", "C", tool_call_id="1"),
+        Message("assistant", "", tool_calls=(count,)),
+        Message("tool", "7", tool_call_id="2"),
+    ]
+    shown = tokenizer.decode(chat.prompt_ids(messages), special=True)
+    lesson = novice.dialogue("figs", "C", "7", calls=2)
+    assert "".join(text for text, _ in lesson[:-1]) == shown
+    assert len(tokenizer.encode(shown)) < 40, "each piece is one token"
+
+
+def test_without_the_client_it_says_what_to_install(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['openai'] = None\nfrom etude.cli import main; sys.exit(main(['demo', 'agent']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "pip install 'etude[agents]'" in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir()), "nothing was made"
+
+
+def test_what_it_brings_itself_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("agent.path=mine.py:solve", "model.path=mine", "data.val=[x]", "reward=gsm8k"):
+        assert main(["demo", "agent", option]) == 2
+        assert "The demonstration brings its own agent" in capsys.readouterr().err
+
+
+def test_it_shows_a_conversation_and_the_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(novice, "STEPS", 60)
+    told, printed = demonstrated([*SHORT, "agent.strategy=shm"], tmp_path / "run", capsys)
+    for words in ("before", "after", "held-out accuracy", "conversations continued", "tokens", "time", "Try next:"):
+        assert words in printed
+    assert "find(kind=" in printed or "model" in printed
+    assert told["rl_steps"] == 1 and told["rollouts"] == 4 and told["failed_attempts"] == 0
+    assert told["turns"] >= 4 + 8 and told["tokens_written"] > 0 and told["continued_exactly"] in (0.0, 1.0)
+    assert 0 < told["playing_seconds"] + told["learning_seconds"] < told["seconds"]
+    assert (tmp_path / "run" / "plot.png").exists() and (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_what_the_model_called_is_shown_as_a_call() -> None:
+    def said(by: str, text: str) -> dict[str, str]:
+        return {"by": by, "text": text}
+
+    call = '<tool_call>\n{"name": "find", "arguments": {"kind": "figs"}}\n</tool_call>'
+    played = module.Scored("?", "7", [said("model", call), said("environment", "C"), said("model", "7")], right=True)
+    assert [(who, str(text)) for who, text in module.lines(played)] == [
+        ("model", "find(kind='figs')"),
+        ("find", "shelf C"),
+        ("model", "7"),
+    ]
+    assert played.calls == 1
+    broken = module.Scored("?", "7", [said("model", '<tool_call>\n{"name": "find"}\n</tool_call>')], right=False)
+    assert [str(text) for _, text in module.lines(broken)] == ["find()"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("strategy", "seed"), [("cs", 0), ("shm", 0), ("cs", 1)])
+def test_the_agent_learns_to_use_its_tools(
+    strategy: str, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, _ = demonstrated([f"agent.strategy={strategy}", f"seed={seed}"], tmp_path / "run", capsys)
+    assert told["accuracy_before"] < 0.4 and told["accuracy_after"] > 0.75
+    assert told["calls_after"] > 2 * told["calls_before"] and told["continued_exactly"] > 0.99

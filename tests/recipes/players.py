@@ -1,0 +1,125 @@
+"""Agents of the runs that are tested: one that does all that gives credit a shape, and one that fails in every way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import openai
+
+import etude
+from etude.agents import LLM
+from etude.agents.agent import RolloutInfo
+from etude.errors import StoreError
+from etude.records import Task
+
+TALKS: dict[str, Any] = {
+    "agent.path": f"{__name__}:talker",
+    "reward": "environment",
+    "reward.path": None,
+    "collect.tasks": 4,
+    "collect.group_size": 4,
+    "steps": 1,
+    "train.clip": 1e9,
+}
+"""The options of a short run by `talker`."""
+PLAYED: list[tuple[int, int]] = []
+"""Which attempts were played in this process."""
+at_once, most = [0], [0]
+"""How many are under way, and how many were at most."""
+cancel: list[Callable[[int], Awaitable[None]]] = []
+"""How a rollout is cancelled by somebody else."""
+
+
+def share(text: str) -> float:
+    """The share of digits."""
+    return sum(letter.isdigit() for letter in text) / max(len(text), 1)
+
+
+async def say(llm: LLM, prompt: str, tag: str = "", state: str = "", **more: Any) -> str:
+    """What the model goes on with."""
+    headers = {"x-etude-tags": tag, "x-etude-state": state}
+    told = await llm.async_client.completions.create(
+        model=llm.model, prompt=prompt, extra_headers={k: v for k, v in headers.items() if v}, **more
+    )
+    return str(told.choices[0].text)
+
+
+@etude.agent
+async def talker(task: Task, llm: LLM, rollout: RolloutInfo) -> dict[str, float]:
+    """Plan, go on from the plan, and begin anew with what came of it: two rows of three turns."""
+    PLAYED.append((rollout.id, rollout.attempt))
+    at_once[0] += 1
+    most[0] = max(most[0], at_once[0])
+    try:
+        asked = str(task["prompt"])
+        plan = await say(llm, asked, "planner", "start", temperature=0.2)
+        etude.emit.reward(share(plan), turn=0)
+        done = await say(llm, f"{asked}{plan}=", "solver", "middle")
+        etude.emit.reward({"form": share(done) / 2}, turn=1)
+        last = await say(llm, f"so {done[:3]}", "solver", f"end {len(done)}")
+        etude.emit.event("said", {"last": last})
+        return {"first": float("1" in last), "odd": len(done) / 8 + share(last) / 4}
+    finally:
+        at_once[0] -= 1
+
+
+@etude.agent
+async def forker(task: Task, llm: LLM) -> float:
+    """Say something, and then two things at the same time, and none of it again."""
+    said = await say(llm, str(task["prompt"]))
+    both = await asyncio.gather(say(llm, f"a {said}"), say(llm, f"b {said}"))
+    return share("".join(both))
+
+
+@etude.agent
+async def loser(task: Task, llm: LLM, rollout: RolloutInfo) -> float | None:
+    """By the place of its rollout in its group it fails in one way or another."""
+    how = rollout.id % 8
+    if how == 0:
+        raise ValueError("I do not know.")
+    if how == 1:
+        await asyncio.sleep(60)
+    if how == 2:
+        return 0.5
+    said = await say(llm, str(task["prompt"]))
+    if how == 3:
+        return None
+    if how == 4:
+        try:
+            await say(llm, "1+" * 90)
+        except openai.BadRequestError:
+            return 0.25
+    if how == 5 and rollout.attempt == 0:
+        raise StoreError("The store was away.")
+    if how == 5 and rollout.attempt == 1:
+        raise ValueError("Not yet.")
+    if how == 6:
+        await cancel[0](rollout.id)
+        await asyncio.sleep(60)
+    return share(said)
+
+
+@etude.agent
+async def late_failure(task: Task, llm: LLM, rollout: RolloutInfo) -> float:
+    """Every other one says what it earned, and breaks down then."""
+    said = await say(llm, str(task["prompt"]))
+    if rollout.id % 2:
+        etude.emit.reward(share(said), turn=0)
+        etude.emit.reward(0.75)
+        raise ValueError("too late")
+    return share(said)
+
+
+@etude.agent
+async def silent(task: Task) -> float:
+    """It calls no model."""
+    return 1.0
+
+
+@etude.agent
+async def sleeper(task: Task) -> float:
+    """It takes half a second."""
+    await asyncio.sleep(0.5)
+    return 1.0

@@ -1,0 +1,339 @@
+"""`etude export rollouts`: sets that `etude sft` and `etude dpo` learn from, everything as lines, traces as OTLP."""
+
+from __future__ import annotations
+
+import base64
+import json
+import tracemalloc
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from google.protobuf.json_format import ParseDict
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from etude.cli import main
+from etude.data.adapt import samples
+from etude.recipes.folder import read_run
+from etude.records import Completion, Outcome, Turn
+from etude.store import (
+    Admitted,
+    AttemptEnded,
+    AttemptStarted,
+    Journal,
+    Noted,
+    Rewarded,
+    RolloutQueued,
+    TaskIssued,
+    TurnRecorded,
+    open_store,
+    otlp,
+)
+from etude.tools.rollouts import Export, export
+from tests.recipes.lessons import learned, refusal
+from tests.recipes.runs import Captured, measured, refused
+from tests.worlds import make_tokenizer
+
+END = 1
+"""The token that ends an answer."""
+
+
+def journal(run: Path) -> Journal:
+    return open_store(run / "journal.sqlite", read_only=True)
+
+
+def written(run: Path, file: Path, *words: str) -> list[dict[str, Any]]:
+    """The rows of an export."""
+    assert main(["export", "rollouts", str(run), str(file), *words]) == 0
+    if file.suffix == ".parquet":
+        rows: list[dict[str, Any]] = pq.read_table(file).to_pylist()
+        return rows
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def totals(store: Journal) -> dict[int, float]:
+    """What every rollout earned."""
+    return {
+        each.id: each.last.total for each in store.rollouts() if each.last is not None and each.last.total is not None
+    }
+
+
+# -- sets -------------------------------------------------------------------------------------------------------------
+
+
+def test_demonstrations_are_the_very_tokens_of_what_earned_enough(talked: Path, tmp_path: Path) -> None:
+    with closing(journal(talked)) as store:
+        enough = float(np.median(list(totals(store).values())))
+        good = sorted(id for id, earned in totals(store).items() if earned >= enough)
+        assert 0 < len(good) < 32, "some earn enough, and some do not"
+        wanted = [sample for id in good for sample in samples(store.turns(id), id)]
+        earned = totals(store)
+    rows = written(talked, tmp_path / "good.parquet", "--as", "sft", "--min-reward", str(enough))
+    assert [row["rollout"] for row in rows] == [sample.rollout for sample in wanted]
+    for row, sample in zip(rows, wanted, strict=True):
+        assert row["input_ids"] == sample.ids.tolist() and row["assistant_masks"] == sample.action.tolist()
+        assert row["reward"] == earned[row["rollout"]] and row["step"] in (1, 2) and row["data_source"] == "sums"
+    assert written(talked, tmp_path / "good.jsonl", "--as", "sft", "--min-reward", str(enough)) == rows
+
+
+@pytest.mark.parametrize("form", ["ids", "text"])
+def test_sft_learns_from_them(form: str, school: Path, talked: Path, tmp_path: Path) -> None:
+    rows = written(talked, tmp_path / "good.parquet", "--as", "sft", "--form", form)
+    with closing(journal(talked)) as store:
+        drawn = [turn.completion.ids.tolist() for id in totals(store) for turn in store.turns(id)]
+    if form == "text":  # every answer ends, and one that says nothing teaches nothing
+        rows = [row for row in rows if row["completion"]]
+        drawn = [[*(id for id in ids if id != END), END] for ids in drawn if ids != [END]]
+    of = {"batch_size": len(rows), "steps": 1, "data__train": f"[{tmp_path / 'good.parquet'}]"}
+    (step,) = measured(learned("sft", school, tmp_path / "run", **of))
+    assert np.isfinite(step["loss"]) and step["action_tokens"] == sum(map(len, drawn))
+
+
+def test_turns_of_chosen_tags_alone(school: Path, talked: Path, tmp_path: Path) -> None:
+    whole = written(talked, tmp_path / "whole.jsonl", "--as", "sft", "--form", "text")
+    plans = written(talked, tmp_path / "plans.jsonl", "--as", "sft", "--form", "text", "--tags", "planner")
+    assert len(whole) == 96 and len(plans) == 32
+    assert all(len(row["prompt"]) == 4 and row["prompt"].endswith("=") for row in plans)
+    exact = written(talked, tmp_path / "exact.jsonl", "--as", "sft", "--tags", "planner")
+    assert [sum(row["assistant_masks"]) for row in exact] == [
+        len(row["input_ids"]) - row["assistant_masks"].index(1) for row in exact
+    ]
+    file = f"[{tmp_path / 'exact.jsonl'}]"
+    assert measured(learned("sft", school, tmp_path / "run", data__train=file, data__learn="last", steps=1))
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "reward-model"])
+def test_pairs_are_the_best_and_the_worst_of_a_group(recipe: str, school: Path, talked: Path, tmp_path: Path) -> None:
+    rows = written(talked, tmp_path / "pairs.parquet", "--as", "dpo", "--min-gap", "0.01")
+    with closing(journal(talked)) as store:
+        earned = totals(store)
+        for row in rows:
+            tries = [earned[id] for id in store.task(row["task"]).rollouts]
+            assert row["chosen_reward"] == max(tries) > row["rejected_reward"] == min(tries)
+            for side in ("chosen", "rejected"):
+                wanted = samples(store.turns(row[f"{side}_rollout"]), 0)
+                found = [(each["input_ids"], each["assistant_masks"]) for each in row[f"{side}_tokens"]]
+                assert found == [(each.ids.tolist(), each.action.tolist()) for each in wanted]
+    assert 4 <= len(rows) <= 8
+    file = f"[{tmp_path / 'pairs.parquet'}]"
+    (step,) = measured(learned(recipe, school, tmp_path / "run", data__train=file, steps=1))
+    assert np.isfinite(step["loss"]) and step["grad_norm"] > 0
+
+
+def test_pairs_of_one_answer_each_as_text(school: Path, trained: Path, tmp_path: Path) -> None:
+    """Of a run whose rollouts an engine makes."""
+    rows = written(trained, tmp_path / "pairs.jsonl", "--as", "dpo", "--form", "text")
+    assert all(row["prompt"].endswith("=") and row["chosen"] != row["rejected"] for row in rows)
+    assert measured(learned("dpo", school, tmp_path / "run", data__train=f"[{tmp_path / 'pairs.jsonl'}]", steps=1))
+
+
+def test_ids_of_another_vocabulary_are_refused(talked: Path, tmp_path: Path, capsys: Captured) -> None:
+    rows = written(talked, tmp_path / "good.jsonl", "--as", "sft")
+    other = tmp_path / "other"
+    make_tokenizer(other, "abc")
+    file = f"[{tmp_path / 'good.jsonl'}]"
+    model = {"model.tokenizer": other, "data.train": file}
+    told = refusal(capsys, "sft", talked.parent, tmp_path / "run", **model, **{"model.path": _model(talked)})
+    assert "has token ids of another vocabulary" in told and "--form text" in told
+    for change, said in (
+        ({"vocabulary": None, "input_ids": [10_000]}, "has 1 `input_ids` and"),
+        ({"assistant_masks": "no"}, "that is no list of whole numbers"),
+        ({"vocabulary": None, "input_ids": [10_000] * len(rows[0]["input_ids"])}, "has the token id 10000"),
+    ):
+        (tmp_path / "good.jsonl").write_text(json.dumps(rows[0] | change) + "\n")
+        assert said in refusal(
+            capsys, "sft", talked.parent, tmp_path / "run", **{"data.train": file, "model.path": _model(talked)}
+        )
+
+
+def _model(run: Path) -> Path:
+    found = read_run(run).model.path
+    assert found is not None
+    return found
+
+
+# -- everything -------------------------------------------------------------------------------------------------------
+
+
+def test_lines_have_all_that_is_known(talked: Path, tmp_path: Path) -> None:
+    lines = {line["rollout"]: line for line in written(talked, tmp_path / "all.jsonl", "--split", "all")}
+    with closing(journal(talked)) as store:
+        states = store.rollouts()
+        assert lines.keys() == {state.id for state in states}
+        for state in states:
+            line = lines[state.id]
+            (attempt,) = line["attempts"]
+            assert line["fields"] == store.task(state.task).fields and line["status"] == "succeeded"
+            assert (
+                state.last is not None and attempt["total"] == state.last.total and attempt["parts"] == state.last.parts
+            )
+            assert (
+                attempt["events"][-1]["name"] == "said"
+                and attempt["began"] <= attempt["turns"][0]["at"] <= attempt["ended"]
+            )
+            for told, turn in zip(attempt["turns"], store.turns(state.id), strict=True):
+                said = turn.completion
+                assert told["prompt_ids"] == turn.prompt.tolist() and told["ids"] == said.ids.tolist()
+                assert np.array_equal(np.array(told["logp"], np.float32), said.logp)
+                assert told["versions"] == said.version.tolist() and told["tags"] == list(turn.tags)
+                assert told["text"] == said.text and told["reward"] == turn.reward and told["prompt"]
+
+
+# -- traces -----------------------------------------------------------------------------------------------------------
+
+
+def test_traces_are_what_opentelemetry_reads(talked: Path, tmp_path: Path) -> None:
+    lines = written(talked, tmp_path / "traces.jsonl", "--as", "otlp")
+    assert len(lines) == 32
+    for line in lines:
+        request = ParseDict(in_base64(line), ExportTraceServiceRequest())
+        (resource,) = request.resource_spans
+        rollout, attempt, *turns = resource.scope_spans[0].spans
+        assert [rollout.name, attempt.name] == ["rollout", "attempt"] and len(turns) == 3
+        assert {span.trace_id for span in (rollout, attempt, *turns)} == {rollout.trace_id} and len(
+            rollout.trace_id
+        ) == 16
+        assert len({span.span_id for span in (rollout, attempt, *turns)}) == 5 and not rollout.parent_span_id
+        assert attempt.parent_span_id == rollout.span_id and {t.parent_span_id for t in turns} == {attempt.span_id}
+        times = [turn.end_time_unix_nano for turn in turns]
+        assert rollout.start_time_unix_nano == attempt.start_time_unix_nano > 1.6e18 and times == sorted(times)
+        assert attempt.start_time_unix_nano < times[0] and times[-1] <= attempt.end_time_unix_nano
+        assert attempt.events[-1].name == "said"
+    read = otlp.spans(json.dumps(lines[0]).encode(), otlp.JSON)
+    told = read[2].data["attributes"]
+    with closing(journal(talked)) as store:
+        turn = store.turns(read[0].data["attributes"]["etude.rollout"])[0]
+    assert told["gen_ai.usage.output_tokens"] == len(turn.completion.ids) and told["etude.tags"] == ["planner"]
+    assert told["etude.text"] == turn.completion.text and told["etude.reward"] == turn.reward
+    again = written(talked, tmp_path / "again.jsonl", "--as", "otlp")
+    assert again == lines, "what is exported twice is the same trace"
+
+
+def test_spans_that_an_agent_sent_are_passed_on(tmp_path: Path) -> None:
+    sent = {
+        "name": "search",
+        "trace_id": "0af7651916cd43dd8448eb211c80319c",
+        "span_id": "b7ad6b7169203331",
+        "parent_span_id": "",
+        "kind": 3,
+        "start_ns": 1_700_000_000_000_000_001,
+        "end_ns": 1_700_000_000_000_000_002,
+        "attributes": {"query": "etude", "hits": [1, 2.5, True], "more": {"a": "b"}},
+        "events": [{"name": "found", "time_ns": 5, "attributes": {}}],
+        "status": {"code": 1, "message": ""},
+    }
+    made(tmp_path, 1, notes=[Noted(0, 0, "span", sent | {"scope": "mine", "resource": {}})])
+    (line,) = written(tmp_path, tmp_path / "traces.jsonl", "--as", "otlp")
+    spans = {each.data["name"]: each.data for each in otlp.spans(json.dumps(line).encode(), otlp.JSON)}
+    assert {name: spans["search"][name] for name in sent} == sent and spans["search"]["scope"] == "mine"
+    assert spans["attempt"]["events"] == []
+
+
+def in_base64(document: Any) -> Any:
+    """With its ids as protobuf's JSON has them."""
+    if isinstance(document, list):
+        return [in_base64(each) for each in document]
+    if not isinstance(document, dict):
+        return document
+    return {
+        name: base64.b64encode(bytes.fromhex(value)).decode() if name.endswith("Id") else in_base64(value)
+        for name, value in document.items()
+    }
+
+
+# -- runs that go on, and large ones ----------------------------------------------------------------------------------
+
+
+def made(run: Path, count: int, notes: list[Noted] | None = None) -> Path:
+    """A journal of so many rollouts in groups of two, each of 400 tokens, the last group not yet admitted."""
+    rng = np.random.default_rng(0)
+    with closing(open_store(run / "journal.sqlite")) as store:
+        for task in range(count // 2 or 1):
+            store.append([TaskIssued(task, task, "s", {"prompt": "?"})])
+            for id in (2 * task, 2 * task + 1)[:count]:
+                ids = rng.integers(0, 9, 400).astype(np.int32)
+                said = Completion(ids, np.zeros(400, np.float32), np.zeros(400, np.int32), "stop", "words " * 60)
+                story = [RolloutQueued(id, task, id % 2), AttemptStarted(id, 0, at=1.0), *(notes or [])]
+                story += [
+                    TurnRecorded(id, 0, Turn(np.arange(9, dtype=np.int32), said, 0), 2.0),
+                    Rewarded(id, 0, float(id % 2)),
+                ]
+                store.append([*story, AttemptEnded(id, 0, Outcome.SUCCEEDED, at=3.0)])
+            if task + 1 < count // 2:
+                store.append([Admitted(task + 1, (2 * task, 2 * task + 1))])
+    return run
+
+
+def test_what_is_there_of_a_run_that_goes_on(world: Path, tmp_path: Path) -> None:
+    made(tmp_path, 6)
+    with closing(open_store(tmp_path / "journal.sqlite")) as writer:
+        writer.append([TaskIssued(9, 9, "s", {}), RolloutQueued(99, 9, 0), AttemptStarted(99, 0, at=4.0)])
+        model = ["--model", str(world / "model")]
+        lines = written(tmp_path, tmp_path / "all.jsonl", *model)
+        assert [line["status"] for line in lines] == ["succeeded"] * 6 + ["running"]
+        assert len(written(tmp_path, tmp_path / "sft.jsonl", "--as", "sft", *model)) == 6
+        pairs = written(tmp_path, tmp_path / "dpo.jsonl", "--as", "dpo", *model)
+        assert [(row["chosen_rollout"], row["rejected_rollout"]) for row in pairs] == [(1, 0), (3, 2)], "those settled"
+        writer.append([AttemptEnded(99, 0, Outcome.FAILED, "no", at=5.0)])
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("sft", "parquet"), ("jsonl", "jsonl"), ("otlp", "jsonl")])
+def test_memory_does_not_grow_with_the_run(
+    kind: str, suffix: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.tools.rollouts.files.MOST_ROWS", 16)
+    peaks = []
+    for count in (60, 240):
+        (tmp_path / str(count)).mkdir()
+        run = made(tmp_path / str(count), count)
+        model = None if kind == "otlp" else world / "model"
+        tracemalloc.start()
+        export(Export(run, run / f"all.{suffix}", kind, model=model))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0], peaks
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_exported_is_told_with_what_to_do(talked: Path, tmp_path: Path, capsys: Captured) -> None:
+    def told(to: str, *words: str, run: Path = talked) -> str:
+        return refused(capsys, "export", "rollouts", str(run), str(tmp_path / to), *words)
+
+    assert "holds no journal.sqlite" in told("a.jsonl", run=tmp_path)
+    assert "writes .parquet or .jsonl files" in told("a.csv", "--as", "sft") and "a.parquet." in told(
+        "a.csv", "--as", "sft"
+    )
+    assert "--tags is for sets to learn from" in told("a.jsonl", "--tags", "x")
+    assert "--min-gap is for pairs" in told("a.parquet", "--as", "sft", "--min-gap", "1")
+    assert "one to a task" in told("a.parquet", "--as", "dpo", "--split", "val")
+    assert "needs none" in told("a.jsonl", "--as", "otlp", "--model", "m")
+    assert "32 earned less than 99. Ask for less." in told("a.parquet", "--as", "sft", "--min-reward", "99")
+    assert "has no rollout of the split 'val' yet" in told("a.jsonl", "--split", "val")
+    assert "had several turns" in told("a.parquet", "--as", "dpo", "--form", "text")
+    (tmp_path / "there.jsonl").write_text("mine")
+    assert "is there already" in told("there.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there.jsonl"], "nothing is left behind"
+
+
+def test_help_teaches(capsys: Captured) -> None:
+    for words, said in (
+        (["export", "--help"], "etude export rollouts --help"),
+        (["export", "rollouts", "--help"], "good.parquet --as sft --min-reward 1"),
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert said in capsys.readouterr().out
+
+
+def test_what_was_written_is_said_with_what_to_type_next(talked: Path, tmp_path: Path, capsys: Captured) -> None:
+    file = tmp_path / "good.parquet"
+    assert main(["export", "rollouts", str(talked), str(file), "--as", "sft", "--min-reward", "1.7", "--json"]) == 0
+    out = capsys.readouterr().out
+    told = json.loads(out.splitlines()[-1])
+    assert told["rows"] == pq.read_table(file).num_rows and told["left_out"].keys() == {"earned less than 1.7"}
+    assert f"etude sft model.path=MODEL data.train=[{file}]" in out

@@ -1,0 +1,316 @@
+"""Machines that fail: a database server that dies, a disk that is full, a clock that jumps, clients that drip. What was
+acknowledged is there, who waits is told, and what can go on does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import etude
+from etude.agents.runner import Runner
+from etude.errors import KeyRefusedError, StoreError
+from etude.records import Task
+from etude.store import Status, open_store, sql
+from etude.store.client import RemoteDesk
+from etude.store.desk import Desk, Key, Limits, Wanted
+from etude.store.gate import Gate
+from etude.store.keys import Keyring
+from etude.store.ledger import INTERRUPTED
+from etude.store.line import Line
+from etude.store.local_desk import LocalDesk
+from etude.store.server import app, serve
+from tests.agents.desks import QUICK
+from tests.components import require
+from tests.contracts.desks import claim, wanted
+from tests.store.made import turn
+from tests.store.served import SECRET
+from tests.store.servers import begun, ended, made_database, server
+from tests.store.test_local_desk import DONE, at_a_desk
+
+
+def test_who_waits_at_a_desk_whose_journal_is_gone_is_told() -> None:
+    """Those who asked before it went, and whose answer depends on what would have been asked later."""
+    journal = open_store()
+
+    async def story(desk: LocalDesk) -> None:
+        waits = [asyncio.create_task(desk.claim("runner", 1, 60)), asyncio.create_task(desk.wait(0, 60))]
+        await asyncio.sleep(0.1)
+
+        def fails(*_: object) -> None:
+            raise StoreError("there is nothing any more")
+
+        for name in ("_commit", "listed"):
+            setattr(journal, name, fails)
+        with pytest.raises(StoreError, match="nothing any more"):
+            await desk.enqueue(wanted(0))
+        async with asyncio.timeout(10):
+            claimed, waited = await asyncio.gather(*waits, return_exceptions=True)
+            assert isinstance(claimed, StoreError) and "nothing any more" in str(claimed)  # it was about to have it
+            assert isinstance(waited, StoreError) and "The desk stopped" in str(waited)
+            with pytest.raises(StoreError, match="The desk stopped"):
+                await desk.claim("runner", 1, 60)
+
+    at_a_desk(journal, story)
+
+
+def test_a_claim_that_is_cancelled_at_a_closed_desk_is_cancelled() -> None:
+    async def story() -> None:
+        desk = LocalDesk(open_store())
+        waits = asyncio.create_task(desk.claim("runner", 1, 60))
+        await asyncio.sleep(0.1)
+        closing = asyncio.create_task(desk.close())
+        await asyncio.sleep(0)
+        waits.cancel()
+        await closing
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+
+    asyncio.run(story())
+
+
+def test_a_desk_that_begins_anew_does_what_it_is_asked_for_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+
+    async def before(desk: LocalDesk) -> None:
+        await desk.enqueue(wanted(0, 3))
+        (got,) = await claim(desk)
+        await desk.turn(got.key, turn())
+
+    async def after(desk: LocalDesk) -> None:
+        assert await desk.claim("another", 3, 0) == []
+        assert (await desk.statistics())["queued"] == 0
+        assert await desk.enqueue(wanted(0, 2)) == [0, 1]
+        first, second = await desk.claim("another", 3, 1.0)
+        assert (first.key, second.key) == (Key(0, 1), Key(1, 0))
+        assert not await desk.finish(first.key._replace(attempt=0), DONE), "its word comes too late"
+        for each in (first, second):
+            assert await desk.finish(each.key, DONE)
+        assert desk.journal.rollout(2).status is Status.QUEUED
+
+    with closing(open_store(path)) as journal:
+        at_a_desk(journal, before)
+    with closing(open_store(path)) as journal:
+
+        async def anew() -> None:
+            desk = LocalDesk(journal, anew=True)
+            try:
+                await after(desk)
+            finally:
+                await desk.close()
+
+        asyncio.run(anew())
+        lost, played = journal.rollout(0).attempts
+        assert (lost.status, lost.error, played.status) == (Status.INFRA_ERROR, INTERRUPTED, Status.SUCCEEDED)
+
+
+# -- a database server ------------------------------------------------------------------------------------------------
+
+
+def test_a_database_server_that_dies_under_load_loses_nothing_and_leaves_nobody_waiting() -> None:
+    """It dies as by a crash, and comes back; the journal is opened again, and the work goes on."""
+    require("postgres")
+    finished: set[int] = set()
+    with server() as host:
+        where = made_database(host, "run")
+        journal = open_store(where)
+
+        async def plays(desk: Desk, name: str) -> None:
+            while True:
+                for got in await desk.claim(name, 4, 30):
+                    await desk.turn(got.key, turn())
+                    await desk.finish(got.key, DONE)
+                    finished.add(got.key.rollout)
+
+        async def queues(desk: Desk, first: int) -> None:
+            for task in range(first, first + 100_000):
+                await desk.enqueue(wanted(task, 4))
+                await asyncio.sleep(0.005)
+
+        async def loaded(desk: Desk) -> None:
+            works: list[Any] = [queues(desk, 0), *(plays(desk, name) for name in "abc")]
+            tasks = [asyncio.create_task(work) for work in works]
+            while len(finished) < 20:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(ended, host, signal.SIGQUIT)
+            async with asyncio.timeout(60):
+                for told in await asyncio.gather(*tasks, return_exceptions=True):
+                    assert isinstance(told, StoreError)
+            with pytest.raises(StoreError, match="Open the journal again"):
+                await desk.enqueue(wanted(10**6))
+
+        at_a_desk(journal, loaded)
+        begun(host)
+        with pytest.raises(StoreError, match="Open the journal again"):  # the right to write went with the connection
+            journal.rollouts()
+        with closing(open_store(where)) as again:
+            assert all(again.rollout(id).status is Status.SUCCEEDED for id in finished)
+            at_a_desk(again, lambda desk: desk.enqueue(wanted(10**6)))
+
+
+# -- a full disk ------------------------------------------------------------------------------------------------------
+
+
+def test_a_runner_hands_in_what_it_played_once_a_full_disk_has_room_again(tmp_path: Path) -> None:
+    """And whoever asks over HTTP meanwhile is told of the disk."""
+    ring = Keyring(SECRET)
+    with closing(open_store(tmp_path / "journal.db")) as journal:
+        assert isinstance(journal, sql.SqlJournal)
+        ask = journal._connection.exec_driver_sql
+
+        @etude.agent
+        async def plays(task: Task) -> float:
+            ask(f"PRAGMA max_page_count={ask('PRAGMA page_count').scalar()}")  # SQLite then meets its own full disk
+            return 1.0
+
+        async def story(desk: LocalDesk) -> None:
+            await desk.enqueue([Wanted(Task(0, {"prompt": "x" * 9000}), id=0)])
+            runner = Runner(desk, plays, pace=QUICK)
+            running = asyncio.create_task(runner.run())
+            while ask("PRAGMA max_page_count").scalar() > 10**6:
+                await asyncio.sleep(0.02)
+            with serve(desk, ring) as serving:
+                elsewhere = RemoteDesk(serving.url, ring.admin)
+                with pytest.raises(StoreError, match="the disk is full: free some space and go on"):
+                    while True:
+                        await elsewhere.enqueue([Wanted(Task(5, {"prompt": "x" * 20_000}))])
+                await elsewhere.close()
+            ask("PRAGMA max_page_count=10000000")
+            _, (state,) = await desk.wait(0, 20)
+            assert state.status is Status.SUCCEEDED and state.last is not None and state.last.total == 1.0
+            runner.stop()
+            await running
+
+        at_a_desk(journal, story, ring)
+
+
+# -- clocks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jump", [-(10.0**7), 10.0**7])
+def test_a_clock_that_jumps_moves_no_limit_and_keys_alone_know_of_it(
+    monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    """Limits are kept by a clock that nobody sets. A key says until when it is good by the clock on the wall, since it
+    goes to other machines: set forward, that ends the keys of what is under way, and none that is made from then on."""
+    ring, real = Keyring(SECRET), time.time
+
+    async def story(desk: LocalDesk) -> None:
+        await desk.enqueue(wanted(0, 2, Limits(timeout_s=30, unresponsive_s=0.6, queue_timeout_s=30, max_attempts=1)))
+        (got,) = await claim(desk)
+        monkeypatch.setattr(time, "time", lambda: real() + jump)
+        for _ in range(4):
+            await asyncio.sleep(0.2)
+            assert await desk.heartbeat("runner", [got.key]) == {}
+        if jump > 0:
+            for key in (got.model_key, got.reward_key):
+                with pytest.raises(KeyRefusedError, match="expired"):
+                    ring.read(key)
+        else:
+            assert ring.read(got.model_key).key == got.key
+        (other,) = await claim(desk)
+        assert ring.read(other.model_key).key == other.key and ring.read(ring.runner).scope == "runner"
+        assert await desk.finish(got.key, DONE) and await desk.finish(other.key, DONE)
+
+    with closing(open_store()) as journal:
+        at_a_desk(journal, story, ring)
+
+
+# -- clients ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listening() -> Iterator[tuple[str, int, str]]:
+    ring, journal = Keyring(SECRET), open_store()
+    desk = LocalDesk(journal, ring)
+    with serve(desk, ring) as serving:
+        host, _, port = serving.url.removeprefix("http://").rpartition(":")
+        yield host, int(port), ring.admin
+    asyncio.run(desk.close())
+
+
+def test_who_drips_the_head_of_a_request_is_hung_up_on_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, listening: tuple[str, int, str]
+) -> None:
+    monkeypatch.setattr("etude.store.serving.HEAD_S", 1.0)
+    host, port, admin = listening
+
+    def asked(line: socket.socket) -> bytes:
+        head = f"POST /v1/store/statistics HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {admin}\r\ncontent-length: 2"
+        line.sendall(f"{head}\r\n\r\n{{}}".encode())
+        heard = b""
+        while not heard.endswith(b"}}"):
+            heard += line.recv(4096)
+        return heard
+
+    with (
+        socket.create_connection((host, port)) as silent,
+        socket.create_connection((host, port)) as slow,
+        socket.create_connection((host, port)) as second,
+        socket.create_connection((host, port)) as good,
+    ):
+        assert b"200 OK" in asked(second) and b"200 OK" in asked(good)
+        began = time.monotonic()
+        open_ = {slow, second}
+        while open_ and time.monotonic() < began + 15:
+            for line in list(open_):
+                try:
+                    line.sendall(b"P")
+                except OSError:
+                    open_.discard(line)
+            time.sleep(0.05)
+        assert not open_, "who never ends a head is heard for ever"
+        silent.settimeout(10)
+        with suppress(ConnectionResetError):
+            assert silent.recv(10) == b""
+        assert b"200 OK" in asked(good), "between two requests it is not"
+
+
+def test_a_body_that_drips_is_refused_in_time() -> None:
+    ring = Keyring(SECRET)
+
+    async def story() -> None:
+        desk = LocalDesk(open_store(), ring)
+        gate = Gate(app(desk, ring), "life", read_s=0.3)  # type: ignore[arg-type]  # any app
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(0.1)
+            return {"type": "http.request", "body": b" ", "more_body": True}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        head = [(b"authorization", f"Bearer {ring.admin}".encode()), (b"transfer-encoding", b"chunked")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/store/statistics", "headers": head}
+        async with asyncio.timeout(10):
+            await gate(scope, receive, send)
+        assert sent[0]["status"] == 408
+        assert "did not arrive within 0.3 seconds" in json.loads(sent[1]["body"])["error"]["message"]
+        await desk.close()
+
+    asyncio.run(story())
+
+
+def test_what_cannot_be_read_of_an_answer_is_told_to_who_wrote() -> None:
+    """Something that stands before a server answers for it, in words that nobody knows."""
+
+    class Odd:
+        async def answer(self, verb: str, body: bytes) -> tuple[int, dict[str, Any]]:
+            return 200, {"hello": verb, "size": len(body)}
+
+    async def story() -> None:
+        line = Line(Odd())  # type: ignore[arg-type]  # it answers, which is all that is asked of it here
+        async with asyncio.timeout(5):
+            with pytest.raises(StoreError, match="its answer not be read"):
+                await line.write(b"{}")
+
+    asyncio.run(story())
