@@ -10,8 +10,6 @@ All of it is there before the first rollout is asked for, and gone, in the rever
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -29,15 +27,11 @@ from etude.observe import Last, Metrics, get_log
 from etude.recipes.run import Run
 from etude.records import SamplingParams
 from etude.store import Journal
-from etude.store.keys import Keyring
+from etude.store.keys import RUNNER_KEY, Keyring
 from etude.store.local_desk import LocalDesk
 from etude.store.server import serve
 
 __all__ = ["Agency", "agency"]
-
-SECRET, RUNNER_KEY = "keys.secret", "runner.key"
-"""Files in a run's directory: what its keys are made of, so that all of them stay good over a restart; and the key that
-runners elsewhere join with. Nobody else may read them."""
 
 
 @dataclass
@@ -63,8 +57,7 @@ def agency(
     if agent is None and asked.path is not None:
         agent = load_agent(asked.path)
     host, _, port = asked.listen.rpartition(":")
-    keyring = Keyring(_kept(directory / SECRET, secrets.token_urlsafe(32)).encode())
-    _kept(directory / RUNNER_KEY, keyring.runner)
+    keyring = Keyring.kept(directory)
     with ExitStack() as stack:
         desk = LocalDesk(journal, keyring)
         stack.callback(lambda: asyncio.run(desk.close()))
@@ -110,14 +103,3 @@ def _nothing() -> None:
 
 def _unseeded(params: SamplingParams) -> SamplingParams:
     return replace(params, seed=None)
-
-
-def _kept(path: Path, text: str) -> str:
-    """What a file holds that only its owner reads; made with this text if it is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
-    except FileExistsError:
-        pass
-    return path.read_text(encoding="utf-8").strip()

@@ -148,6 +148,9 @@ def _agents(
     agent: Agent | None,
 ) -> Agents:
     """Who asks agents for rollouts; and the agents, at work."""
+    from etude.store import serving_installed
+
+    serving_installed()
     from etude.recipes.agency import agency
     from etude.recipes.agents import Agents
 
