@@ -11,7 +11,7 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,8 +156,8 @@ def _told(before: Sequence[Scored], after: Sequence[Scored], steps: Sequence[Map
     }
 
 
-def _share(found: Any) -> float:
-    each = list(found)
+def _share(found: Iterable[bool]) -> float:
+    each = [float(one) for one in found]
     return sum(each) / len(each)
 
 

@@ -48,7 +48,8 @@ async def helper(task: Task, llm: LLM) -> float:
         if not said.tool_calls:
             return float(said.content == task["answer"])
         messages.append(said.model_dump(exclude_none=True))
-        for call in said.tool_calls:
+        calls: Any = said.tool_calls
+        for call in calls:
             found = called(task, call.function.name, call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
     return 0.0

@@ -57,10 +57,15 @@ class AgentConfig(Config):
         "force", description="force: the run's sampling parameters hold; default: the agent's own, where it sets them"
     )
     calls: int = Field(256, ge=1, description="calls to the model that are answered at once; more of them wait")
+    store: str | None = Field(
+        None,
+        description="address of an `etude store` that keeps the rollouts; its admin key is read from ETUDE_STORE_KEY. "
+        "null keeps them in this process",
+    )
     listen: str = Field(
         "127.0.0.1:0",
         pattern=r"^\S+:\d{1,5}$",
-        description="address and port of the endpoint and the store; port 0 is a free one",
+        description="address and port of the endpoint, and of the store that this process keeps; port 0 is a free one",
     )
 
 

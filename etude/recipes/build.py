@@ -86,7 +86,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     common["runner"] = runner
     source: AgentSource | EngineSource
     if agentic:
-        agents = _agents(run, chat, engine, judge, store, directory, longest, stack, agent)
+        agents = _agents(run, chat, engine, judge, store, directory, longest, stack, runner, agent)
         source = AgentSource(run.collect, agents, **common)
         evaluator = scorer_of(run, agents, judge, store, runner)
     else:
@@ -145,6 +145,7 @@ def _agents(
     directory: Path,
     longest: int,
     stack: ExitStack,
+    runner: asyncio.Runner,
     agent: Agent | None,
 ) -> Agents:
     """Who asks agents for rollouts; and the agents, at work."""
@@ -154,8 +155,8 @@ def _agents(
     from etude.recipes.agency import agency
     from etude.recipes.agents import Agents
 
-    cursor = store.position
-    found = stack.enter_context(agency(run, chat, engine, store, directory, longest, agent))
+    cursor = store.position if run.agent.store is None else 0
+    found = stack.enter_context(agency(run, chat, engine, store, directory, longest, runner, agent))
     agents = Agents(run.agent, run.collect.retries, found.desk, judge, chat.tokenizer, cursor)
     agents.check, agents.endpoint = found.check, found.metrics
     return agents

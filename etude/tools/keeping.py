@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import shlex
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -29,6 +28,7 @@ from etude.store import open_store
 from etude.store.keys import ADMIN_KEY, RUNNER_KEY, Keyring
 from etude.store.local_desk import LocalDesk
 from etude.store.server import serve
+from etude.store.serving import reached_at
 
 __all__ = ["keep"]
 
@@ -60,7 +60,7 @@ def keep(where: str, listen: str) -> None:
         stack.callback(lambda: asyncio.run(desk.close()))
         stopping = stack.enter_context(_told_to_stop())
         serving = stack.enter_context(serve(desk, keyring, host=host, port=port))
-        address = serving.url if host in HERE else f"http://{socket.gethostname()}:{serving.url.rpartition(':')[2]}"
+        address = reached_at(serving.url)
         _introduce(console, where if directory is None else str(directory), address, keyring, directory, known)
         while not stopping.wait(LOOK_S):
             pass
