@@ -183,7 +183,11 @@ class Agents:
         if last.reward is not None:
             return Verdict(last.reward, last.parts)
         if self._judge.judges:
-            return await self._judge.judge(task, turns[-1].completion.text if turns else "")
+            judged = await self._judge.judge(task, turns[-1].completion.text if turns else "")
+            if judged.outcome is Outcome.SUCCEEDED:
+                return judged
+            told = "The agent ended without a reward, and the run's `reward` could not judge its last answer instead. "
+            return replace(judged, error=f"{told}{judged.error}")
         if last.paid:
             return Verdict(0.0)
         self._losses.unrewarded += 1

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +42,18 @@ if TYPE_CHECKING:
     from etude.recipes.workers import PolicyWorker
     from etude.rollout import TorchEngine
 
-__all__ = ["build", "chat_of", "episodes_of", "evaluator_of", "model_of", "policy", "prompts", "rank", "tasks"]
+__all__ = [
+    "agents_evaluator",
+    "build",
+    "chat_of",
+    "episodes_of",
+    "evaluator_of",
+    "model_of",
+    "policy",
+    "prompts",
+    "rank",
+    "tasks",
+]
 
 
 @contextmanager
@@ -173,6 +185,19 @@ def scorer_of(run: Run, agents: Agents, judge: Judge, store: Journal, runner: as
     return Evaluator(
         run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, runner=runner
     )
+
+
+def agents_evaluator(
+    run: Run, chat: Chat, engine: TorchEngine, judge: Judge, runner: asyncio.Runner, longest: int, stack: ExitStack
+) -> Evaluator | None:
+    """Whoever has agents score a model that belongs to no run that is under way: with runners of its own, on this
+    machine. What they did is kept in no journal: a run's own is none of theirs."""
+    place = Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
+    store = stack.enter_context(closing(open_store()))
+    here = {"store": None, "listen": "127.0.0.1:0", "runners": run.agent.runners or 1}
+    run = run.model_copy(update={"agent": run.agent.model_copy(update=here)})
+    agents = _agents(run, chat, engine, judge, store, place, longest, stack, runner, None)
+    return scorer_of(run, agents, judge, store, runner)
 
 
 def given(run: Run, files: Sequence[str]) -> Dataset:
