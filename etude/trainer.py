@@ -94,7 +94,7 @@ class RL(Algorithm):
 
     def try_out(self, tasks: Tasks, count: int, console: Console) -> None:
         """Have a few tasks played, and show what was said, what it earned, and what would be learned from it."""
-        few = {"collect.tasks": count, "collect.group_size": 2, "collect.retries": 0}
+        few: dict[str, Any] = {"collect.tasks": count, "collect.group_size": 2, "collect.retries": 0}
         few |= {"observe.console": "off", "observe.level": "error"}
         with TemporaryDirectory() as place, self._parts(tasks, None, Path(place) / "dev", few) as parts:
             parts.publish(parts.checkpoint.step)
@@ -152,16 +152,23 @@ class Trainer:
         """strategy: runners as threads of this process (`shm`), or as processes of their own (`cs`). n_runners: how
         many are started; 0 waits for some to join from elsewhere. max_concurrency: attempts that each has under
         way."""
-        if strategy not in STRATEGIES:
+        told: Any = strategy
+        counts: list[tuple[str, Any, int]] = [("n_runners", n_runners, 0), ("max_concurrency", max_concurrency, 1)]
+        if told not in STRATEGIES:
             raise UnknownChoiceError(
-                f"There is no strategy {strategy!r}: runners are threads of this process, `shm`, or processes of their "
+                f"There is no strategy {told!r}: runners are threads of this process, `shm`, or processes of their "
                 "own, `cs`."
             )
-        for name, value, least in (("n_runners", n_runners, 0), ("max_concurrency", max_concurrency, 1)):
+        for name, value, least in counts:
             if not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} is {value!r}; it is a whole number, {least} or more.")
         self.algorithm = algorithm
-        self._options = {"agent.strategy": strategy, "agent.runners": n_runners, "agent.at_once": max_concurrency}
+        self._at_once, self._runners = max_concurrency, n_runners
+        self._options: dict[str, Any] = {
+            "agent.strategy": strategy,
+            "agent.runners": n_runners,
+            "agent.at_once": max_concurrency,
+        }
 
     def fit(self, agent: Any, train: Tasks | None = None, val: Tasks | None = None) -> dict[str, float]:
         """Have the algorithm do its work with this agent and these tasks.
@@ -169,7 +176,7 @@ class Trainer:
         Started with ETUDE_ROLE=runner, the same program is a runner of the store that ETUDE_STORE_URL names, until it
         is told to stop; with ETUDE_ROLE=train it starts no runners, and waits for those.
         """
-        if plays_instead(as_agent(agent, "The agent"), self._options["agent.at_once"]):
+        if plays_instead(as_agent(agent, "The agent"), self._at_once):
             return {}
         self.algorithm.given = self._given(agent)
         try:
@@ -182,7 +189,7 @@ class Trainer:
         would be learned from it. Nothing is trained, and nothing is kept."""
         if not isinstance(self.algorithm, RL):
             raise ConfigError(f"{type(self.algorithm).__name__} has no way to try an agent out; RL and Baseline have.")
-        if not self._options["agent.runners"]:
+        if not self._runners:
             raise ConfigError("`dev` plays on this machine, and `n_runners=0` starts nobody here: give it 1.")
         self.algorithm.given = self._given(agent)
         try:

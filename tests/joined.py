@@ -13,10 +13,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import etude
 from tests.learn import games
 
 ETUDE = [sys.executable, "-m", "etude"]
 LOOKER = "tests.learn.looking:looker"
+LINGERS = "tests.joined:lingers"
+lingers = etude.command("echo $$ >> $PIDS; sleep 120 & echo $! >> $PIDS; wait")
+"""An agent that does not end by itself, and has started something besides; it writes down who they are."""
 ROOT = Path(__file__).parent.parent
 SMALL = (
     *("steps=2", "collect.tasks=2", "collect.group_size=2", "sampling.max_tokens=8", "data.max_prompt=16"),

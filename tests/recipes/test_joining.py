@@ -59,6 +59,7 @@ def test_a_run_joins_a_store_and_its_journal_holds_what_the_store_has(options: l
         assert sum(1 for _ in mine.read(kinds=(Admitted,))) == 2
 
 
+@pytest.mark.soak
 def test_a_trainer_that_is_killed_goes_on_with_what_the_store_has(options: list[str], tmp_path: Path) -> None:
     kept, run = tmp_path / "store", tmp_path / "run"
     with started(["store", str(kept), "--listen", "127.0.0.1:0"], tmp_path / "store.log") as store:
