@@ -79,7 +79,7 @@ class RL(Algorithm):
     """A published recipe: `grpo`, `dapo`, …"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of a run by their names: `{"model.path": "Qwen3-0.6B", "steps": 100}`."""
-    directory: Path | None = None
+    directory: Path | str | None = None
     """Where the run lies; one that is there is taken up. By default a new one in `runs`."""
 
     def run(self, train: Tasks | None, val: Tasks | None) -> dict[str, float]:
@@ -105,13 +105,8 @@ class RL(Algorithm):
         self, train: Tasks, val: Tasks | None, directory: Path | None = None, more: Mapping[str, Any] | None = None
     ) -> AbstractContextManager[Parts]:
         assert self.given is not None, "a trainer gives an agent"
-        named = self.options.get("directory")
-        directory = (
-            directory
-            or self.directory
-            or (Path(named) if named else None)
-            or folder.new_directory(Path("runs"), "train")
-        )
+        named = directory or self.directory or self.options.get("directory")
+        directory = Path(named) if named else folder.new_directory(Path("runs"), "train")
         options = {**self.options, **self.given.options, **(more or {}), "directory": directory}
         options["data.train"] = _files(train, directory / "tasks" / "train.jsonl")
         if val is not None:

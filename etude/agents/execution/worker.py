@@ -30,6 +30,8 @@ from etude.errors import ConfigError, EtudeError
 
 __all__ = ["REFUSED", "STOP", "Appointment", "appointed_elsewhere", "join", "main", "serve"]
 
+log = logging.getLogger("etude.agents")
+
 REFUSED = 2
 """The exit code of a process that had something to say against what it was asked, in the last line it wrote."""
 STOP = b"stop\n"
@@ -94,7 +96,13 @@ async def _served(asked: Appointment, orders: BinaryIO | None) -> None:
             loop.add_signal_handler(number, runner.stop)
         if orders is not None:
             threading.Thread(target=_listen, args=(orders, runner), name="etude-orders", daemon=True).start()
+        log.info(
+            "Plays %s for the store at %s, up to %d attempts at once. Ctrl-C lets what is under way end.",
+            *(asked.agent.title, asked.url, asked.max_concurrency),
+        )
         await runner.run()
+        told = ", ".join(f"{count} {outcome.value}" for outcome, count in sorted(runner.ended.items())) or "none"
+        log.info("Stopped. Attempts played: %s.", told)
     finally:
         with suppress(TimeoutError):
             async with asyncio.timeout(asked.pace.cancel_s):
@@ -113,7 +121,7 @@ def main() -> None:
         body = _read(orders, int.from_bytes(_read(orders, 8), "big"))
         serve(pickle.loads(body), orders)
     except EtudeError as error:
-        logging.getLogger("etude.agents").error("%s", error)
+        log.error("%s", error)
         sys.exit(REFUSED)
 
 
