@@ -74,8 +74,7 @@ __all__ = [
 def serving_installed() -> None:
     """`MissingPackageError` where what serves a store, and the model to agents, is not installed."""
     try:
-        import fastapi  # noqa: F401
-        import uvicorn  # noqa: F401
+        import etude.store.server  # noqa: F401
     except ImportError as error:
         raise MissingPackageError(
             f"A store is served, and a model to agents, by the packages fastapi and uvicorn, which cannot be imported "

@@ -93,10 +93,6 @@ def test_nothing_is_left_of_a_runner_and_its_store(how: str, options: list[str],
                 r.told()
             assert r.ends(60) == (-9 if how == "killed" else 0), r.said
             assert not [pid for pid in [*there, *map(int, pids.read_text().split())] if not gone(pid, within=15)]
-            store.told(signal.SIGKILL)
-            train.told()
-            train.told()
-            train.ends(60)
 
 
 @pytest.mark.soak
