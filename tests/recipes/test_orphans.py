@@ -82,7 +82,7 @@ def test_nothing_is_left_of_a_runner_and_its_store(how: str, options: list[str],
             started(
                 ["runner", LINGERS, "--url", url], tmp_path / "runner.log", PIDS=str(pids), ETUDE_STORE_KEY=key
             ) as r,
-            started(words, tmp_path / "train.log", ETUDE_STORE_KEY=admin) as train,
+            started(words, tmp_path / "train.log", ETUDE_STORE_KEY=admin),
         ):
             there = lingering(r, pids)
             if how == "killed":
