@@ -59,8 +59,8 @@ class AgentConfig(Config):
     calls: int = Field(256, ge=1, description="calls to the model that are answered at once; more of them wait")
     store: str | None = Field(
         None,
-        description="address of a store (`etude store DIRECTORY`) that keeps the rollouts; its admin key is read from ETUDE_STORE_KEY. "
-        "null keeps them in this process",
+        description="address of a store (`etude store DIRECTORY`) that keeps the rollouts; its admin key is read from "
+        "ETUDE_STORE_KEY. null keeps them in this process",
     )
     listen: str = Field(
         "127.0.0.1:0",
