@@ -325,6 +325,7 @@ def _config_show(arguments: argparse.Namespace) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    from etude.config.env import role
     from etude.recipes.commands import asked
     from etude.recipes.folder import read_run
     from etude.recipes.loop import train
@@ -334,13 +335,35 @@ def _train(arguments: argparse.Namespace) -> None:
 
     if arguments.resume is not None:
         _goes_on_as_it_was(arguments)
-        train(read_run(arguments.resume, arguments.overrides))
+        _train_or_play(read_run(arguments.resume, arguments.overrides))
     elif arguments.multirun:
+        if role() is not None:
+            raise ConfigError(f"--multirun is many runs, and ETUDE_ROLE={role()} a part of one. Leave one of them out.")
         preset, overrides = split(arguments.overrides)
         sweep(Run, train, overrides, arguments.config, preset)
     else:
         preset, overrides = split(arguments.overrides)
-        train(asked(Run, overrides, arguments.config, preset))
+        _train_or_play(asked(Run, overrides, arguments.config, preset))
+
+
+def _train_or_play(run: Any) -> None:
+    """Train; or play what another trains, where ETUDE_ROLE says that this process is a runner."""
+    from etude.config.env import role
+    from etude.recipes.loop import train
+
+    if role() is not None:
+        from etude.agents.agent import load_agent
+        from etude.recipes.roles import plays_instead
+
+        if run.agent.path is None:
+            raise ConfigError(
+                f"ETUDE_ROLE={role()} says which part of the work with agents is this process's, and this run has no "
+                "`agent.path`. Unset it."
+            )
+        if plays_instead(load_agent(run.agent.path), run.agent.at_once):
+            return
+        run = run.model_copy(update={"agent": run.agent.model_copy(update={"runners": 0})})
+    train(run)
 
 
 def _learn(arguments: argparse.Namespace) -> None:

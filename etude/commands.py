@@ -78,6 +78,17 @@ examples:
   etude export rollouts runs/mine everything.jsonl --split all
   etude export rollouts runs/mine traces.jsonl --as otlp"""
 
+
+STORE = """\
+examples:
+  etude store stores/mine                               a journal in a directory, served to this machine
+  ETUDE_STORE_KEY=… etude store stores/mine --listen 0.0.0.0:8700
+  etude store postgresql://me@db:5432/rollouts          a journal in a database
+
+It says how runners and a trainer join. The admin key is made the first time, unless ETUDE_STORE_KEY gives one; where
+other machines can reach the store, it must be given. Nothing is encrypted on the way: between machines that others can
+listen to, put it behind a proxy that is. Ctrl-C or SIGTERM ends it, and nothing that it acknowledged is lost."""
+
 SHELLS = ("bash", "zsh", "fish")
 COMPLETION = """\
 put it where your shell starts:
@@ -165,6 +176,7 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
     show.add_argument("--model", type=Path, metavar="DIRECTORY", help="a model, whose template and tokens are shown")
     show.set_defaults(command=_data_show)
 
+    _add_store(commands, debug)
     _add_runner(commands, debug)
 
     doctor = commands.add_parser("doctor", help="look for what stands in the way of a run", parents=[debug])
@@ -327,6 +339,29 @@ def _export_rollouts(arguments: argparse.Namespace) -> None:
     done = export(Export(**asked, tags=tags))
     if arguments.json:
         print(json.dumps(told(done)))
+
+
+def _store(arguments: argparse.Namespace) -> None:
+    from etude.store import serving_installed
+
+    serving_installed()
+    from etude.tools.keeping import keep
+
+    keep(arguments.where, arguments.listen)
+
+
+def _add_store(commands: Any, debug: argparse.ArgumentParser) -> None:
+    store = commands.add_parser(
+        "store",
+        help="keep a store of rollouts that runners and a trainer join",
+        epilog=STORE,
+        parents=[debug],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    store.add_argument("where", metavar="DIRECTORY|URL", help="where it is kept: a directory, or postgresql://…")
+    at = "address and port (default 127.0.0.1:8700); port 0 is a free one"
+    store.add_argument("--listen", default="127.0.0.1:8700", metavar="HOST:PORT", help=at)
+    store.set_defaults(command=_store)
 
 
 def _add_runner(commands: Any, debug: argparse.ArgumentParser) -> None:

@@ -20,18 +20,22 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeAlias
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from etude.agents.agent import Agent, as_agent
 from etude.config.compose import compose
-from etude.errors import ConfigError
+from etude.config.env import role
+from etude.errors import ConfigError, UnknownChoiceError
 from etude.observe import make_console
 from etude.recipes import folder
+from etude.recipes.agents import ADDED
 from etude.recipes.build import build
 from etude.recipes.collecting import Groups
 from etude.recipes.loop import practise
 from etude.recipes.parts import Parts
 from etude.recipes.presets import PRESETS
+from etude.recipes.roles import plays_instead
 from etude.recipes.run import Run
 from etude.store.desk import Desk
 
@@ -39,6 +43,9 @@ __all__ = ["RL", "Algorithm", "Baseline", "Tasks", "Trainer"]
 
 Tasks: TypeAlias = "str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]"
 """Files of tasks, or tasks as mappings."""
+STRATEGIES = ("shm", "cs")
+WIDE = 200
+"""Letters of a field of a task that are shown."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ class RL(Algorithm):
     """A published recipe: `grpo`, `dapo`, …"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of a run by their names: `{"model.path": "Qwen3-0.6B", "steps": 100}`."""
-    directory: Path | None = None
+    directory: Path | str | None = None
     """Where the run lies; one that is there is taken up. By default a new one in `runs`."""
 
     def run(self, train: Tasks | None, val: Tasks | None) -> dict[str, float]:
@@ -87,16 +94,19 @@ class RL(Algorithm):
 
     def try_out(self, tasks: Tasks, count: int, console: Console) -> None:
         """Have a few tasks played, and show what was said, what it earned, and what would be learned from it."""
-        few = {"collect.tasks": count, "collect.group_size": 2, "collect.retries": 0, "observe.console": "off"}
+        few: dict[str, Any] = {"collect.tasks": count, "collect.group_size": 2, "collect.retries": 0}
+        few |= {"observe.console": "off", "observe.level": "error"}
         with TemporaryDirectory() as place, self._parts(tasks, None, Path(place) / "dev", few) as parts:
             parts.publish(parts.checkpoint.step)
             shown(parts, parts.source.next(1), console)
+            console.print(Text("Nothing was trained, and nothing is kept."))
 
     def _parts(
         self, train: Tasks, val: Tasks | None, directory: Path | None = None, more: Mapping[str, Any] | None = None
     ) -> AbstractContextManager[Parts]:
         assert self.given is not None, "a trainer gives an agent"
-        directory = directory or self.directory or folder.new_directory(Path("runs"), "train")
+        named = directory or self.directory or self.options.get("directory")
+        directory = Path(named) if named else folder.new_directory(Path("runs"), "train")
         options = {**self.options, **self.given.options, **(more or {}), "directory": directory}
         options["data.train"] = _files(train, directory / "tasks" / "train.jsonl")
         if val is not None:
@@ -116,9 +126,11 @@ class Baseline(RL):
             raise ConfigError("There is nothing to play: give tasks, `trainer.fit(agent, val=tasks)`.")
         with self._parts(tasks, tasks) as parts:
             parts.publish(parts.checkpoint.step)
-            found = parts.evaluate.maybe_run(parts.checkpoint.steps)
+            found = dict(parts.evaluate.maybe_run(parts.checkpoint.steps).reduce())
             parts.evaluate.raise_failed()
-        return dict(found.reduce())
+            if self.options.get("observe.console") != "off":
+                _report(found, parts.directory, make_console())
+        return found
 
 
 class Trainer:
@@ -132,13 +144,35 @@ class Trainer:
         n_runners: int = 1,
         max_concurrency: int = 16,
     ) -> None:
-        """strategy: runners as threads of this process (`shm`), or as processes of their own (`cs`). max_concurrency:
-        attempts that each runner has under way."""
+        """strategy: runners as threads of this process (`shm`), or as processes of their own (`cs`). n_runners: how
+        many are started; 0 waits for some to join from elsewhere. max_concurrency: attempts that each has under
+        way."""
+        told: Any = strategy
+        counts: list[tuple[str, Any, int]] = [("n_runners", n_runners, 0), ("max_concurrency", max_concurrency, 1)]
+        if told not in STRATEGIES:
+            raise UnknownChoiceError(
+                f"There is no strategy {told!r}: runners are threads of this process, `shm`, or processes of their "
+                "own, `cs`."
+            )
+        for name, value, least in counts:
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is {value!r}; it is a whole number, {least} or more.")
         self.algorithm = algorithm
-        self._options = {"agent.strategy": strategy, "agent.runners": n_runners, "agent.at_once": max_concurrency}
+        self._at_once, self._runners = max_concurrency, n_runners
+        self._options: dict[str, Any] = {
+            "agent.strategy": strategy,
+            "agent.runners": n_runners,
+            "agent.at_once": max_concurrency,
+        }
 
     def fit(self, agent: Any, train: Tasks | None = None, val: Tasks | None = None) -> dict[str, float]:
-        """Have the algorithm do its work with this agent and these tasks."""
+        """Have the algorithm do its work with this agent and these tasks.
+
+        Started with ETUDE_ROLE=runner, the same program is a runner of the store that ETUDE_STORE_URL names, until it
+        is told to stop; with ETUDE_ROLE=train it starts no runners, and waits for those.
+        """
+        if plays_instead(as_agent(agent, "The agent"), self._at_once):
+            return {}
         self.algorithm.given = self._given(agent)
         try:
             return self.algorithm.run(train, val)
@@ -150,6 +184,8 @@ class Trainer:
         would be learned from it. Nothing is trained, and nothing is kept."""
         if not isinstance(self.algorithm, RL):
             raise ConfigError(f"{type(self.algorithm).__name__} has no way to try an agent out; RL and Baseline have.")
+        if not self._runners:
+            raise ConfigError("`dev` plays on this machine, and `n_runners=0` starts nobody here: give it 1.")
         self.algorithm.given = self._given(agent)
         try:
             self.algorithm.try_out(tasks, count, make_console())
@@ -158,24 +194,77 @@ class Trainer:
 
     def _given(self, agent: Any) -> Given:
         made = as_agent(agent, "The agent")
-        return Given(made, self._options | {"agent.path": made.title})
+        apart = {"agent.runners": 0} if role() == "train" else {}
+        return Given(made, self._options | apart | {"agent.path": made.title})
 
 
 def shown(parts: Parts, groups: Groups, console: Console) -> None:
-    """Rollouts for a person to read."""
+    """Rollouts for a person to read: what was said, what it earned, and what would be learned from it."""
+    batch = parts.learners.estimate(parts.learners.annotate(parts.collate(groups)), 1)
+    per_token = batch.need("advantage").tolist()
+    advantages: dict[int, list[float]] = {}
+    at = 0
+    for sample in groups.samples:  # a batch has its rows in this order, one after another
+        chosen = zip(per_token[at : at + len(sample.ids)], sample.action.tolist(), strict=True)
+        advantages.setdefault(sample.rollout, []).extend(value for value, acts in chosen if acts)
+        at += len(sample.ids)
     for rollout in groups.rollouts:
-        samples = [sample for sample in groups.samples if sample.rollout == rollout.id]
-        task = parts.store.task(rollout.task)
-        console.rule(f"task {rollout.task}, row {task.row}")
-        for turn in parts.store.turns(rollout.id):
-            said = turn.completion
-            console.print(f"[dim]turn {turn.index}: {len(turn.prompt)} tokens read, {len(said.ids)} written[/]")
-            console.print(Text(parts.text(turn.prompt), style="cyan"), Text(said.text), soft_wrap=True, sep="")
+        fields = parts.store.task(rollout.task).fields
+        asked = ", ".join(f"{name}={_short(value)}" for name, value in fields.items() if name not in ADDED)
+        console.rule(Text(f"task {rollout.task}, try {rollout.id % 2 + 1}", style="bold"))
+        console.print(Text(asked, style="dim"), soft_wrap=True)
+        _conversation(parts, rollout.id, console)
         named = ", ".join(f"{name} {value:g}" for name, value in rollout.parts.items())
-        console.print(Text(f"reward {rollout.reward:g}{f' ({named})' if named else ''}"))
+        console.print(Text(f"reward {rollout.reward:g}{f' ({named})' if named else ''}", style="bold"))
+        samples = [sample for sample in groups.samples if sample.rollout == rollout.id]
         for number, sample in enumerate(samples, start=1):
             learned = int(sample.action.sum())
-            console.print(Text(f"row {number} of {len(samples)}: {len(sample.ids)} tokens, {learned} learned from"))
+            row = f"row {number} of {len(samples)}: {len(sample.ids)} tokens, {learned} of them written by the model"
+            console.print(Text(row))
+        console.print(Text(_lesson(advantages.get(rollout.id, []))))
+
+
+def _report(found: Mapping[str, float], directory: Path, console: Console) -> None:
+    """The scores, and where what was said lies."""
+    table = Table("score", "value")
+    for name, value in found.items():
+        if not name.startswith("eval/engine/"):
+            table.add_row(name, f"{value:.4g}")
+    console.print(table)
+    console.print(Text(f"answers  {directory / 'evaluations'}"), soft_wrap=True)
+
+
+def _conversation(parts: Parts, rollout: int, console: Console) -> None:
+    """Turn by turn what the model read that was new to it, and what it wrote."""
+    before: list[int] = []
+    for turn in parts.store.turns(rollout):
+        prompt, said = turn.prompt.tolist(), turn.completion
+        goes_on = bool(before) and prompt[: len(before)] == before
+        new = prompt[len(before) :] if goes_on else prompt
+        told = f"{len(new)} more tokens" if goes_on else f"{len(new)} tokens"
+        begun = "" if goes_on or not before else ", begun anew: the agent rewrote its history"
+        console.print(Text(f"turn {turn.index}: {told} read{begun}", style="dim"))
+        console.print(
+            Text(parts.text(turn.prompt[-len(new) :] if new else turn.prompt[:0]), style="cyan"), soft_wrap=True
+        )
+        console.print(Text(f"{len(said.ids)} tokens written ({said.finish})", style="dim"))
+        console.print(Text(said.text, style="green"), soft_wrap=True)
+        before = [*prompt, *said.ids.tolist()]
+
+
+def _lesson(advantages: Sequence[float]) -> str:
+    """What an update would do with a rollout."""
+    if not advantages:
+        return "nothing would be learned from it: the model wrote nothing"
+    mean = sum(advantages) / len(advantages)
+    if not any(advantages):
+        return "nothing would be learned from it: the tries at this task earned the same"
+    return f"advantage {mean:+.3g}: what it wrote would become {'likelier' if mean > 0 else 'less likely'}"
+
+
+def _short(value: Any) -> str:
+    told = json.dumps(value, ensure_ascii=False, default=str)
+    return told if len(told) <= WIDE else told[:WIDE] + "…"
 
 
 def _preset(name: str | None) -> Path | None:
@@ -192,7 +281,15 @@ def _files(tasks: Tasks, place: Path) -> list[str]:
     if rows and all(isinstance(row, str | Path) for row in rows):
         return [str(row) for row in rows]
     if not rows:
-        raise ConfigError("The list of tasks is empty.")
+        raise ConfigError(
+            "The list of tasks is empty. Give at least one, such as `[{'question': '2+2', 'answer': '4'}]`."
+        )
+    if not all(isinstance(row, Mapping) for row in rows):
+        odd = next(row for row in rows if not isinstance(row, Mapping))
+        raise ConfigError(
+            f"Tasks are mappings, such as `{{'question': '2+2', 'answer': '4'}}`, or files of them; a "
+            f"{type(odd).__name__} was given."
+        )
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return [str(place)]

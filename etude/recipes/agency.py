@@ -4,6 +4,7 @@
                 ▲                   ▲
               runners ──► agents ───┘
 
+Where a store elsewhere keeps the rollouts (`agent.store`), the desk is its, and the server here is for the endpoint.
 All of it is there before the first rollout is asked for, and gone, in the reverse order, when the run is over.
 """
 
@@ -11,12 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from etude.agents.agent import Agent, load_agent
 from etude.agents.execution.processes import ProcessRunners
@@ -27,27 +27,29 @@ from etude.agents.proxy.external import external_models
 from etude.agents.proxy.policy import seeds_of
 from etude.agents.proxy.upstream import Upstream
 from etude.chat import Chat
+from etude.config.env import etude_command
 from etude.observe import Last, Metrics, get_log
 from etude.recipes.agents import place_of
+from etude.recipes.joining import FarDesk, claimed_for, key_of
 from etude.recipes.run import Run
 from etude.records import SamplingParams
 from etude.store import Journal
-from etude.store.keys import Keyring
+from etude.store.client import RemoteDesk
+from etude.store.desk import Desk
+from etude.store.keys import RUNNER_KEY, Keyring
 from etude.store.local_desk import LocalDesk
 from etude.store.server import serve
+from etude.store.serving import reached_at
 
 __all__ = ["Agency", "agency", "swept"]
-
-SECRET, RUNNER_KEY = "keys.secret", "runner.key"
-"""Files in a run's directory: what its keys are made of, so that all of them stay good over a restart; and the key that
-runners elsewhere join with. Nobody else may read them."""
 
 
 @dataclass
 class Agency:
     """What a run has of it."""
 
-    desk: LocalDesk
+    desk: Desk
+    """Where the run asks for rollouts."""
     endpoint: Endpoint
     url: str
     check: Callable[[], None]
@@ -59,21 +61,24 @@ class Agency:
 
 @contextmanager
 def agency(
-    run: Run, chat: Chat, engine: Upstream, journal: Journal, directory: Path, longest: int, agent: Agent | None = None
+    run: Run,
+    chat: Chat,
+    engine: Upstream,
+    journal: Journal,
+    directory: Path,
+    longest: int,
+    loop: asyncio.Runner,
+    agent: Agent | None = None,
 ) -> Iterator[Agency]:
-    """Everything that agents need, at work. agent: who plays, where it is not to be loaded by `agent.path`."""
+    """Everything that agents need, at work. loop: the run's own. agent: who plays, where it is not to be loaded by
+    `agent.path`."""
     asked = run.agent
     if agent is None and asked.path is not None:
         agent = load_agent(asked.path)
     host, _, port = asked.listen.rpartition(":")
-    kept = directory / SECRET
-    secret = kept.read_text(encoding="utf-8").strip() if kept.exists() else _write(kept, secrets.token_urlsafe(32))
-    keyring = Keyring(secret.encode())
-    _write(directory / RUNNER_KEY, keyring.runner)
     with ExitStack() as stack:
         stack.enter_context(swept())
-        desk = LocalDesk(journal, keyring, anew=True)
-        stack.callback(lambda: asyncio.run(desk.close()))
+        keyring, desk, wanted = _desks(run, journal, directory, stack, loop)
         endpoint = Endpoint(
             desk,
             keyring,
@@ -91,25 +96,61 @@ def agency(
                 external=external_models(asked.external),
             ),
         )
-        desk.tell(endpoint.over)
+        if isinstance(desk, LocalDesk):
+            desk.tell(endpoint.over)
         serving = stack.enter_context(
             serve(desk, keyring, host=host, port=int(port), routers=[router(endpoint)], beside=[endpoint])
         )
-        asyncio.run(desk.put("endpoint", {"base_url": f"{serving.url}/v1", "model": endpoint.model}))
+        url = asked.store or serving.url
+        here = serving.url if asked.store is None else reached_at(serving.url, str(urlsplit(asked.store).hostname))
+        asyncio.run(_introduced(desk, {"base_url": f"{reached_at(here)}/v1", "model": endpoint.model}))
         check = _nothing
         if agent is not None and asked.runners and asked.strategy == "shm":
-            threads = ThreadRunners(desk, agent, asked.runners, max_concurrency=asked.at_once, store_url=serving.url)
+            threads = ThreadRunners(desk, agent, asked.runners, max_concurrency=asked.at_once, store_url=url)
             check = stack.enter_context(threads).check
         elif agent is not None and asked.runners:
             logs = directory / "runners"
             processes = ProcessRunners(
-                agent, serving.url, keyring.runner, asked.runners, logs=logs, max_concurrency=asked.at_once
+                agent, url, keyring.runner, asked.runners, logs=logs, max_concurrency=asked.at_once
             )
             check = stack.enter_context(processes).check
         else:
-            told = "Runners may join: `etude runner %s --url %s`, with what is in %s as their ETUDE_STORE_KEY."
-            get_log("recipes").info(told, asked.path or "AGENT", serving.url, directory / RUNNER_KEY)
-        yield Agency(desk, endpoint, serving.url, check)
+            key = f"$(cat {directory / RUNNER_KEY})" if asked.store is None else "…"
+            told = "Runners may join: ETUDE_STORE_KEY=%s %s runner %s --url %s"
+            get_log("recipes").info(told, key, etude_command(), asked.path or "AGENT", reached_at(url))
+        yield Agency(wanted, endpoint, url, check)
+
+
+def _desks(
+    run: Run, journal: Journal, directory: Path, stack: ExitStack, loop: asyncio.Runner
+) -> tuple[Keyring, Desk, Desk]:
+    """The keys, the desk that is served and written to, and the one where the run asks: here, or those of a store that
+    is elsewhere."""
+    url = run.agent.store
+    if url is None:
+        keyring = Keyring.kept(directory)
+        desk = LocalDesk(journal, keyring, anew=True)
+        stack.callback(lambda: asyncio.run(desk.close()))
+        return keyring, desk, desk
+    keyring = Keyring(admin=key_of(url))
+    there, far = RemoteDesk(url, keyring.admin), FarDesk(url, keyring.admin, journal)
+
+    async def claim() -> None:
+        try:
+            await claimed_for(there, url, directory, journal)
+        finally:
+            await there.close()
+
+    asyncio.run(claim())
+    stack.callback(lambda: loop.run(far.close()))
+    return keyring, there, far
+
+
+async def _introduced(desk: Desk, endpoint: dict[str, str]) -> None:
+    """Tell whoever plays where the model is."""
+    await desk.put("endpoint", endpoint)
+    if isinstance(desk, RemoteDesk):
+        await desk.close()  # its connections are this loop's
 
 
 @contextmanager
@@ -130,14 +171,3 @@ def _nothing() -> None:
 
 def _unseeded(params: SamplingParams) -> SamplingParams:
     return replace(params, seed=None)
-
-
-def _write(path: Path, text: str) -> str:
-    """Have a file hold this that only its owner reads: whole, or as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.draft")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    draft.rename(path)
-    return text

@@ -65,10 +65,15 @@ class AgentConfig(Config):
     external: Path | None = Field(
         None, description="a YAML file of other providers' models that agents may ask for: recorded, never trained"
     )
+    store: str | None = Field(
+        None,
+        description="address of a store (`etude store DIRECTORY`) that keeps the rollouts; its admin key is read from "
+        "ETUDE_STORE_KEY. null keeps them in this process",
+    )
     listen: str = Field(
         "127.0.0.1:0",
         pattern=r"^\S+:\d{1,5}$",
-        description="address and port of the endpoint and the store; port 0 is a free one",
+        description="address and port of the endpoint, and of the store that this process keeps; port 0 is a free one",
     )
 
 
@@ -216,8 +221,12 @@ class Agents:
             return told
         assert last is not None, "who succeeded has tried"
         if self._judge.judges:
-            return await self._judge.judge(task, turns[-1].completion.text if turns else "")
-        if last.paid:
+            judged = await self._judge.judge(task, turns[-1].completion.text if turns else "")
+            if judged.outcome is Outcome.SUCCEEDED:
+                return judged
+            why = "The agent ended without a reward, and the run's `reward` could not judge its last answer instead. "
+            return replace(judged, error=f"{why}{judged.error}")
+        if any(turn.reward is not None for turn in turns):
             return Verdict(0.0)
         self._losses.unrewarded += state.use == "train"
         return self._failure(

@@ -9,7 +9,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,7 +30,7 @@ from etude.models import Model, adapter_config
 from etude.observe import configure, make_console, progress
 from etude.protocols import Ids
 from etude.recipes import checks, folder, inputs
-from etude.recipes.build import episodes_of, evaluator_of, policy
+from etude.recipes.build import agents_evaluator, episodes_of, evaluator_of, policy
 from etude.recipes.device import device_of
 from etude.recipes.evaluate import scores, write_answers
 from etude.recipes.recipe import Recipe
@@ -60,7 +60,9 @@ READ = {
             "env",
             "evaluate.samples",
         ),
-        *("evaluate.limit", "evaluate.sampling", "sampling.max_tokens", "collect.timeout", *SHARED),
+        *("evaluate.limit", "evaluate.sampling", "sampling.max_tokens", "collect.timeout", "collect.retries"),
+        *("agent.path", "agent.strategy", "agent.runners", "agent.at_once", "agent.timeout", "agent.silence"),
+        *("agent.failed", "agent.parameters", "agent.calls", *SHARED),
     ),
     "generate": ("sampling", *SHARED),
 }
@@ -79,18 +81,21 @@ def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool, answers
     run, _ = _asked(overrides, file, "eval")
     if not run.data.val:
         raise ConfigError("There is nothing to score on: give tasks with `data.val=[tasks.parquet]`.")
+    checks.of_agents(run)
     console = make_console(run.observe.console)
-    with (
-        _engine(run, best=best) as (step, chat, engine),
-        Judge(live(run.reward, device_of(run)), run.judging) as judge,
-        asyncio.Runner() as runner,
-    ):
+    with ExitStack() as stack:
+        step, chat, engine = stack.enter_context(_engine(run, best=best))
+        judge = stack.enter_context(Judge(live(run.reward, device_of(run)), run.judging))
+        runner = stack.enter_context(asyncio.Runner())
+        longest = checks.longest(run, engine.model)
         with progress("reading the tasks", None, console):
-            episodes = episodes_of(run, checks.longest(run, engine.model), chat)
-            evaluator = evaluator_of(run, chat, engine, judge, runner, episodes)
+            if run.agent.path is None:
+                evaluator = evaluator_of(run, chat, engine, judge, runner, episodes_of(run, longest, chat))
+            else:
+                evaluator = agents_evaluator(run, chat, engine, judge, runner, longest, stack)
         assert evaluator is not None
         with progress(f"answering {evaluator.tasks} tasks", evaluator.tasks * evaluator.samples, console) as bar:
-            found = evaluator.answers(bar.advance)
+            found = evaluator.answers(bar.advance, step=step or 0)
     written = answers or _place_of_answers(run, step)
     told: dict[str, Any] = {"tasks": evaluator.tasks, "samples": evaluator.samples}
     told |= {} if step is None else {"step": step}

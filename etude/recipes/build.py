@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +42,18 @@ if TYPE_CHECKING:
     from etude.recipes.workers import PolicyWorker
     from etude.rollout import TorchEngine
 
-__all__ = ["build", "chat_of", "episodes_of", "evaluator_of", "model_of", "policy", "prompts", "rank", "tasks"]
+__all__ = [
+    "agents_evaluator",
+    "build",
+    "chat_of",
+    "episodes_of",
+    "evaluator_of",
+    "model_of",
+    "policy",
+    "prompts",
+    "rank",
+    "tasks",
+]
 
 
 @contextmanager
@@ -86,7 +98,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     common["runner"] = runner
     source: AgentSource | EngineSource
     if agentic:
-        agents = _agents(run, chat, engine, judge, store, directory, longest, stack, agent)
+        agents = _agents(run, chat, engine, judge, store, directory, longest, stack, runner, agent)
         source = AgentSource(run.collect, agents, **common)
         evaluator = scorer_of(run, agents, judge, store, runner)
     else:
@@ -145,14 +157,18 @@ def _agents(
     directory: Path,
     longest: int,
     stack: ExitStack,
+    runner: asyncio.Runner,
     agent: Agent | None,
 ) -> Agents:
     """Who asks agents for rollouts; and the agents, at work."""
+    from etude.store import serving_installed
+
+    serving_installed()
     from etude.recipes.agency import agency
     from etude.recipes.agents import Agents
 
-    cursor = store.position
-    found = stack.enter_context(agency(run, chat, engine, store, directory, longest, agent))
+    cursor = store.position if run.agent.store is None else 0
+    found = stack.enter_context(agency(run, chat, engine, store, directory, longest, runner, agent))
     agents = Agents(run.agent, run.collect.retries, found.desk, judge, chat.tokenizer, cursor)
     agents.check, agents.endpoint = found.check, found.metrics
     return agents
@@ -171,6 +187,19 @@ def scorer_of(run: Run, agents: Agents, judge: Judge, store: Journal, runner: as
     return Evaluator(
         run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, runner=runner
     )
+
+
+def agents_evaluator(
+    run: Run, chat: Chat, engine: TorchEngine, judge: Judge, runner: asyncio.Runner, longest: int, stack: ExitStack
+) -> Evaluator | None:
+    """Whoever has agents score a model that belongs to no run that is under way: with runners of its own, on this
+    machine. What they did is kept in no journal: a run's own is none of theirs."""
+    place = Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
+    store = stack.enter_context(closing(open_store()))
+    here = {"store": None, "listen": "127.0.0.1:0", "runners": run.agent.runners or 1}
+    run = run.model_copy(update={"agent": run.agent.model_copy(update=here)})
+    agents = _agents(run, chat, engine, judge, store, place, longest, stack, runner, None)
+    return scorer_of(run, agents, judge, store, runner)
 
 
 def given(run: Run, files: Sequence[str]) -> Dataset:

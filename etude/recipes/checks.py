@@ -22,7 +22,7 @@ from etude.rollout.kv import block_bytes
 
 __all__ = [
     *("algorithm", "before", "compares", "fits", "foresees", "from_the_models", "idle_trackers", "imitates", "longest"),
-    *("of_ranks", "room", "threads_of"),
+    *("of_agents", "of_ranks", "room", "threads_of"),
 ]
 
 MOST_RANKS = 8
@@ -62,7 +62,7 @@ def before(run: Run) -> None:
             "`reward=nothing` gives every answer 0, and this advantage reads the reward: nothing would be learned. "
             "Choose a reward, or `advantage=distillation`."
         )
-    _agent(run)
+    of_agents(run)
     _environment(run)
     algorithm(run)
     for warning in _idle_options(run):
@@ -179,7 +179,7 @@ def _refuse_idle_models(run: Run) -> None:
         )
 
 
-def _agent(run: Run) -> None:
+def of_agents(run: Run) -> None:
     """Refuse what cannot be asked of agents, and options that would need one."""
     if run.agent.path is None:
         if run.agent != type(run.agent)():

@@ -176,9 +176,11 @@ class Collector(ABC):
             admit = self._runner.run(self._collect(step, bar.advance))
         ids = [self._id(task, sample) for task, samples in admit.tasks.items() for sample in samples]
         if not ids:
+            error = self._tally.error
+            between = "\n" if "\n" in error else " "  # a traceback ends its line
             raise CollectionError(
                 f"Step {step} has nothing to train on: each of {self._tally.dropped.total()} tasks failed. "
-                f"The last failure: {self._tally.error} Mend that and start the run again: it goes on from here."
+                f"The last failure: {error}{between}Mend that and start the run again: it goes on from here."
             )
         self._store.append([events.Admitted(step, tuple(ids))])
         scored, level, groups = [self._scored.pop(rollout) for rollout in ids], admit.spare, len(admit.tasks)

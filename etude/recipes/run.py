@@ -39,7 +39,7 @@ FREE = (
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
     *("env.timeout", "env.at_once"),
     *("agent.strategy", "agent.runners", "agent.at_once", "agent.timeout", "agent.silence", "agent.patience"),
-    *("agent.calls", "agent.listen"),
+    *("agent.calls", "agent.listen", "agent.store"),
     *("reward.at_once", "reward.prices", "reward.requests_per_minute", "reward.tokens_per_minute"),
 )
 """Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, how much memory

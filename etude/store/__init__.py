@@ -67,7 +67,19 @@ __all__ = [
     "TurnPaid",
     "TurnRecorded",
     "open_store",
+    "serving_installed",
 ]
+
+
+def serving_installed() -> None:
+    """`MissingPackageError` where what serves a store, and the model to agents, is not installed."""
+    try:
+        import etude.store.server  # noqa: F401
+    except ImportError as error:
+        raise MissingPackageError(
+            f"A store is served, and a model to agents, by the packages fastapi and uvicorn, which cannot be imported "
+            f"here ({error}). Install them with `pip install 'etude[agents]'`."
+        ) from error
 
 
 def open_store(where: Path | str | None = None, *, read_only: bool = False) -> Journal:

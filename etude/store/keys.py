@@ -1,34 +1,40 @@
 """Keys: who may do what at the desk and the model endpoint. Nothing is stored, so any process that knows the secret
 reads them.
 
-A key is a sentence that everybody may read, and a seal that only the secret makes:
+A key is a sentence that everybody may read, and a seal that only the admin key makes:
 
     etude.model.12.0.1790000000.Kb0…      calls the model as attempt 0 of rollout 12, until that second
     etude.reward.12.0.1790000000.p3J…     writes what that attempt earned, and its events
     etude.runner.9aX…                     claims rollouts and hands them in
-    etude.admin.w7c…                      may do everything
+    etude.admin.w7c…                      may do everything, and therefore makes and reads all others
 
-The seal is an HMAC-SHA256 over the sentence before it. Times are those of the clock on the wall, as keys go to other
-machines.
+The seal is an HMAC-SHA256 over the sentence before it; that of the admin key is made by a secret, or somebody chose the
+key. Times are those of the clock on the wall, as keys go to other machines.
 """
 
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 import time
 from base64 import urlsafe_b64encode
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from etude.errors import ConfigError, KeyRefusedError
 from etude.store.desk import Key
 
-__all__ = ["Grant", "Keyring", "Scope"]
+__all__ = ["ADMIN_KEY", "RUNNER_KEY", "Grant", "Keyring", "Scope"]
 
 Scope: TypeAlias = Literal["admin", "runner", "model", "reward"]
 SCOPES: dict[str, Scope] = {scope: scope for scope in get_args(Scope)}
+ADMIN = "etude.admin"
 LEAST_SECRET = 16
 """Bytes: fewer can be guessed."""
+ADMIN_KEY, RUNNER_KEY = "admin.key", "runner.key"
+"""Files in a directory: the two keys that outlast a process, so that all others stay good too. Nobody else may read
+them."""
 
 
 class Grant(NamedTuple):
@@ -42,13 +48,34 @@ class Grant(NamedTuple):
 class Keyring:
     """Makes keys and reads them, with one secret. Without one it makes up its own, and its keys end with it."""
 
-    def __init__(self, secret: bytes | None = None) -> None:
+    def __init__(self, secret: bytes | None = None, *, admin: str = "") -> None:
+        """admin: the admin key, of whoever has that in place of the secret."""
+        if admin:
+            if len(admin) < LEAST_SECRET or not admin.isascii() or not admin.isprintable() or " " in admin:
+                raise ConfigError(
+                    f"The admin key of a store is {LEAST_SECRET} or more letters, digits and signs without a space, "
+                    "and this is not. Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+                )
+            self._admin = admin
+            return
         if secret is not None and len(secret) < LEAST_SECRET:
             raise ConfigError(
                 f"The secret of the keys has {len(secret)} bytes, and one below {LEAST_SECRET} can be guessed. Make "
                 "one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
-        self._secret = secrets.token_bytes(32) if secret is None else secret
+        self._admin = f"{ADMIN}.{_seal(secrets.token_bytes(32) if secret is None else secret, ADMIN)}"
+
+    @classmethod
+    def kept(cls, directory: Path, admin: str = "") -> Keyring:
+        """The keys that a directory keeps, made if it has none. admin: the key that it is to have from now on."""
+        directory.mkdir(parents=True, exist_ok=True)
+        place = directory / ADMIN_KEY
+        if not admin and place.exists():
+            admin = place.read_text(encoding="utf-8").strip()
+        ring = cls(admin=admin)
+        for name, text in ((ADMIN_KEY, ring.admin), (RUNNER_KEY, ring.runner)):
+            _keep(directory / name, text)
+        return ring
 
     def __repr__(self) -> str:
         return "Keyring(…)"
@@ -56,7 +83,7 @@ class Keyring:
     @property
     def admin(self) -> str:
         """The key that may do everything."""
-        return self._sealed("etude.admin")
+        return self._admin
 
     @property
     def runner(self) -> str:
@@ -73,8 +100,11 @@ class Keyring:
 
     def read(self, text: str) -> Grant:
         """What a key allows. One that was not made with this secret, or that is too old, is a `KeyRefusedError`."""
+        if hmac.compare_digest(text.encode(errors="replace"), self._admin.encode()):
+            return Grant("admin", None)
         told, _, seal = text.rpartition(".")
-        if not hmac.compare_digest(self._seal(told).encode(), seal.encode(errors="replace")):
+        made = hmac.compare_digest(_seal(self._admin.encode(), told).encode(), seal.encode(errors="replace"))
+        if not made or told == ADMIN:
             raise KeyRefusedError(
                 "The key was not made here. Give the one that was shown when the server started, or that the attempt "
                 "was given; keys of a server that was started anew with another secret are no longer good."
@@ -95,8 +125,19 @@ class Keyring:
         return self._sealed(f"etude.{scope}.{key.rollout}.{key.attempt}.{int(time.time() + expires_s)}")
 
     def _sealed(self, told: str) -> str:
-        return f"{told}.{self._seal(told)}"
+        return f"{told}.{_seal(self._admin.encode(), told)}"
 
-    def _seal(self, told: str) -> str:
-        seal = hmac.digest(self._secret, told.encode(errors="replace"), "sha256")
-        return urlsafe_b64encode(seal).rstrip(b"=").decode()
+
+def _seal(secret: bytes, told: str) -> str:
+    seal = hmac.digest(secret, told.encode(errors="replace"), "sha256")
+    return urlsafe_b64encode(seal).rstrip(b"=").decode()
+
+
+def _keep(path: Path, text: str) -> None:
+    """Have a file hold this, which only its owner reads; it is whole or not there."""
+    if path.exists() and path.read_text(encoding="utf-8").strip() == text:
+        return
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    new.replace(path)

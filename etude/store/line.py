@@ -168,9 +168,7 @@ class Line:
         reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting.append((writing, reply))
         if len(self._lanes) < LANES:
-            lane = asyncio.create_task(self._run())
-            self._lanes.add(lane)
-            lane.add_done_callback(self._lanes.discard)
+            self._lanes.add(asyncio.create_task(self._run()))
         return await reply
 
     async def close(self) -> None:
@@ -181,25 +179,34 @@ class Line:
 
     async def _run(self) -> None:
         """Send until nothing waits."""
-        while self._waiting:
-            taken = self._take()
-            try:
-                replies = await self._sent([writing for writing, _ in taken])
-            except asyncio.CancelledError:
-                for _, future in taken:
-                    future.cancel()
-                raise
-            except Exception as error:  # whatever it is, nobody waits for good
-                _LOG.exception("Writings to the store were not sent.")
-                told = f"This could not be sent to the store, or its answer not be read: {error!r}"
-                replies = [StoreError(told) for _ in taken]
-            for (_, future), reply in zip(taken, replies, strict=True):
-                if future.done():  # who asked was cancelled meanwhile
-                    continue
-                if isinstance(reply, EtudeError):
-                    future.set_exception(reply)
-                else:
-                    future.set_result(reply)
+        try:
+            while self._waiting:
+                await self._send_on()
+        finally:  # at once, so that who writes next begins another lane and does not trust in this one
+            lane = asyncio.current_task()
+            assert lane is not None
+            self._lanes.discard(lane)
+
+    async def _send_on(self) -> None:
+        """Send what waits, as much as goes into one request."""
+        taken = self._take()
+        try:
+            replies = await self._sent([writing for writing, _ in taken])
+        except asyncio.CancelledError:
+            for _, future in taken:
+                future.cancel()
+            raise
+        except Exception as error:  # whatever it is, nobody waits for good
+            _LOG.exception("Writings to the store were not sent.")
+            told = f"This could not be sent to the store, or its answer not be read: {error!r}"
+            replies = [StoreError(told) for _ in taken]
+        for (_, future), reply in zip(taken, replies, strict=True):
+            if future.done():  # who asked was cancelled meanwhile
+                continue
+            if isinstance(reply, EtudeError):
+                future.set_exception(reply)
+            else:
+                future.set_result(reply)
 
     def _take(self) -> list[tuple[bytes, asyncio.Future[dict[str, Any]]]]:
         """As many as go into one request, those that waited longest first."""

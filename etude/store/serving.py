@@ -15,7 +15,7 @@ import uvicorn
 from etude.errors import StoreError
 from etude.observe import get_log
 
-__all__ = ["Serving", "listen"]
+__all__ = ["Serving", "listen", "reached_at"]
 
 KEPT_ALIVE_S = 75
 """Seconds that a silent connection is kept: longer than clients keep theirs, so that none asks on one just closed."""
@@ -23,6 +23,9 @@ HEAD_S = 60.0
 """Seconds that the head of a request may take to arrive, and a new connection to send one."""
 LEFT_S = 2
 """Seconds that answers under way get when the server stops."""
+EVERYWHERE = ("http://0.0.0.0:", "http://[::]:")
+ELSEWHERE = "192.0.2.1"
+"""An address that is nobody's, to ask the system by which way one leaves this machine."""
 
 
 class Serving:
@@ -82,6 +85,21 @@ def listen(served: Any, host: str, port: int, admin: str, closing: asyncio.Event
         raise StoreError(f"The server at {serving.url} did not start within {start_s:g} seconds; the log says more.")
     get_log("store").info("The store is served at %s.", serving.url)
     return serving
+
+
+def reached_at(url: str, towards: str = ELSEWHERE) -> str:
+    """How others reach a server here: as it says, or, where it listens on every interface, by the address that this
+    machine has on the way to them."""
+    everywhere = next((each for each in EVERYWHERE if url.startswith(each)), None)
+    if everywhere is None:
+        return url
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+            way.connect((towards, 9))  # nothing is sent
+            here = way.getsockname()[0]
+    except OSError:
+        here = socket.gethostname()
+    return f"http://{here}:{url.removeprefix(everywhere)}"
 
 
 class _Server(uvicorn.Server):

@@ -254,6 +254,36 @@ def test_what_is_written_meanwhile_travels_together_and_large_bodies_are_compres
     visited(story)
 
 
+def test_who_writes_as_soon_as_the_last_was_answered_is_not_forgotten() -> None:
+    """Both of those that sent have just heard, have nothing more to send, and are not over yet."""
+
+    class Together(Road):
+        both = asyncio.Barrier(2)
+        met = 0
+
+        async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+            answer = await super().handle_async_request(request)
+            if request.url.path.endswith("batch") and self.met < 2:
+                self.met += 1
+                await self.both.wait()
+            return answer
+
+    async def story(store: Served, desk: RemoteDesk) -> None:
+        first, second = await claimed(desk, 2)
+
+        async def writes(key: Key, times: int, after: float) -> None:
+            await asyncio.sleep(after)  # so that each has a request of its own
+            for _ in range(times):
+                await desk.note(key, "again", None)
+
+        async with asyncio.timeout(20):
+            await asyncio.gather(writes(first, 2, 0.0), writes(second, 1, 0.1))
+        await desk.close()
+
+    with served() as store:
+        asyncio.run(story(store, RemoteDesk("http://store", store.ring.admin, transport=Together(store.app))))
+
+
 def test_one_that_is_ill_formed_does_not_fail_the_others() -> None:
     async def story(store: Served, desk: RemoteDesk, road: Road) -> None:
         keys = await claimed(desk, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -28,6 +29,26 @@ def test_a_key_says_what_it_opens() -> None:
 
 def test_any_process_that_knows_the_secret_reads_them() -> None:
     assert Keyring(b"0123456789abcdef0123456789abcdef").read(MODEL) == RING.read(MODEL)
+
+
+def test_whoever_has_the_admin_key_makes_and_reads_all_others() -> None:
+    other = Keyring(admin=RING.admin)
+    assert other.read(MODEL) == RING.read(MODEL) and other.runner == RING.runner and other.admin == RING.admin
+    assert RING.read(other.reward_key(Key(12, 3), 60)).key == Key(12, 3)
+    chosen = Keyring(admin="chosen-by-somebody-else")
+    assert chosen.read("chosen-by-somebody-else") == Grant("admin", None)
+    with pytest.raises(KeyRefusedError):
+        chosen.read(RING.runner)
+    with pytest.raises(KeyRefusedError):  # the word admin under the seal of other keys opens nothing
+        RING.read(RING._sealed("etude.admin"))
+
+
+def test_a_directory_keeps_its_keys(tmp_path: Path) -> None:
+    first, again = Keyring.kept(tmp_path / "kept"), Keyring.kept(tmp_path / "kept")
+    assert again.admin == first.admin and again.read(first.runner).scope == "runner"
+    other = Keyring.kept(tmp_path / "kept", admin="chosen-by-somebody-else")
+    assert Keyring.kept(tmp_path / "kept").admin == other.admin == "chosen-by-somebody-else"
+    assert (tmp_path / "kept" / "runner.key").read_text() == other.runner != first.runner
 
 
 def test_of_another_secret_none_is_good() -> None:

@@ -29,7 +29,9 @@ from etude.agents.runner import Pace, Runner
 from etude.config.env import store_address
 from etude.errors import ConfigError, EtudeError
 
-__all__ = ["REFUSED", "STOP", "Appointment", "join", "main", "serve"]
+__all__ = ["REFUSED", "STOP", "Appointment", "appointed_elsewhere", "join", "main", "serve"]
+
+log = logging.getLogger("etude.agents")
 
 REFUSED = 2
 """The exit code of a process that had something to say against what it was asked, in the last line it wrote."""
@@ -56,14 +58,22 @@ def join(
     agent: `module:name` or `path/to/file.py:name`. url, key: of the server, by default `ETUDE_STORE_URL` and
     `ETUDE_STORE_KEY`.
     """
+    url, key = appointed_elsewhere(agent, url, key)
+    serve(Appointment(load_agent(agent), url, key, name, max_concurrency, pace or Pace()))
+
+
+def appointed_elsewhere(agent: str, url: str = "", key: str = "") -> tuple[str, str]:
+    """Where the store is whose rollouts are to be played, and the key to it; by default as the environment says."""
     there, theirs = store_address()
     url, key = url or there, key or theirs
-    if not (url and key):
+    missing = [name for name, told in (("ETUDE_STORE_URL", url), ("ETUDE_STORE_KEY", key)) if not told]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
-            f"A runner was asked to play {agent}, and not told {'where the store is' if key else 'the key to it'}. Set "
-            "ETUDE_STORE_URL and ETUDE_STORE_KEY to what `etude store` shows when it starts."
+            f"A runner was asked to play {agent}, and {' and '.join(missing)} {verb} not set: where the store is, and "
+            "the key to it. `etude store`, and a run that waits for runners, say both when they start."
         )
-    serve(Appointment(load_agent(agent), url, key, name, max_concurrency, pace or Pace()))
+    return url, key
 
 
 def serve(asked: Appointment, orders: BinaryIO | None = None) -> None:
@@ -88,7 +98,13 @@ async def _served(asked: Appointment, orders: BinaryIO | None) -> None:
             loop.add_signal_handler(number, runner.stop)
         if orders is not None:
             threading.Thread(target=_listen, args=(orders, runner), name="etude-orders", daemon=True).start()
+        log.info(
+            "Plays %s for the store at %s, up to %d attempts at once. Ctrl-C lets what is under way end.",
+            *(asked.agent.title, asked.url, asked.max_concurrency),
+        )
         await runner.run()
+        told = ", ".join(f"{count} {outcome.value}" for outcome, count in sorted(runner.ended.items())) or "none"
+        log.info("Stopped. Attempts played: %s.", told)
     finally:
         with suppress(TimeoutError):
             async with asyncio.timeout(asked.pace.cancel_s):
@@ -107,7 +123,7 @@ def main() -> None:
         body = _read(orders, int.from_bytes(_read(orders, 8), "big"))
         serve(pickle.loads(body), orders)
     except EtudeError as error:
-        logging.getLogger("etude.agents").error("%s", error)
+        log.error("%s", error)
         sys.exit(REFUSED)
 
 

@@ -1,0 +1,161 @@
+"""`etude.Trainer`: what a person sees who tries an agent out, what is refused, and what ETUDE_ROLE makes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import etude
+from etude.errors import ConfigError, EtudeError
+from tests.joined import ROOT, descendants
+from tests.learn import games
+from tests.learn.looking import looker
+from tests.learn.test_agents import rows
+from tests.processes import gone
+
+Captured = pytest.CaptureFixture[str]
+
+
+@etude.agent
+def raises(task: Any) -> float:
+    """Ends at once."""
+    raise RuntimeError("no such tool")
+
+
+@etude.agent
+async def unpaid(task: Any, llm: Any) -> None:
+    """Says something, and earns nothing."""
+    await llm.async_client.completions.create(model=llm.model, prompt="a")
+
+
+@etude.agent
+async def varied(task: Any, llm: Any, rollout: Any) -> float:
+    """Earns 1 at every second try."""
+    asked = [{"role": "user", "content": task["key"]}]
+    await llm.async_client.chat.completions.create(model=llm.model, messages=asked)
+    return float(rollout.id % 2)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    place = tmp_path_factory.mktemp("trainer")
+    games.make_speaker(place / "model", steps=60)
+    told = {"model.path": place / "model", "sampling.max_tokens": 8, "data.max_prompt": 16, "threads": 1}
+    return {**told, "train.precision": "fp32", "collect.retries": 0}
+
+
+def trainer(options: dict[str, Any], **more: Any) -> etude.Trainer:
+    return etude.Trainer(etude.RL("grpo", options), **more)
+
+
+def test_dev_shows_what_was_said_what_it_earned_and_what_would_be_learned(
+    options: dict[str, Any], capsys: Captured
+) -> None:
+    trainer(options).dev(varied, rows(2, 0))
+    shown = capsys.readouterr().out
+    assert "try 1" in shown and "try 2" in shown and shown.count("reward ") == 4
+    assert "turn 0: 4 tokens read" in shown and "tokens written (" in shown and "table={" in shown
+    assert shown.count("row 1 of 1: ") == 4
+    assert "advantage +" in shown and "would become likelier" in shown and "would become less likely" in shown
+    assert "Nothing was trained" in shown and "served at" not in shown
+
+
+@pytest.mark.parametrize(
+    ("agent", "tasks", "told"),
+    [
+        (raises, [{"q": "x"}], "no such tool"),
+        (unpaid, [{"q": "x"}], "ended without a reward, and the run's `reward` could not judge"),
+    ],
+)
+def test_an_agent_that_comes_to_nothing_is_told_why(agent: Any, tasks: Any, told: str, options: dict[str, Any]) -> None:
+    with pytest.raises(EtudeError, match="nothing to train on") as error:
+        trainer(options).dev(agent, tasks)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("done", "told"),
+    [
+        (lambda o: trainer(o, strategy="sham"), "`shm`, or processes of their own, `cs`"),
+        (lambda o: trainer(o, n_runners=-1), "n_runners is -1; it is a whole number, 0 or more"),
+        (lambda o: trainer(o, max_concurrency=0), "max_concurrency is 0; it is a whole number, 1 or more"),
+        (lambda o: trainer(o, n_runners=0).dev(looker, rows(2, 0)), "starts nobody here: give it 1"),
+        (lambda o: trainer(o).dev(looker, []), "list of tasks is empty. Give at least one"),
+        (lambda o: trainer(o).fit(looker, [3]), "Tasks are mappings"),
+        (lambda o: trainer(o).fit(looker), "trainer.fit(agent, train=tasks)"),
+        (lambda o: trainer(o).fit(3, rows(2, 0)), "an agent is a function"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_remedy(
+    done: Callable[[dict[str, Any]], Any], told: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(EtudeError) as error:
+        done(options)
+    assert told in str(error.value)
+
+
+def test_a_baseline_reports_and_learns_nothing(options: dict[str, Any], tmp_path: Path, capsys: Captured) -> None:
+    found = etude.Trainer(etude.Baseline("grpo", options, tmp_path / "run")).fit(looker, val=rows(4, 1))
+    shown = capsys.readouterr().out
+    assert 0 <= found["eval/mean@1"] <= 1 and found["eval/failed"] == 0
+    assert "eval/mean@1" in shown and "eval/engine" not in shown and "evaluations" in shown
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def test_no_program_that_trains_is_a_store(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETUDE_ROLE", "store")
+    with pytest.raises(ConfigError, match="etude store DIRECTORY"):
+        trainer(options).fit(looker, rows(2, 0))
+
+
+PROGRAM = """
+import sys
+import etude
+from tests.learn.looking import looker
+from tests.learn.test_agents import rows
+
+if __name__ == "__main__":
+    model, directory, address = sys.argv[1:]
+    options = {"model.path": model, "sampling.max_tokens": 8, "data.max_prompt": 16, "threads": 1, "steps": 2,
+               "train.precision": "fp32", "collect.tasks": 2, "collect.group_size": 2, "agent.listen": address}
+    print(etude.Trainer(etude.RL("grpo", options, directory), n_runners=1).fit(looker, rows(8, 0)).get("step"))
+"""
+
+
+def test_one_program_is_the_trainer_and_its_runner(options: dict[str, Any], tmp_path: Path) -> None:
+    """Started twice, as ETUDE_ROLE says: the trainer starts no runner of its own, and the other one plays."""
+    program, run, key = tmp_path / "program.py", tmp_path / "run", tmp_path / "run" / "runner.key"
+    program.write_text(PROGRAM)
+    words = [sys.executable, str(program), str(options["model.path"]), str(run), "127.0.0.1:0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        train = subprocess.Popen(words, env={**environment, "ETUDE_ROLE": "train"}, stdout=file, stderr=file)
+    runner: subprocess.Popen[bytes] | None = None
+    try:
+        until = time.monotonic() + 120
+        while "Runners may join" not in log.read_text() or not key.exists():
+            assert train.poll() is None and time.monotonic() < until, log.read_text()
+            time.sleep(0.1)
+        told = {"ETUDE_ROLE": "runner", "ETUDE_STORE_KEY": key.read_text()}
+        told["ETUDE_STORE_URL"] = log.read_text().split("--url ")[1].split()[0]
+        runner = subprocess.Popen(words, env=environment | told)
+        assert train.wait(120) == 0 and log.read_text().rstrip().endswith("2"), log.read_text()
+        there = descendants(runner.pid)
+        runner.send_signal(signal.SIGTERM)
+        assert runner.wait(60) == 0 and all(gone(pid) for pid in there)
+    finally:
+        for process in (train, runner):
+            if process is not None:
+                process.kill()
+                process.wait()

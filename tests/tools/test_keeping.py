@@ -1,0 +1,62 @@
+"""`etude store`: what it refuses, and what it says. That others join it is in `tests/recipes/test_joining.py`."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from etude.store.serving import reached_at
+from tests.joined import started
+
+KEY = "a-key-of-sixteen-letters-and-more"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "told"),
+    [
+        (["stores/mine", "--listen", "8700"], "", "takes an address and a port"),
+        (["stores/mine", "--listen", "127.0.0.1:99999"], "", "takes an address and a port"),
+        (["stores/mine", "--listen", "0.0.0.0:0"], "", "its admin key is yours to give"),
+        (["file"], "", "is a file; a store wants a directory"),
+        (["stores/mine", "--listen", "127.0.0.1:0"], "short", "16 or more letters"),
+        (["stores/mine", "--listen", "127.0.0.1:0"], "with a space in its middle", "without a space"),
+        (["stores/mine", "--listen", "nowhere.invalid:0"], KEY, "cannot listen on nowhere.invalid"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(
+    words: list[str],
+    key: str,
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ETUDE_STORE_KEY", key)
+    (tmp_path / "file").write_text("")
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    assert main(["store", *words]) == 2
+    assert told in capsys.readouterr().err
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_a_key_that_was_given_is_shown_nowhere_and_replaces_the_one_that_was_kept(tmp_path: Path) -> None:
+    words = ["store", str(tmp_path / "mine"), "--listen", "127.0.0.1:0"]
+    for place, key in enumerate(("", KEY)):
+        with started(words, tmp_path / f"log-{place}", ETUDE_STORE_KEY=key) as store:
+            store.says("A trainer:")
+            store.told(signal.SIGINT)
+            assert store.ends() == 0 and "Stopped. 0 rollouts are queued and 0 under way" in store.said
+    admin, runner = (tmp_path / "mine" / f"{who}.key" for who in ("admin", "runner"))
+    assert admin.read_text() == KEY and KEY not in store.said and "shown this once" not in store.said
+    assert {path.stat().st_mode & 0o777 for path in (admin, runner)} == {0o600}
+
+
+def test_others_are_told_an_address_that_is_this_machines() -> None:
+    assert reached_at("http://127.0.0.1:8700") == "http://127.0.0.1:8700"
+    told = reached_at("http://0.0.0.0:8700")
+    assert told.startswith("http://") and told.endswith(":8700") and "0.0.0.0" not in told
+    assert reached_at("http://0.0.0.0:8700", "127.0.0.1") == "http://127.0.0.1:8700"
