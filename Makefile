@@ -22,7 +22,7 @@ PYTEST  := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --
 
 # How often `make chaos` kills a run, and what `make bench` measures.
 KILLS ?= 50
-BENCH ?= algorithms train_step adapters rollout grpo_vs_trl growth
+BENCH ?= algorithms train_step adapters rollout agents grpo_vs_trl growth
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak chaos lint bench docs clean
@@ -40,7 +40,7 @@ test: $(DEV) ## run the tests, and hold the coverage of the rooms that must be e
 soak: $(DEV) ## run the tests with ten times the random examples, and the long ones too
 	$(PYTEST) -m "(soak or not soak) and not gpu" --hypothesis-profile soak --timeout 1800
 
-chaos: $(DEV) ## kill a run fifty times, resume it, and print whether anything was lost (KILLS=… for more)
+chaos: $(DEV) ## kill runs fifty times, of agents too, resume them, and print whether anything was lost (KILLS=… for more)
 	$(BIN)/python -m tests.chaos.table --kills $(KILLS)
 
 lint: $(DEV) ## ruff (lint and format) and mypy --strict; no finding is allowed

@@ -102,6 +102,31 @@ def test_a_thread_that_an_agent_began_belongs_to_the_only_attempt_or_is_told_to_
     assert "attempts are under way" in errors[-1] and "copy_context" in errors[-1]
 
 
+def test_a_thread_that_outlived_its_attempt_rewards_no_other() -> None:
+    errors: list[str] = []
+    go, gone = threading.Event(), threading.Event()
+
+    def says() -> None:
+        go.wait(10)
+        try:
+            etude.emit.reward(100.0)
+        except AgentError as error:
+            errors.append(str(error))
+        gone.set()
+
+    @etude.agent
+    def agent(task: Task) -> float:
+        if task["n"] == 0:
+            threading.Thread(target=says).start()
+        else:
+            go.set()
+            gone.wait(10)
+        return 0.5
+
+    assert played(agent, wanted(2), max_concurrency=1).rewards == [0.5, 0.5]
+    assert "began before the attempt" in errors[0] and "copy_context" in errors[0]
+
+
 def test_a_final_reward_is_said_once() -> None:
     @etude.agent
     async def twice(task: Task) -> None:

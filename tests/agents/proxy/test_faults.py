@@ -150,6 +150,7 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:,"}}]
         ("messages", {"output_format": {"type": "json_schema", "schema": {}}}, "is not supported"),
         ("messages", {"max_tokens": None}, "is missing"),
         ("messages", {"thinking": {"type": "enabled", "budget_tokens": 9}}, "the run says"),
+        ("responses", {"include": ["message.output_text.logprobs"], "stream": True}, "whole answers alone"),
         ("messages", {"messages": [*ASK, {"role": "assistant", "content": "It"}]}, "the assistant's own"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "reads text"),
         ("messages", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "the agent's own"),
@@ -178,6 +179,8 @@ def test_what_is_harmless_is_accepted(world: World) -> None:
             extra_body={"top_k": -1},
         )
     assert len(world.turns(claim.key)) == 1
+    body = {**CLAUDE, "thinking": {"type": "disabled"}}
+    assert posted(world, "/v1/messages", body, claim.model_key).status_code == 200
 
 
 def test_an_unknown_answer_to_go_on_from(world: World) -> None:
@@ -434,3 +437,53 @@ def _until(found: Callable[[], Any], seconds: float = 10) -> Any:
             return value
         time.sleep(0.02)
     raise AssertionError(f"nothing came within {seconds} s")
+
+
+def test_a_prompt_that_no_context_could_hold_is_not_read(world: World) -> None:
+    claim = world.attempt()
+    for change in ({"messages": [{"role": "user", "content": "a" * 64 * 201}]}, {"messages": ASK * 201}):
+        began = time.monotonic()
+        response = posted(world, "/v1/chat/completions", {**CHAT, **change}, claim.model_key)
+        assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+        assert "characters in" in response.json()["error"]["message"] and time.monotonic() - began < 5
+
+
+class Failing(Scripted):
+    """Gives two answers, and fails at the third; and tells how many it was at, at most."""
+
+    under_way = most = 0
+
+    async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+        """Say it, or fail."""
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            if len(self.asked) == 2:
+                await asyncio.sleep(0.1)
+                raise EngineError("it broke")
+            return await super().generate(prompt, sampling)
+        finally:
+            self.under_way -= 1
+
+
+def test_of_several_answers_those_that_were_whole_are_recorded_and_no_more_are_sampled_than_there_is_room_for() -> None:
+    upstream = Failing(chat_of().tokenizer, lambda _: "It is so.<|im_end|>", pause=0.01)
+    with serving(upstream, chat_of(), config=EndpointConfig(max_running=2)) as world:
+        claim = world.attempt()
+        assert posted(world, "/v1/chat/completions", {**CHAT, "n": 3}, claim.model_key).status_code == 500
+        assert len(world.turns(claim.key)) == 2
+        assert upstream.most == 2
+
+
+def test_a_text_that_goes_on_behind_an_end_of_turn_has_that_end_once() -> None:
+    ends = "<|im_end|>"
+    with serving(scripted(f"Hello{ends}"), chat_of()) as world:
+        claim = world.attempt()
+        ask = {"model": "policy", "prompt": "a"}
+        said = posted(world, "/v1/completions", ask, claim.model_key).json()["choices"][0]["text"]
+        assert said == "Hello"
+        posted(world, "/v1/completions", {**ask, "prompt": f"a{said}{ends}\nb"}, claim.model_key)
+        first, second = world.turns(claim.key)
+        whole = np.concatenate([first.prompt, first.completion.ids])
+        assert np.array_equal(second.prompt[: len(whole)], whole)
+        assert chat_of().tokenizer.decode(second.prompt, special=True) == f"aHello{ends}\nb"
