@@ -74,7 +74,7 @@ stale:
 
 $(CORE): pyproject.toml constraints.txt $(MADE)
 	@echo "Installing Etude into $(VENV) (torch is large: a minute or more the first time) ..."
-	$(PIP) --editable .
+	$(PIP) --editable '.[agents]'
 	@touch $@
 
 $(DEV): $(CORE)

@@ -197,19 +197,7 @@ def _add_runs(commands: Any, debug: Parser) -> None:
     generate.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     generate.set_defaults(command=_generate)
 
-    raw = argparse.RawDescriptionHelpFormatter
-    told = "write a run's model, or its rollouts, as files that others read"
-    exports = commands.add_parser("export", help=told, epilog=EXPORT, parents=[debug], formatter_class=raw)
-    kinds = exports.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    told = "write its model as a Hugging Face directory (this is what `etude export RUN DIRECTORY` does)"
-    export = kinds.add_parser(MODEL, help=told, epilog=EXPORT, parents=[debug], formatter_class=raw)
-    export.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
-    export.add_argument("to", type=Path, metavar="DIRECTORY", help="where to write; it must not be there yet")
-    export.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
-    export.add_argument("--adapter", action="store_true", help="a run's LoRA adapter alone, as peft loads it")
-    export.set_defaults(command=_export)
-    add_rollouts(kinds, debug)
-
+    _add_exports(commands, debug)
     demo = commands.add_parser(
         "demo",
         help="watch Etude learn something small",
@@ -231,6 +219,21 @@ def _add_runs(commands: Any, debug: Parser) -> None:
     algorithms.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
     algorithms.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
     algorithms.set_defaults(command=_demo_algorithms)
+
+
+def _add_exports(commands: Any, debug: Parser) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    told = "write a run's model, or its rollouts, as files that others read"
+    exports = commands.add_parser("export", help=told, epilog=EXPORT, parents=[debug], formatter_class=raw)
+    kinds = exports.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    told = "write its model as a Hugging Face directory (this is what `etude export RUN DIRECTORY` does)"
+    export = kinds.add_parser(MODEL, help=told, epilog=EXPORT, parents=[debug], formatter_class=raw)
+    export.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
+    export.add_argument("to", type=Path, metavar="DIRECTORY", help="where to write; it must not be there yet")
+    export.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    export.add_argument("--adapter", action="store_true", help="a run's LoRA adapter alone, as peft loads it")
+    export.set_defaults(command=_export)
+    add_rollouts(kinds, debug)
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
