@@ -68,8 +68,10 @@ NAMES = (
     "data",
     "doctor",
     "completion",
+    "store",
+    "runner",
 )
-DATA = [["data", "prepare"], ["data", "show"]]
+DATA = [["data", "prepare"], ["data", "show"], ["export", "rollouts"]]
 DEMOS = [["demo", "language"], ["demo", "agent"], ["demo", "algorithms"]]
 COMMANDS = [*([name] for name in NAMES), ["config", "show"], *DEMOS, *DATA]
 SWEPT = {"--multirun", "generate"}  # several runs, or words that are no options
