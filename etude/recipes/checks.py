@@ -193,6 +193,14 @@ def of_agents(run: Run) -> None:
             "`agent.path` has an agent make the rollouts, and `env` an environment: one of them would do nothing. "
             "Leave one out; an agent may speak with whatever it likes."
         )
+    idle = {
+        "collect.timeout": (run.collect.timeout, "`agent.timeout` bounds an attempt, calls and all"),
+        "data.overlong": (run.data.overlong, "what the model is asked is the agent's to say, and to shorten"),
+    }
+    for name, (value, why) in idle.items():
+        room, _, option = name.partition(".")
+        if value != type(getattr(run, room)).model_fields[option].default:
+            raise ConfigError(f"`{name}={value}` does nothing where an agent plays: {why}. Leave it out.")
     if run.ranks > 1:
         raise ConfigError(
             f"`ranks={run.ranks}` have an engine each, and the endpoint that agents call has one: agents are trained "

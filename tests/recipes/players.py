@@ -54,7 +54,7 @@ async def talker(task: Task, llm: LLM, rollout: RolloutInfo) -> dict[str, float]
     most[0] = max(most[0], at_once[0])
     try:
         asked = str(task["prompt"])
-        plan = await say(llm, asked, "planner", "start", temperature=0.2)
+        plan = await say(llm, asked, "planner", "start", top_p=0.2)
         etude.emit.reward(share(plan), turn=0)
         done = await say(llm, f"{asked}{plan}=", "solver", "middle")
         etude.emit.reward({"form": share(done) / 2}, turn=1)

@@ -171,11 +171,12 @@ def test_every_option_of_agents_is_shown_to_act_here() -> None:
     assert AgentConfig.model_fields.keys() == {
         *("path", "strategy", "runners", "at_once", "timeout", "silence", "patience"),
         *("failed", "tags", "parameters", "calls", "listen"),
+        *("external", "store"),  # in test_external.py and test_joining.py
     }
 
 
 def test_parameters_hold_as_asked(world: Path, talked: Path, tmp_path: Path) -> None:
-    """The agent asks for a low temperature for its plans, which the run follows only if told to."""
+    """The agent asks for the likeliest words of its plans, which the run follows only if told to."""
     run = train(world, tmp_path / "run", **TALKS | {"agent.parameters": "default"})
     assert said(run) != said(talked)
 
@@ -250,6 +251,9 @@ def test_options_without_an_agent_and_what_agents_cannot_do_are_refused(
 ) -> None:
     told = refused_run(capsys, world, tmp_path / "run", **{"agent.tags": "[a]"})
     assert "`agent` has options, and names no agent" in told
+    for idle in ({"collect.timeout": 5.0}, {"data.overlong": "truncate"}):
+        told = refused_run(capsys, world, tmp_path / "run", **TALKS | idle)
+        assert "does nothing where an agent plays" in told
     told = refused_run(capsys, world, tmp_path / "run", **TALKS | {"advantage": "remax"})
     assert "greedy answer" in told
 

@@ -64,6 +64,12 @@ class Policy:
         if self.parameters == "default":
             if asked.penalties:
                 raise Refusal(f"'{asked.penalties[0]}' is not supported by this endpoint.", param=asked.penalties[0])
+            if use == "train" and own.get("temperature", run.temperature) != run.temperature:
+                raise Refusal(
+                    f"'temperature' cannot be {own['temperature']:g}: this run learns from what is drawn at "
+                    f"{run.temperature:g}, and would take it for that. Leave it out, or set `agent.parameters=force`.",
+                    param="temperature",
+                )
             return _replaced(run, told), ()
         ignored = [name for name in FORCED if name in told and told.pop(name) != getattr(run, name)]
         if told.get("max_tokens", 0) > run.max_tokens:

@@ -278,11 +278,17 @@ def test_the_agents_parameters_hold_where_they_are_not_forced() -> None:
     config = EndpointConfig(parameters="default")
     with serving(upstream, chat_of(), train=SamplingParams(top_k=7), config=config) as world:
         key = world.attempt().model_key
-        mine = {**CHAT, "temperature": 0.3, "seed": 5, "n": 2}
+        mine = {**CHAT, "top_p": 0.5, "temperature": 1.0, "seed": 5, "n": 2}
         assert "x-etude-ignored" not in posted(world, "/v1/chat/completions", mine, key).headers
+        cooler = posted(world, "/v1/chat/completions", {**CHAT, "temperature": 0.3}, key)
+        assert cooler.status_code == 400 and "learns from what is drawn at 1" in cooler.text
+        scored = world.attempt("val").model_key
+        assert posted(world, "/v1/chat/completions", {**CHAT, "temperature": 0.3}, scored).status_code == 200
         refused = posted(world, "/v1/chat/completions", {**CHAT, "presence_penalty": 1}, key)
         assert refused.status_code == 400 and "presence_penalty" in refused.text
-    assert [(each.temperature, each.top_k, each.seed) for each in upstream.asked] == [(0.3, 7, 5), (0.3, 7, 6)]
+    one, other, cool = upstream.asked
+    assert [(each.top_p, each.top_k, each.seed) for each in (one, other)] == [(0.5, 7, 5), (0.5, 7, 6)]
+    assert cool.temperature == 0.3
 
 
 def test_seeds_are_derived() -> None:
