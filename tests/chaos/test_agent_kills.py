@@ -64,8 +64,7 @@ def joined(directory: Path, count: int) -> Iterator[tuple[str, list[int]]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         listen = f"127.0.0.1:{free.getsockname()[1]}"
     directory.mkdir()
-    (directory / "keys.secret").write_text("a secret that the runners know before")
-    key = Keyring((directory / "keys.secret").read_bytes()).runner
+    key = Keyring.kept(directory).runner  # before the run is, since its runners come first
     code = (
         "from etude.agents.execution.worker import join; "
         f"join('tests.chaos.agents:asks_openai', 'http://{listen}', {key!r}, max_concurrency=4)"

@@ -123,7 +123,7 @@ def lost(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory, port = tmp_path_factory.mktemp("lost") / "run", free_port()
 
     async def cancel(rollout: int) -> None:
-        desk = RemoteDesk(f"http://127.0.0.1:{port}", Keyring((directory / "keys.secret").read_bytes()).admin)
+        desk = RemoteDesk(f"http://127.0.0.1:{port}", Keyring.kept(directory).admin)
         await desk.cancel([rollout], "enough")
         await desk.close()
 
