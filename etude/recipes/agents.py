@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -221,7 +222,8 @@ class Agents:
             return told
         assert last is not None, "who succeeded has tried"
         if self._judge.judges:
-            judged = await self._judge.judge(task, turns[-1].completion.text if turns else "")
+            answers = [turn.completion.text for turn in turns if turn.completion.finish != "abort"]
+            judged = await self._judge.judge(task, answers[-1] if answers else "")
             if judged.outcome is Outcome.SUCCEEDED:
                 return judged
             why = "The agent ended without a reward, and the run's `reward` could not judge its last answer instead. "
@@ -264,10 +266,11 @@ class Agents:
                 self._cursor, ended = await self._desk.wait(self._cursor, LISTENING)
                 self.check()
                 self._tell(ended)
-                if ended or await self._desk.runners():
+                silences = [runner.silent_s for runner in await self._desk.runners()]
+                if ended or min(silences, default=math.inf) < self._config.silence:
                     alone, warned = time.monotonic(), False
                     continue
-                silent = time.monotonic() - alone
+                silent = max(time.monotonic() - alone, min(silences, default=0.0))
                 if silent > self._config.patience:
                     raise CollectionError(
                         f"No runner has spoken for {format_seconds(silent)}, and {len(self._ends)} rollouts wait for "

@@ -411,7 +411,7 @@ class Ledger:
     ) -> None:
         """An attempt is over, and its rollout with it or queued again."""
         state = rollout_of(writing, key.rollout)
-        outcomes = [Outcome(attempt.status) for attempt in state.attempts[:-1]]
+        outcomes = [Outcome(attempt.status) for attempt in state.attempts[:-1] if attempt.error != INTERRUPTED]
         retry = outcome in RETRIED and limits_of(state).allow_another([*outcomes, outcome])
         position = writing.take([*before, AttemptEnded(*key, outcome, error, retry, watched, time.time())])
         self._work.leases.pop(key, None)

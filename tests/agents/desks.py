@@ -62,13 +62,14 @@ async def play(
     rollouts: Sequence[Wanted],
     *,
     pace: Pace = QUICK,
+    endpoint: Mapping[str, str] = ENDPOINT,
     meanwhile: Callable[[LocalDesk, Runner], Awaitable[None]] | None = None,
     **options: Any,
 ) -> Played:
     """Have a runner play these over a journal in memory, to the end of all of them."""
     played = Played()
     desk = LocalDesk(open_store())
-    await desk.put("endpoint", ENDPOINT)
+    await desk.put("endpoint", endpoint)
     ids = await desk.enqueue(rollouts)
     runner = Runner(desk, agent, pace=pace, **options)
     running = asyncio.create_task(runner.run())

@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import pickle
+import socket
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,16 @@ from tests.agents.desks import ENDPOINT, Played, played, wanted
 from tests.processes import gone
 
 
-def ran(line: str | list[str], *, count: int = 1, fields: dict[str, Any] | None = None, **options: Any) -> Played:
+def ran(
+    line: str | list[str],
+    *,
+    count: int = 1,
+    fields: dict[str, Any] | None = None,
+    endpoint: Mapping[str, str] = ENDPOINT,
+    **options: Any,
+) -> Played:
     """A command, played."""
-    return played(etude.command(line, **options), wanted(count, fields=fields))
+    return played(etude.command(line, **options), wanted(count, fields=fields), endpoint=endpoint)
 
 
 def python(code: str) -> list[str]:
@@ -74,6 +83,19 @@ print(json.dumps({{"reward": len(task["question"])}}))
         assert not Path(told["ETUDE_TASK_FILE"]).exists()
 
 
+@pytest.fixture(scope="module")
+def there() -> Iterator[Mapping[str, str]]:
+    """An endpoint at which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield {"base_url": f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "model": "policy"}
+
+
+def test_a_program_that_fails_while_its_model_is_away_is_not_to_blame(there: Mapping[str, str]) -> None:
+    found = ran("exit 1")
+    assert found.only.status is Status.INFRA_ERROR and "could not be reached. The command" in found.error
+    assert ran("exit 1", endpoint=there).only.status is Status.FAILED
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -84,8 +106,8 @@ print(json.dumps({{"reward": len(task["question"])}}))
         ("""echo '{"reward": "much"}'""", "'much' of type str"),
     ],
 )
-def test_a_program_that_fails_says_how(line: str, told: str) -> None:
-    found = ran(line)
+def test_a_program_that_fails_says_how(line: str, told: str, there: Mapping[str, str]) -> None:
+    found = ran(line, endpoint=there)
     assert found.only.status is Status.FAILED and told in found.error, found.error
 
 
@@ -132,10 +154,10 @@ def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     assert gone(int((tmp_path / "pid").read_text()))
 
 
-def test_memory_and_processor_are_bounded() -> None:
-    found = ran(python("x = bytearray(1 << 30)"), memory_mb=300)
+def test_memory_and_processor_are_bounded(there: Mapping[str, str]) -> None:
+    found = ran(python("x = bytearray(1 << 30)"), endpoint=there, memory_mb=300)
     assert found.only.status is Status.FAILED and "MemoryError" in found.error
-    found = ran(python("while True: pass"), cpu_s=1)
+    found = ran(python("while True: pass"), endpoint=there, cpu_s=1)
     assert found.only.status is Status.FAILED and "all of its cpu_s=1 seconds" in found.error, found.error
     assert ran(python("x = bytearray(1 << 26)"), memory_mb=300, cpu_s=5).only.status is Status.SUCCEEDED
 

@@ -8,13 +8,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, TypeVarTuple
+
+from etude.agents.hands import Hands
 
 __all__ = ["ending", "ran"]
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 log = logging.getLogger("etude.agents")
 
@@ -22,7 +27,7 @@ log = logging.getLogger("etude.agents")
 def ran(work: Coroutine[Any, Any, T], within_s: float) -> T:
     """What comes of some work on a loop of its own. `asyncio.run` waits in the end for every task, and so for ever for
     one that goes on although it was cancelled; here that is waited for so many seconds, and left."""
-    loop = asyncio.new_event_loop()
+    loop = _Loop()
     loop.set_exception_handler(_told)
     try:
         return loop.run_until_complete(work)
@@ -37,6 +42,25 @@ def ran(work: Coroutine[Any, Any, T], within_s: float) -> T:
                 loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), within_s))
         finally:
             loop.close()
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop whose calls on threads (`asyncio.to_thread`) keep no process from ending, however long they hang."""
+
+    _hands: Hands | None = None
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        """Call a function on a thread: one of the loop's own, unless others are given."""
+        if executor is not None:
+            return super().run_in_executor(executor, func, *args)
+        self._hands = self._hands or Hands("etude-agent-thread")
+        return self.create_task(self._hands.call(partial(func, *args)))
+
+    def close(self) -> None:
+        """End the loop, and the threads that nobody needs any more."""
+        if self._hands is not None:
+            self._hands.close()
+        super().close()
 
 
 def _told(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -126,3 +126,24 @@ def test_a_runner_on_a_thread_that_gives_up_is_replaced_though_its_agents_go_on(
         runners.check()
     release.set()
     assert [state.status for state in found] == [Status.TIMED_OUT, Status.SUCCEEDED]
+
+
+def test_a_thread_of_asyncio_that_hangs_keeps_no_program_from_ending(tmp_path: Path) -> None:
+    """`asyncio.to_thread` begins threads for which Python waits at its end, unless the loop has others."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import asyncio, time\nimport etude\nfrom etude.agents.runner import Pace\n"
+        "from etude.agents.execution.threads import ThreadRunners\nfrom etude.records import Task\n"
+        "from etude.store import open_store\nfrom etude.store.desk import Limits, Wanted\n"
+        "from etude.store.local_desk import LocalDesk\n"
+        "@etude.agent\nasync def hangs(task):\n    await asyncio.to_thread(time.sleep, 60)\n"
+        "async def story():\n"
+        "    desk = LocalDesk(open_store())\n"
+        "    await desk.enqueue([Wanted(Task(0, {}), limits=Limits(timeout_s=0.3, max_attempts=1))])\n"
+        "    with ThreadRunners(desk, hangs, 1, pace=Pace(drain_s=0.2, cancel_s=0.2)):\n"
+        "        print((await desk.wait(0, 20.0))[1][0].status)\n"
+        "    await desk.close()\n"
+        "asyncio.run(story())\n"
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=40)
+    assert done.stdout.strip() == "timed_out" and done.returncode == 0, done.stderr
