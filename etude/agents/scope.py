@@ -116,6 +116,8 @@ class Scope:
         """Take nothing more, and have told the desk all of it; the error, where it would not hear it in time."""
         with self._lock:
             self._over = True
+        with _lock:  # though a thread that was left still goes on in it
+            _open.discard(self)
         if self._waiting:
             self._start()
         if self._pump is None:

@@ -12,7 +12,8 @@ from etude.errors import ConfigError
 
 def test_it_offers_only_what_is_used() -> None:
     offered = ["Appointed", "Role", "appointed", "bound_kernel_caches", "cache_directory", "etude_command"]
-    offered += ["for_a_program", "for_a_runner", "for_one_machine", "memory_is_chosen", "required_components", "role"]
+    offered += ["for_a_program", "for_a_runner", "for_one_machine", "key_from", "memory_is_chosen"]
+    offered += ["required_components", "role"]
     assert env.__all__ == [*offered, "store_address"]
 
 
