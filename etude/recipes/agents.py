@@ -106,6 +106,15 @@ class Losses:
         self.rows += rows
         self.reused += reused
 
+    def warn(self) -> None:
+        """Tell of what no number of the console tells: that there is nothing to learn from."""
+        if self.rollouts and self.empty == self.rollouts and self.ended[Outcome.SUCCEEDED.value]:
+            get_log("recipes").warning(
+                "None of the %d rollouts of this step called the model, so nothing was learned from them. Does the agent "
+                "ask at `llm.base_url`, or, as a program, at OPENAI_BASE_URL?",
+                self.rollouts,
+            )
+
     def metrics(self) -> Metrics:
         """The numbers."""
         told = Metrics(
@@ -149,8 +158,9 @@ class Agents:
 
     def spent(self) -> Metrics:
         """What became of the rollouts that ended since this was last asked."""
-        found, self._losses = self._losses.metrics(), Losses()
-        told = self.endpoint()
+        lost, self._losses = self._losses, Losses()
+        lost.warn()
+        found, told = lost.metrics(), self.endpoint()
         found.merge(told)
         refused = told.reduce().get(OVERLONG, 0.0)
         found.add("agents/over_long", Sum.of(refused - self._refused))

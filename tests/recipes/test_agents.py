@@ -258,8 +258,11 @@ def test_options_without_an_agent_and_what_agents_cannot_do_are_refused(
     assert "greedy answer" in told
 
 
-def test_a_step_in_which_nobody_called_the_model_teaches_nothing(world: Path, tmp_path: Path) -> None:
+def test_a_step_in_which_nobody_called_the_model_teaches_nothing_and_says_so(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
     run = train(world, tmp_path / "run", **TALKS | {"agent.path": f"{players.__name__}:silent"})
+    assert "None of the 16 rollouts of this step called the model" in capsys.readouterr().err
     (step,) = measured(run)
     assert step["agents/empty"] == step["rollouts"] == 16 and step["action_tokens"] == 0 and step["grad_norm"] == 0
 
