@@ -174,6 +174,8 @@ def rooted(run: R) -> R:
     found |= {"data.train": data(run.data.train), "data.val": data(run.data.val)}
     if isinstance(run, Run):
         found |= {"env.path": run.env.path and _named(run.env.path), "env.tools": tuple(map(_named, run.env.tools))}
+        found |= {"agent.path": run.agent.path and _named(run.agent.path)}
+        found |= {"agent.external": run.agent.external and _absolute(run.agent.external)}
         found |= {"reward": run.reward.rooted(_absolute)}
     for path, value in found.items():
         run = _with(run, path, value)
