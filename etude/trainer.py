@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.agents.agent import Agent, as_agent
+from etude.agents.agent import Agent, as_agent, spec_of
 from etude.config.compose import compose
 from etude.config.env import role
+from etude.config.plugin import being_run
 from etude.errors import ConfigError, UnknownChoiceError
 from etude.observe import make_console
 from etude.recipes import folder
@@ -173,7 +174,8 @@ class Trainer:
         """
         if plays_instead(as_agent(agent, "The agent"), self._at_once):
             return {}
-        self.algorithm.given = self._given(agent)
+        self.algorithm.given = self._given(agent, {"agent.runners": 0} if role() == "train" else {})
+        _not_while_loaded()
         try:
             return self.algorithm.run(train, val)
         finally:
@@ -185,17 +187,27 @@ class Trainer:
         if not isinstance(self.algorithm, RL):
             raise ConfigError(f"{type(self.algorithm).__name__} has no way to try an agent out; RL and Baseline have.")
         if not self._runners:
+        _not_while_loaded()
             raise ConfigError("`dev` plays on this machine, and `n_runners=0` starts nobody here: give it 1.")
-        self.algorithm.given = self._given(agent)
+        self.algorithm.given = self._given(agent, {})
         try:
             self.algorithm.try_out(tasks, count, make_console())
         finally:
             self.algorithm.given = None
 
-    def _given(self, agent: Any) -> Given:
+    def _given(self, agent: Any, options: Mapping[str, Any]) -> Given:
         made = as_agent(agent, "The agent")
-        apart = {"agent.runners": 0} if role() == "train" else {}
-        return Given(made, self._options | apart | {"agent.path": made.title})
+        return Given(made, {**self._options, **options, "agent.path": spec_of(agent)})
+
+
+def _not_while_loaded() -> None:
+    """Refuse to train because somebody looks for an agent in the file that trains it."""
+    file = being_run()
+    if file is not None:
+        raise ConfigError(
+            f"{file} trains as soon as it is loaded, and was loaded for an agent in it. Put what trains under "
+            "`if __name__ == '__main__':`."
+        )
 
 
 def shown(parts: Parts, groups: Groups, console: Console) -> None:
