@@ -95,7 +95,7 @@ def place_of(run: Recipe, path: str) -> Path | None:
 
 def is_module(name: str) -> bool:
     """Whether data is made by Python, as `module:Name` says, and lies in no file."""
-    return ":" in name and not Path(name).expanduser().exists()
+    return ":" in name and "/" not in name.rpartition(":")[2] and not Path(name).expanduser().exists()
 
 
 def _prints(run: Recipe) -> dict[str, str]:
