@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.agents.agent import Agent, as_agent
+from etude.agents.agent import Agent, as_agent, spec_of
 from etude.config.compose import compose
 from etude.config.env import role
+from etude.config.plugin import being_run
 from etude.errors import ConfigError, UnknownChoiceError
 from etude.observe import make_console
 from etude.recipes import folder
@@ -108,11 +109,14 @@ class RL(Algorithm):
         named = directory or self.directory or self.options.get("directory")
         directory = Path(named) if named else folder.new_directory(Path("runs"), "train")
         options = {**self.options, **self.given.options, **(more or {}), "directory": directory}
-        options["data.train"] = _files(train, directory / "tasks" / "train.jsonl")
-        if val is not None:
-            options["data.val"] = _files(val, directory / "tasks" / "val.jsonl")
+        written: dict[str, str] = {}
+        for name, tasks in {"train": train, "val": val}.items():
+            if tasks is not None:
+                files, text = _files(tasks, directory / folder.TASKS / f"{name}.jsonl")
+                options[f"data.{name}"] = files
+                written |= {} if text is None else {name: text}
         run = compose(Run, [f"{name}={_word(value)}" for name, value in options.items()], preset=_preset(self.preset))
-        return build(run, agent=self.given.agent)
+        return build(run, agent=self.given.agent, tasks=written)
 
 
 @dataclass
@@ -171,31 +175,42 @@ class Trainer:
         Started with ETUDE_ROLE=runner, the same program is a runner of the store that ETUDE_STORE_URL names, until it
         is told to stop; with ETUDE_ROLE=train it starts no runners, and waits for those.
         """
+        _not_while_loaded()
         if plays_instead(as_agent(agent, "The agent"), self._at_once):
             return {}
-        self.algorithm.given = self._given(agent)
+        self.algorithm.given = self._given(agent, {"agent.runners": 0} if role() == "train" else {})
         try:
-            return self.algorithm.run(train, val)
+            return self.algorithm.run(_kept(train), _kept(val))
         finally:
             self.algorithm.given = None
 
     def dev(self, agent: Any, tasks: Tasks, count: int = 2) -> None:
         """Have the agent play a few tasks twice each, and print each conversation, its tokens, what it earned, and what
         would be learned from it. Nothing is trained, and nothing is kept."""
+        _not_while_loaded()
         if not isinstance(self.algorithm, RL):
             raise ConfigError(f"{type(self.algorithm).__name__} has no way to try an agent out; RL and Baseline have.")
         if not self._runners:
             raise ConfigError("`dev` plays on this machine, and `n_runners=0` starts nobody here: give it 1.")
-        self.algorithm.given = self._given(agent)
+        self.algorithm.given = self._given(agent, {})
         try:
             self.algorithm.try_out(tasks, count, make_console())
         finally:
             self.algorithm.given = None
 
-    def _given(self, agent: Any) -> Given:
+    def _given(self, agent: Any, options: Mapping[str, Any]) -> Given:
         made = as_agent(agent, "The agent")
-        apart = {"agent.runners": 0} if role() == "train" else {}
-        return Given(made, self._options | apart | {"agent.path": made.title})
+        return Given(made, {**self._options, **options, "agent.path": spec_of(agent)})
+
+
+def _not_while_loaded() -> None:
+    """Refuse to train because somebody looks for an agent in the file that trains it."""
+    file = being_run()
+    if file is not None:
+        raise ConfigError(
+            f"{file} trains as soon as it is loaded, and was loaded for an agent in it. Put what trains under "
+            "`if __name__ == '__main__':`."
+        )
 
 
 def shown(parts: Parts, groups: Groups, console: Console) -> None:
@@ -273,13 +288,13 @@ def _preset(name: str | None) -> Path | None:
     return None if name is None else PRESETS[name]
 
 
-def _files(tasks: Tasks, place: Path) -> list[str]:
-    """Tasks as files: those that are none yet are written to one, so that a run can be taken up."""
+def _files(tasks: Tasks, place: Path) -> tuple[list[str], str | None]:
+    """Tasks as files: those that are none yet become one, so that a run can be taken up; and what that is to hold."""
     if isinstance(tasks, str | Path):
-        return [str(tasks)]
+        return [str(tasks)], None
     rows = list(tasks)
     if rows and all(isinstance(row, str | Path) for row in rows):
-        return [str(row) for row in rows]
+        return [str(row) for row in rows], None
     if not rows:
         raise ConfigError(
             "The list of tasks is empty. Give at least one, such as `[{'question': '2+2', 'answer': '4'}]`."
@@ -290,9 +305,12 @@ def _files(tasks: Tasks, place: Path) -> list[str]:
             f"Tasks are mappings, such as `{{'question': '2+2', 'answer': '4'}}`, or files of them; a "
             f"{type(odd).__name__} was given."
         )
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return [str(place)]
+    return [str(place)], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _kept(tasks: Tasks | None) -> Tasks | None:
+    """Tasks that can be gone through more than once."""
+    return tasks if tasks is None or isinstance(tasks, str | Path | Sequence) else list(tasks)
 
 
 def _word(value: Any) -> str:

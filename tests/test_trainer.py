@@ -15,7 +15,11 @@ import pytest
 import torch
 
 import etude
+from etude.agents.agent import load_agent, spec_of
+from etude.cli import main
+from etude.config.plugin import load_named
 from etude.errors import ConfigError, EtudeError
+from etude.recipes.folder import read_metrics
 from tests.joined import ROOT, descendants
 from tests.learn import games
 from tests.learn.looking import looker
@@ -105,11 +109,79 @@ def test_what_cannot_be_done_is_refused_with_a_remedy(
 
 
 def test_a_baseline_reports_and_learns_nothing(options: dict[str, Any], tmp_path: Path, capsys: Captured) -> None:
-    found = etude.Trainer(etude.Baseline("grpo", options, tmp_path / "run")).fit(looker, val=rows(4, 1))
+    found = etude.Trainer(etude.Baseline("grpo", options, tmp_path / "run")).fit(looker, val=iter(rows(4, 1)))
     shown = capsys.readouterr().out
     assert 0 <= found["eval/mean@1"] <= 1 and found["eval/failed"] == 0
     assert "eval/mean@1" in shown and "eval/engine" not in shown and "evaluations" in shown
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def alone(tmp_path: Path, code: str) -> str:
+    """A file with an agent, as one writes it beside nothing else."""
+    (tmp_path / "mine.py").write_text(code)
+    return f"{tmp_path / 'mine.py'}:solve"
+
+
+MINE = """
+async def solve(task, llm, rollout):
+    asked = [{"role": "user", "content": task["key"]}]
+    await llm.async_client.chat.completions.create(model=llm.model, messages=asked)
+    return float(rollout.id % 2)
+"""
+
+
+def test_a_run_of_a_program_is_gone_on_with_and_scored_by_commands(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    solve, run = load_named(alone(tmp_path, MINE), "agent", ""), tmp_path / "run"
+    few = {"steps": 1, "collect.tasks": 2, "collect.group_size": 2}
+    etude.Trainer(etude.RL("grpo", options | few, run)).fit(solve, rows(4, 0), rows(2, 1))
+    monkeypatch.chdir(tmp_path / "run")
+    assert main(["train", "--resume", str(run), "steps=2"]) == 0
+    assert [step["step"] for step in read_metrics(run)] == [1, 2]
+    assert main(["eval", str(run)]) == 0
+    assert "mean@1" in capsys.readouterr().out
+
+
+def test_an_agent_that_no_command_finds_is_gone_on_with_by_its_program(
+    options: dict[str, Any], tmp_path: Path, capsys: Captured
+) -> None:
+    @etude.agent
+    async def stops(task: Any, llm: Any, rollout: Any) -> float:
+        os.kill(os.getpid(), signal.SIGINT) if rollout.id == 0 else None
+        await llm.async_client.completions.create(model=llm.model, prompt="a")
+        return float(rollout.id % 2)
+
+    run = tmp_path / "run"
+    algorithm = etude.RL("grpo", options | {"steps": 2, "collect.tasks": 2, "collect.group_size": 2}, run)
+    with pytest.raises(KeyboardInterrupt):
+        etude.Trainer(algorithm).fit(stops, rows(4, 0))
+    said = capsys.readouterr().err
+    assert f"Go on by running the program again: `fit` with the directory {run}" in said and "--resume" not in said
+    assert main(["train", "--resume", str(run)]) == 2
+    assert "The agent stops was given to `etude.Trainer` by a program" in capsys.readouterr().err
+    before = (run / "tasks" / "train.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="started on other tasks"):
+        etude.Trainer(algorithm).fit(stops, rows(5, 0))
+    assert (run / "tasks" / "train.jsonl").read_bytes() == before
+    assert etude.Trainer(algorithm).fit(stops, iter(rows(4, 0)))["step"] == 2
+
+
+def test_a_file_that_trains_when_it_is_loaded_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    code = f"import etude\n{MINE}\netude.Trainer(etude.RL()).fit(solve, [dict(q='x')])\n"
+    with pytest.raises(EtudeError, match=r"trains as soon as it is loaded.*if __name__ == '__main__'"):
+        load_agent(alone(tmp_path, code))
+
+
+def test_what_a_program_has_for_an_agent_has_a_name_where_it_stands_at_the_top(tmp_path: Path) -> None:
+    spec = alone(
+        tmp_path, "import etude\n" + MINE + "\nclass Own(etude.Agent):\n    def run(self): ...\n\nown = Own()\n"
+    )
+    place, solve = spec.removesuffix(":solve"), load_named(spec, "agent", "")
+    held = sys.modules[solve.__module__]
+    assert [spec_of(found) for found in (solve, held.own, held.Own)] == [spec, f"{place}:own", f"{place}:Own"]
+    assert spec_of(looker) == "tests.learn.looking:looker" and spec_of(held.Own()) == "given by a program: Own"
+    assert type(load_agent(spec_of(held.own))) is held.Own
 
 
 def test_no_program_that_trains_is_a_store(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, overload
 from weakref import WeakKeyDictionary
 
 from etude.agents import openai_clients
-from etude.config.plugin import load_named
+from etude.config.plugin import load_named, of_a_file
 from etude.errors import AgentError
 from etude.store.desk import Claim, Use
 
@@ -48,10 +48,14 @@ __all__ = [
     "llm_of",
     "load_agent",
     "main_file",
+    "named",
+    "spec_of",
 ]
 
 GIVEN = ("task", "llm", "rollout", "resources")
 """What an agent may ask for, by the names of its parameters."""
+UNNAMED = "given by a program:"
+"""How the agent of a run is called that no other process finds."""
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -272,6 +276,12 @@ def as_agent(found: Any, title: str) -> Agent:
 
 def load_agent(spec: str) -> Agent:
     """The agent that `module:name` or `path/to/file.py:name` names."""
+    if not named(spec):
+        raise AgentError(
+            f"The agent{spec.removeprefix(UNNAMED)} was given to `etude.Trainer` by a program, and no other process "
+            "finds it. Run that program again: its `fit`, with this run's `directory`, goes on. An agent at the top "
+            "level of a file is found by its name."
+        )
     return as_agent(load_named(spec, "agent", "etude runner my_agent.py:agent"), f"The agent '{spec}'")
 
 
@@ -289,6 +299,33 @@ def _spec_of(made: FunctionAgent) -> str:
             "the top level of a file."
         )
     return f"{place}:{name}"
+
+
+def spec_of(found: Any) -> str:
+    """The name by which a command finds what a program has for an agent: its file where that can be, so that it is
+    found from anywhere. What stands at no top level is told of, and not found: see `named`."""
+    kind = found if hasattr(found, "__qualname__") else type(found)
+    for module in dict.fromkeys((kind.__module__, "__main__")):
+        held = vars(sys.modules[module]) if module in sys.modules else {}
+        name = next((name for name, value in held.items() if value is found), None)
+        if name is not None and (place := _place_of(module)) is not None:
+            return f"{place}:{name}"
+    return f"{UNNAMED} {as_agent(found, 'The agent').title}"
+
+
+def named(spec: str) -> bool:
+    """Whether other processes find an agent that is called so."""
+    return not spec.startswith(UNNAMED)
+
+
+def _place_of(module: str) -> Path | str | None:
+    """Where a command finds a module: a file that is of no package and not installed by its path, others by name."""
+    if module == "__main__":
+        return main_file()
+    file = Path(getattr(sys.modules[module], "__file__", None) or "")
+    installed = {"site-packages", "dist-packages"} & set(file.parts)
+    alone = not getattr(sys.modules[module], "__package__", "") and not installed
+    return file.absolute() if file.suffix == ".py" and (alone or of_a_file(module)) else module
 
 
 def main_file() -> Path | None:

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import re
 import sys
+from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,11 @@ from typing import Any
 
 from etude.errors import PlugInError
 
-__all__ = ["load_named", "load_plugin", "plugin_spec"]
+__all__ = ["being_run", "load_named", "load_plugin", "of_a_file", "plugin_spec"]
+
+_BY_FILE = "etude_file_"
+"""How modules begin that are files which were named by their path."""
+_running: ContextVar[Path | None] = ContextVar("_running", default=None)
 
 _SPEC = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -78,12 +83,26 @@ def load_named(path: str, what: str, example: str) -> Any:
 def _run(file: Path, content: bytes) -> ModuleType:  # noqa: ARG001
     """The module that a file is, with what it holds now."""
     told = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()  # two files may be called alike
-    spec = importlib.util.spec_from_file_location(f"etude_file_{file.stem}_{told}", file)
+    spec = importlib.util.spec_from_file_location(f"{_BY_FILE}{file.stem}_{told}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # classes defined in it look themselves up there
-    spec.loader.exec_module(module)
+    before = _running.set(file)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        _running.reset(before)
     return module
+
+
+def being_run() -> Path | None:
+    """The file that is run at this moment for something which it defines."""
+    return _running.get()
+
+
+def of_a_file(module: str) -> bool:
+    """Whether a module is a file that was named by its path: only that finds it again."""
+    return module.startswith(_BY_FILE)
 
 
 def plugin_spec(kind: type) -> str:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from etude.agents.agent import Agent, load_agent
+from etude.agents.agent import Agent, load_agent, named
 from etude.agents.execution.processes import ProcessRunners
 from etude.agents.execution.threads import ThreadRunners
 from etude.agents.proxy.app import router
@@ -115,9 +116,10 @@ def agency(
             )
             check = stack.enter_context(processes).check
         else:
-            key = f"$(cat {directory / RUNNER_KEY})" if asked.store is None else "…"
+            key = f"$(cat {shlex.quote(str(directory / RUNNER_KEY))})" if asked.store is None else "…"
             told = "Runners may join: ETUDE_STORE_KEY=%s %s runner %s --url %s"
-            get_log("recipes").info(told, key, etude_command(), asked.path or "AGENT", reached_at(url))
+            who = shlex.quote(asked.path) if asked.path is not None and named(asked.path) else "AGENT"
+            get_log("recipes").info(told, key, etude_command(), who, reached_at(url))
         yield Agency(wanted, endpoint, url, check)
 
 

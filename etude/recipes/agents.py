@@ -26,7 +26,7 @@ from etude.rewards import Judge, Verdict
 from etude.store import Journal, Phase, Rewarded, RolloutState, Status, TaskDropped, TaskState
 from etude.store.desk import Desk, Find, Limits, Wanted
 
-__all__ = ["SCORED", "AgentConfig", "Agents", "Losses", "Scorings", "asked_of", "place_of", "rewarded"]
+__all__ = ["SCORED", "AgentConfig", "Agents", "Losses", "Scorings", "asked_of", "counted", "place_of", "rewarded"]
 
 SCORED = 2**40
 """From this ordinal on tasks are asked only to score the model; no step trains on them."""
@@ -328,6 +328,15 @@ def rewarded(store: Journal, id: int, played: Played) -> bool:
         told = verdict.reward, verdict.parts, played.truncated
         writing.take([Rewarded(id, len(state.attempts) - 1, *told)])
         return True
+
+
+def counted(state: RolloutState, failed: float | Literal["drop"]) -> float | None:
+    """What the rollout of an agent counted for, where failures do as `failed` says; None for nothing. What its attempt
+    had earned before it failed is not that."""
+    if state.status is Status.SUCCEEDED:
+        return None if state.last is None else state.last.total
+    blamed = state.status in (Status.FAILED, Status.TIMED_OUT, Status.UNRESPONSIVE)
+    return float(failed) if blamed and failed != "drop" else None
 
 
 def place_of(rollout: int) -> int:

@@ -57,18 +57,23 @@ __all__ = [
 
 
 @contextmanager
-def build(run: Run, interrupt: Interrupt | None = None, agent: Agent | None = None) -> Iterator[Parts]:
+def build(
+    run: Run, interrupt: Interrupt | None = None, agent: Agent | None = None, tasks: Mapping[str, str] | None = None
+) -> Iterator[Parts]:
     """Every part of the run, checked against each other, open; and closed again in the end.
 
     Nothing is written of a run that cannot begin. One that somebody asked to stop ends in a `KeyboardInterrupt`.
     `interrupt`: who listens for that already, where several runs follow each other. `agent`: who plays rollouts, in
-    place of what `agent.path` names.
+    place of what `agent.path` names. `tasks`: see `folder.take_tasks`.
     """
-    from etude.recipes import checks
+    from etude.recipes import checks, folder
     from etude.recipes.frame import framed
 
+    def assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack) -> Parts:
+        folder.take_tasks(directory, tasks or {})
+        return _assembled(run, directory, interrupt, stack, agent)
+
     kept = "; the answers drawn since are kept"
-    assembled = partial(_assembled, agent=agent)
     with framed(run, assembled, interrupt, checked=checks.before, looks=("plot", "answers"), kept=kept) as parts:
         yield parts
 

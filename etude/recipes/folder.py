@@ -6,6 +6,7 @@ journal.sqlite  every rollout, and which step trained on it
 checkpoints/    what the run goes on from
 ranks/          what each of several processes said
 evaluations/    the answers that were scored
+tasks/          those that a program gave, where they lay in no file
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from etude.config.show import to_yaml
 from etude.config.tree import to_tree
 from etude.errors import ConfigError, CrewError, RunError
 from etude.recipes.commands import RECIPES
-from etude.recipes.inputs import is_module, place_of
+from etude.recipes.inputs import INPUTS, is_module, place_of
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
 
 __all__ = [
     "OPTIONS",
     "RANKS",
+    "TASKS",
     "compare",
     "differences",
     "kind_of",
@@ -48,9 +50,10 @@ __all__ = [
     "recipe_of",
     "rooted",
     "settle",
+    "take_tasks",
 ]
 
-OPTIONS, LOCK, RANKS = "run.yaml", ".lock", "ranks"
+OPTIONS, LOCK, RANKS, TASKS = "run.yaml", ".lock", "ranks", "tasks"
 R = TypeVar("R", bound=Recipe)
 
 
@@ -94,11 +97,11 @@ def occupy(directory: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        nothing = {LOCK, RANKS}
+        nothing = {LOCK, RANKS, TASKS}
         try:
             yield
         except CrewError:
-            nothing = {LOCK}
+            nothing = {LOCK, TASKS}
             raise
         finally:
             if new and {path.name for path in directory.iterdir()} <= nothing:
@@ -174,6 +177,8 @@ def rooted(run: R) -> R:
     found |= {"data.train": data(run.data.train), "data.val": data(run.data.val)}
     if isinstance(run, Run):
         found |= {"env.path": run.env.path and _named(run.env.path), "env.tools": tuple(map(_named, run.env.tools))}
+        found |= {"agent.path": run.agent.path and _named(run.agent.path)}
+        found |= {"agent.external": run.agent.external and _absolute(run.agent.external)}
         found |= {"reward": run.reward.rooted(_absolute)}
     for path, value in found.items():
         run = _with(run, path, value)
@@ -210,6 +215,25 @@ def compare(directory: Path, run: Recipe) -> None:
             f"run in another `directory`. What may change in a run that goes on: {', '.join(run.free)} "
             f"({_listed(run.length)} only while nothing depends on it: {_listed(run.schedules())} constant)."
         )
+
+
+def take_tasks(directory: Path, tasks: Mapping[str, str]) -> None:
+    """Write the tasks of a program as files of its run, by what they are for; refused where it was started on others.
+    What scores it may change."""
+    for name, text in tasks.items():
+        place = directory / TASKS / f"{name}.jsonl"
+        held = place.read_text(encoding="utf-8") if place.exists() else None
+        if held == text:
+            continue
+        if name == "train" and (directory / INPUTS).exists():
+            raise ConfigError(
+                f"{directory} holds a run that was started on other tasks than those that are given now. Give the "
+                "same, in the same order, or start a new run in another `directory`."
+            )
+        place.parent.mkdir(exist_ok=True)
+        writing = place.with_name(f".{place.name}")
+        writing.write_text(text, encoding="utf-8")
+        writing.replace(place)
 
 
 def settle(directory: Path, run: Recipe) -> None:

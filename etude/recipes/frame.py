@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from etude.agents.agent import named
 from etude.config.env import etude_command
 from etude.config.secrets import mask_text
 from etude.observe import configure, format_seconds, get_log
@@ -22,6 +23,7 @@ from etude.recipes import folder, inputs
 from etude.recipes.device import announce
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.recipe import Recipe
+from etude.recipes.run import Run
 from etude.recipes.saving import Saver
 
 __all__ = ["framed", "introduce"]
@@ -106,6 +108,11 @@ def introduce(run: Recipe, size: int, trained: int, what: str, saver: Saver, wri
 
 
 def _tell_how_to_go_on(run: Recipe, told: str, *numbers: int) -> None:
+    agent = run.agent.path if isinstance(run, Run) else None
+    if agent is not None and not named(agent):
+        told += " Go on by running the program again: `fit` with the directory %s."
+        get_log("recipes").warning(told, *numbers, run.directory)
+        return
     again = f"{etude_command()} {run.recipe} --resume {_from_here(run)}"
     get_log("recipes").warning(f"{told} Go on with: %s", *numbers, again)
 

@@ -20,8 +20,9 @@ from etude.recipes.run import Run
 __all__ = ["INPUTS", "check_base", "check_inputs", "is_module", "keep_inputs", "place_of", "yardstick"]
 
 INPUTS = "inputs.json"
-MENDED = ("reward", "environment", "tools")
-"""The prints of files in which a run's own code lies. It may be mended under a run, unlike what lies in the others."""
+MENDED = ("reward", "environment", "tools", "agent", "external models")
+"""The prints of files in which a run's own code lies, and whom its agents may ask. They may be mended under a run,
+unlike what lies in the others."""
 PART = 1 << 20
 """Bytes at either end of a file that are hashed."""
 
@@ -94,16 +95,17 @@ def place_of(run: Recipe, path: str) -> Path | None:
 
 def is_module(name: str) -> bool:
     """Whether data is made by Python, as `module:Name` says, and lies in no file."""
-    return ":" in name and not Path(name).expanduser().exists()
+    return ":" in name and "/" not in name.rpartition(":")[2] and not Path(name).expanduser().exists()
 
 
 def _prints(run: Recipe) -> dict[str, str]:
     prints = {name: _print_of(path) if isinstance(path, Path) else path for name, path in _files(run)}
     if not isinstance(run, Run):
         return prints
-    named = ([run.env.path] if run.env.path else [], run.env.tools)
+    named = ((run.env.path or "",), run.env.tools, (run.agent.path or "",))
     lying = ({Path(path.rpartition(":")[0]) for path in paths} for paths in named)
-    for name, files in zip(MENDED, (run.reward.files(), *lying), strict=True):
+    told = {run.agent.external} if run.agent.external else set()
+    for name, files in zip(MENDED, (run.reward.files(), *lying, told), strict=True):
         there = sorted(file for file in files if file.is_file())
         if there:
             prints[name] = "; ".join(_print_of(file) for file in there)

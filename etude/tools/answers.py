@@ -26,6 +26,7 @@ from etude.observe import format_number, get_log, make_console
 from etude.recipes.agents import asked_of
 from etude.records import Turn
 from etude.store import Journal, open_store
+from etude.tools.rollouts.reading import Counts, counting
 
 __all__ = ["answers", "show"]
 
@@ -76,7 +77,8 @@ def answers(directory: Path, step: int | None = None) -> tuple[int, list[dict[st
                 f"The run in {directory} has no step {wanted}; it has collected steps {min(admitted)} to "
                 f"{max(admitted)}. Give one of them with --step."
             )
-        return wanted, list(_of(store, wanted, admitted[wanted], partial(_tokenizer, directory)))
+        counts = counting(directory)
+        return wanted, list(_of(store, wanted, admitted[wanted], counts, partial(_tokenizer, directory)))
 
 
 @cache
@@ -91,7 +93,7 @@ def _tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def _of(
-    store: Journal, step: int, rollouts: Sequence[int], speaks: Callable[[], Tokenizer | None]
+    store: Journal, step: int, rollouts: Sequence[int], counts: Counts, speaks: Callable[[], Tokenizer | None]
 ) -> Iterator[dict[str, Any]]:
     for id in rollouts:
         rollout = store.rollout(id)
@@ -104,8 +106,8 @@ def _of(
             "prompt": asked_of(task.fields),
             "ground_truth": task.fields.get("ground_truth"),
             "answer": turns[-1].completion.text if turns else "",
-            "reward": last.total,
-            "parts": dict(last.parts),
+            "reward": counts(rollout),
+            "parts": dict(last.parts) if counts(rollout) == last.total else {},
             "tokens": sum(len(turn.completion.ids) for turn in turns),
             "finish": "length" if last.truncated else turns[-1].completion.finish if turns else "stop",
         } | ({"conversation": _conversation(speaks(), turns)} if len(turns) > 1 else {})

@@ -32,9 +32,12 @@ from etude.store import (
     open_store,
     otlp,
 )
+from etude.tools.answers import answers
 from etude.tools.rollouts import Export, export
+from tests.recipes import players
 from tests.recipes.lessons import learned, refusal
-from tests.recipes.runs import Captured, measured, refused
+from tests.recipes.players import TALKS
+from tests.recipes.runs import Captured, measured, refused, train
 from tests.worlds import make_tokenizer
 
 END = 1
@@ -180,6 +183,37 @@ def test_lines_have_all_that_is_known(talked: Path, tmp_path: Path) -> None:
                 assert np.array_equal(np.array(told["logp"], np.float32), said.logp)
                 assert told["versions"] == said.version.tolist() and told["tags"] == list(turn.tags)
                 assert told["text"] == said.text and told["reward"] == turn.reward and told["prompt"]
+
+
+def test_what_json_has_no_number_for_is_nothing_in_a_line(tmp_path: Path) -> None:
+    """A task or a note may hold it."""
+    odd = {"best": float("nan"), "worst": [1, float("-inf")], "why": "x"}
+    sent = {"name": "s", "trace_id": "0" * 31 + "1", "span_id": "0" * 15 + "1", "parent_span_id": "", "kind": 3}
+    sent |= {"start_ns": 1, "end_ns": 2, "attributes": odd, "events": [], "status": {"code": 1, "message": ""}}
+    made(tmp_path, 1, notes=[Noted(0, 0, "seen", odd), Noted(0, 0, "span", sent | {"scope": "", "resource": {}})])
+    (tmp_path / "run.yaml").write_text("model: {path: nowhere, tokenizer: null}\n")
+    (line,) = written(tmp_path, tmp_path / "lines.jsonl")
+    first, _ = line["attempts"][0]["events"]
+    assert first == {"name": "seen", "data": {"best": None, "worst": [1, None], "why": "x"}}
+    (trace,) = written(tmp_path, tmp_path / "traces.jsonl", "--as", "otlp")
+    read = ParseDict(in_base64(trace), ExportTraceServiceRequest()).resource_spans[0].scope_spans[1].spans[0]
+    assert np.isnan(read.attributes[0].value.double_value)
+
+
+# -- what was counted -------------------------------------------------------------------------------------------------
+
+
+def test_what_failed_is_shown_and_ranked_by_what_it_counted_for(world: Path, tmp_path: Path) -> None:
+    """Not by what its agent had said of it before; and what scored the model is left out of nothing."""
+    fails = {"agent.path": f"{players.__name__}:late_failure", "agent.failed": -1.0, "collect.retries": 0, "steps": 1}
+    scored = {"data.val": f"[{world / 'held_out.jsonl'}]", "evaluate.every": 1}
+    run = train(world, tmp_path / "run", **TALKS | fails | scored)
+    _, told = answers(run)
+    assert len(told) == 16 and [each["reward"] for each in told if not each["parts"]].count(-1.0) == 8
+    done = export(Export(run, tmp_path / "pairs.jsonl", "dpo"))
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and all(row["rejected_reward"] == -1.0 and row["rejected_rollout"] % 2 for row in rows)
+    assert not done.left_out
 
 
 # -- traces -----------------------------------------------------------------------------------------------------------

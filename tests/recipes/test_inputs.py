@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import RunError
+from etude.recipes.folder import rooted
 from etude.recipes.inputs import INPUTS, PART, check_inputs, keep_inputs
 from etude.recipes.run import Run
 from tests.recipes.runs import run_of
@@ -61,6 +62,25 @@ def test_a_file_that_went_is_named_and_what_is_kept_is_kept_once(place: Path) ->
     assert (place / INPUTS).read_bytes() == before
     with pytest.raises(RunError, match=r"model/tokenizer_config\.json"):
         check_inputs(place, run)
+
+
+@pytest.mark.parametrize(("file", "name"), [("plays.py", "agent"), ("others.yaml", "external models")])
+def test_an_agent_may_be_mended_and_that_is_said(
+    file: str, name: str, place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(place)
+    caplog.set_level("INFO", "etude")
+    (place / "plays.py").write_text("def solve(task): return 1.0\n")
+    (place / "others.yaml").write_text("{}\n")
+    run = rooted(run_of(place, agent__path="plays.py:solve", agent__external="others.yaml"))
+    assert run.agent.path == f"{place / 'plays.py'}:solve" and run.agent.external == place / "others.yaml"
+    keep_inputs(place, run)
+    check_inputs(place, run)
+    assert "changed" not in caplog.text
+    with (place / file).open("a") as mended:
+        mended.write("\n")
+    check_inputs(place, run)
+    assert f"The file of the {name} changed since the run was started" in caplog.text
 
 
 def test_a_new_run_has_nothing_to_compare_with(place: Path) -> None:

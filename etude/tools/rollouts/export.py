@@ -18,7 +18,7 @@ from etude.observe import get_log, make_console, progress
 from etude.store import Journal
 from etude.tools.rollouts.files import draft, writer
 from etude.tools.rollouts.lines import document
-from etude.tools.rollouts.reading import opened, settled, stories, tokenizer_of
+from etude.tools.rollouts.reading import counting, opened, settled, stories, tokenizer_of
 from etude.tools.rollouts.sets import Chosen, Form, Row, demonstrations, pairs, schema
 from etude.tools.rollouts.spans import trace
 
@@ -109,17 +109,18 @@ def export(asked: Export, console: Console | None = None) -> Exported:
 
 def _rows(asked: Export, store: Journal) -> tuple[Iterator[Row], Chosen | None]:
     """What is written, and who counts what is not."""
+    counts = counting(asked.run)
     if asked.kind in SETS:
         tokenizer = tokenizer_of(asked.run, asked.model)
         chosen = Chosen(asked.form, tokenizer, asked.min_reward, asked.min_gap, asked.tags)
         if asked.kind == "dpo":
-            return pairs(settled(store), chosen), chosen
-        return demonstrations(stories(store, asked.split), chosen), chosen
+            return pairs(settled(store, counts), chosen), chosen
+        return demonstrations(stories(store, asked.split, counts), chosen), chosen
     if asked.kind == "otlp":
         run = str(asked.run.resolve())
-        return (trace(story, run) for story in stories(store, asked.split)), None
+        return (trace(story, run) for story in stories(store, asked.split, counts)), None
     speaks = _speaking(asked)
-    return (document(story, speaks) for story in stories(store, asked.split)), None
+    return (document(story, speaks) for story in stories(store, asked.split, counts)), None
 
 
 def _speaking(asked: Export) -> Tokenizer | None:

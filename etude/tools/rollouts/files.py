@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,13 +43,32 @@ class Lines:
 
     def write(self, row: dict[str, Any]) -> None:
         """One more line."""
-        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n")
+        try:
+            line = _json(row)
+        except ValueError:
+            line = _json(_plain(row))
+        self._file.write(line + "\n")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    """The same, with nothing in place of what JSON has no number for: tasks and notes may hold NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
+
+
+def _json(row: Any) -> str:
+    return json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class Table:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
+from etude.recipes.agents import SCORED, counted
 from etude.records import Turn
 from etude.store import (
     AttemptEnded,
@@ -28,11 +30,12 @@ from etude.store import (
     open_store,
 )
 
-__all__ = ["Split", "Story", "Tried", "opened", "settled", "stories", "tokenizer_of"]
+__all__ = ["Counts", "Split", "Story", "Tried", "counting", "opened", "settled", "stories", "tokenizer_of"]
 
 JOURNAL, OPTIONS = "journal.sqlite", "run.yaml"
 Split = str
 """`train`, `val` or `all`."""
+Counts: TypeAlias = Callable[[RolloutState], float | None]
 
 
 @dataclass
@@ -55,16 +58,13 @@ class Story:
     state: RolloutState
     task: TaskState
     attempts: list[Tried]
+    earned: float | None
+    """What it counted for, once it is judged; None for nothing."""
 
     @property
     def turns(self) -> list[Turn]:
         """Those of the attempt that counts."""
         return self.attempts[-1].turns if self.attempts else []
-
-    @property
-    def earned(self) -> float | None:
-        """All that it earned, once it is judged."""
-        return None if self.state.last is None else self.state.last.total
 
 
 @contextmanager
@@ -92,22 +92,33 @@ def tokenizer_of(directory: Path, model: Path | None) -> Tokenizer:
         ) from error
 
 
-def stories(store: Journal, split: Split) -> Iterator[Story]:
+def counting(directory: Path) -> Counts:
+    """What the rollouts of a run counted for: all that each earned, or what the failure of an agent did."""
+    file = directory / OPTIONS
+    told = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+    agent = told.get("agent", {})
+    if agent.get("path") is None:
+        return lambda state: None if state.last is None else state.last.total
+    return partial(counted, failed=agent["failed"])
+
+
+def stories(store: Journal, split: Split, counts: Counts) -> Iterator[Story]:
     """Every rollout of a split, by id."""
     for state in store.listed(RolloutState):
         if split in ("all", state.use):
-            yield _story(store, state)
+            yield _story(store, state, counts)
 
 
-def settled(store: Journal) -> Iterator[list[Story]]:
-    """The tries at each task that a step trained on or left out: whole groups, to which nothing is added any more."""
+def settled(store: Journal, counts: Counts) -> Iterator[list[Story]]:
+    """The tries at each task that a step trained on or left out: whole groups, to which nothing is added any more.
+    Tasks that scored the model are none of them."""
     for task in store.listed(TaskState):
-        if task.phase is not Phase.OPEN:
+        if task.phase is not Phase.OPEN and task.id < SCORED:
             states = store.some(RolloutState, task.rollouts)
-            yield [_story(store, states[id]) for id in sorted(states) if states[id].use == "train"]
+            yield [_story(store, states[id], counts) for id in sorted(states)]
 
 
-def _story(store: Journal, state: RolloutState) -> Story:
+def _story(store: Journal, state: RolloutState, counts: Counts) -> Story:
     """What happened in a rollout up to now; what is written of it while it is read may be left out."""
     attempts = [Tried() for _ in state.attempts]
     paid: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -131,7 +142,7 @@ def _story(store: Journal, state: RolloutState) -> Story:
         turns[index] = replace(turns[index], reward=(turns[index].reward or 0.0) + reward)
     for each in attempts:
         each.ended = max(each.ended, each.began, *each.times)
-    return Story(state, store.task(state.task), attempts)
+    return Story(state, store.task(state.task), attempts, counts(state))
 
 
 def told_task(task: TaskState) -> dict[str, Any]:

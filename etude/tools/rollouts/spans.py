@@ -27,6 +27,8 @@ SPAN, SCOPE = "span", "etude"
 """What a note is called that is a span; and who made the spans that are made here."""
 INTERNAL, CLIENT, OK, ERROR = 1, 3, 1, 2
 SECOND = 10**9
+ODD = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+"""How the JSON of protobuf writes what JSON has no number for."""
 
 
 def trace(story: Story, run: str) -> dict[str, Any]:
@@ -176,7 +178,7 @@ def _value(value: Any) -> dict[str, Any]:
         case int():
             return {"intValue": str(value)} if -(2**63) <= value < 2**63 else {"stringValue": str(value)}
         case float():
-            return {"doubleValue": value if math.isfinite(value) else str(value)}
+            return {"doubleValue": value if math.isfinite(value) else ODD[str(value)]}
         case str():
             return {"stringValue": value}
         case Mapping():
