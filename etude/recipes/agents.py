@@ -110,8 +110,8 @@ class Losses:
         """Tell of what no number of the console tells: that there is nothing to learn from."""
         if self.rollouts and self.empty == self.rollouts and self.ended[Outcome.SUCCEEDED.value]:
             get_log("recipes").warning(
-                "None of the %d rollouts of this step called the model, so nothing was learned from them. Does the agent "
-                "ask at `llm.base_url`, or, as a program, at OPENAI_BASE_URL?",
+                "None of the %d rollouts of this step called the model, so nothing was learned from them. Does the "
+                "agent ask at `llm.base_url`, or, as a program, at OPENAI_BASE_URL?",
                 self.rollouts,
             )
 

@@ -34,12 +34,12 @@ from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
 from types import FunctionType
 from typing import Any, Self
 
-from etude.agents.agent import Agent, main_file
+from etude.agents.agent import Agent, place_of
 from etude.agents.execution.again import Again
 from etude.agents.execution.worker import STOP, Appointment
 from etude.agents.runner import Pace
 from etude.config.env import for_a_runner
-from etude.config.plugin import load_named
+from etude.config.plugin import load_named, of_a_file
 from etude.errors import AgentError
 
 __all__ = ["ProcessRunners"]
@@ -247,12 +247,14 @@ class _Member:
 
 
 class _Pickler(pickle.Pickler):
-    """Takes what was defined in the file that this process was started with along by that file's name: in another
-    process `__main__` is something else."""
+    """Takes what was defined in the file that this process was started with, or in one that was named by its path,
+    along by that file's name: another process has another `__main__`, and no module of the other kind."""
 
     def reducer_override(self, found: Any) -> Any:
-        if isinstance(found, type | FunctionType) and found.__module__ == "__main__":
-            file = main_file()
+        if not isinstance(found, type | FunctionType):
+            return NotImplemented
+        if found.__module__ == "__main__" or of_a_file(found.__module__):
+            file = place_of(found.__module__)
             if file is None:
                 raise AgentError(f"{found.__qualname__} was written at a prompt. Define the agent in a file.")
             return load_named, (f"{file}:{found.__qualname__}", "part of an agent", "my_agent.py:agent")
