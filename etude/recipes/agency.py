@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -54,6 +55,8 @@ class Agency:
     endpoint: Endpoint
     url: str
     check: Callable[[], None]
+    client: Callable[[], RemoteDesk]
+    """Another desk at the same rollouts, for whoever wants some besides the run."""
 
     def metrics(self) -> Metrics:
         """How the endpoint does."""
@@ -120,7 +123,7 @@ def agency(
             told = "Runners may join: ETUDE_STORE_KEY=%s %s runner %s --url %s"
             who = shlex.quote(asked.path) if asked.path is not None and named(asked.path) else "AGENT"
             get_log("recipes").info(told, key, etude_command(), who, reached_at(url))
-        yield Agency(wanted, endpoint, url, check)
+        yield Agency(wanted, endpoint, url, check, partial(RemoteDesk, url, keyring.admin))
 
 
 def _desks(
