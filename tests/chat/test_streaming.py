@@ -231,7 +231,7 @@ def test_two_thousand_tokens_cost_milliseconds(form: str, text: str) -> None:
         teller.finish()
         return time.process_time() - start
 
-    assert min(seconds() for _ in range(5)) < 0.01  # 2 to 4 ms; twice that on a machine that does other things too
+    assert min(seconds() for _ in range(5)) < 0.05  # 2 to 4 ms; 20 where coverage is traced on a busy machine
 
 
 def round_trip(chat: Chat, answer: Message) -> Message:
