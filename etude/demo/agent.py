@@ -23,7 +23,7 @@ from rich.text import Text
 from etude.config.compose import compose
 from etude.config.env import etude_command
 from etude.demo import novice, storeroom
-from etude.errors import ConfigError
+from etude.demo.world import make_world, places, refuse_another_world
 from etude.observe import format_seconds, make_console, progress
 from etude.recipes.build import build
 from etude.recipes.folder import new_directory, read_metrics
@@ -60,19 +60,23 @@ class Scored:
 
 def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str, Any]:
     """Make a world and a model, have an agent play in it, learn from that, show how; returns the outcome."""
-    _refuse_another_world(overrides)
+    refuse_another_world(
+        overrides, OWN, "agent, model and tasks", "agent.path=my_agent.py:solve model.path=… data.train=[…]"
+    )
     asked = compose(Run, overrides, file=file, preset=PRESET)
     directory = asked.directory or new_directory(Path("runs"), "demo-agent")
     console = make_console(asked.observe.console)
     began = time.perf_counter()
     _introduce(console, asked)
-    world = _make_world(directory / "world", asked.seed)
+    world = make_world(
+        directory / "world", TASKS, HELD_OUT, lambda n, held: storeroom.rows(asked.seed, n, held_out=held)
+    )
     torch.set_num_threads(asked.threads or torch.get_num_threads())
     with progress("warming up: imitating the teacher", novice.STEPS, console) as bar:
         novice.warm_up(world / "model", asked.seed, bar.advance)
     warmed = time.perf_counter() - began
     console.print(Text(f"Warmed up in {warmed:.0f} s. Now {asked.steps} steps of GRPO over the agent's rollouts.\n"))
-    run = compose(Run, [*overrides, *_places(world, directory)], file=file, preset=PRESET)
+    run = compose(Run, [*overrides, *places(world, directory)], file=file, preset=PRESET)
     with build(run) as parts:
         practise(parts)
         before, after = (_scored(directory, step) for step in (0, parts.checkpoint.steps))
@@ -89,34 +93,6 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str,
     _account(console, told)
     _conclude(console, directory, seconds, run.steps)
     return told
-
-
-def _refuse_another_world(overrides: Sequence[str]) -> None:
-    for option in overrides:
-        name = option.partition("=")[0].strip("+ ")
-        if any(name == own or name.startswith(f"{own}.") for own in OWN):
-            raise ConfigError(
-                f"The demonstration brings its own agent, model and tasks: `{name}` has no place in it. To train "
-                f"yours: `{etude_command()} train grpo agent.path=my_agent.py:solve model.path=… data.train=[…]`."
-            )
-
-
-def _make_world(directory: Path, seed: int) -> Path:
-    """The tasks: what is trained on, and what is only ever scored on."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, count, held_out in (("train", TASKS, False), ("held_out", HELD_OUT, True)):
-        lines = (json.dumps(row) for row in storeroom.rows(seed, count, held_out=held_out))
-        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    return directory
-
-
-def _places(world: Path, directory: Path) -> list[str]:
-    return [
-        f"model.path='{world / 'model'}'",
-        f"data.train=['{world / 'train.jsonl'}']",
-        f"data.val=['{world / 'held_out.jsonl'}']",
-        f"directory='{directory}'",
-    ]
 
 
 def _scored(directory: Path, step: int) -> list[Scored]:

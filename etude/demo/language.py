@@ -6,7 +6,6 @@ be resumed, scored, asked, plotted and exported.
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from etude.config.compose import compose
 from etude.config.env import etude_command
 from etude.demo import digits
 from etude.demo.beginner import STEPS, warm_up
-from etude.errors import ConfigError
+from etude.demo.world import make_world, places, refuse_another_world
 from etude.observe import make_console, progress
 from etude.recipes.build import build
 from etude.recipes.evaluate import Answer
@@ -54,18 +53,18 @@ class Scores:
 
 def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str, Any]:
     """Make a world, warm a model up in it, improve it, show how; returns the outcome."""
-    _refuse_another_world(overrides)
+    refuse_another_world(overrides, OWN, "model, tasks and reward", "model.path=… data.train=[…]")
     asked = compose(Run, overrides, file=file, preset=PRESET)
     directory = asked.directory or new_directory(Path("runs"), "demo")
     console = make_console(asked.observe.console)
     began = time.perf_counter()
     _introduce(console)
-    world = _make_world(directory / "world", asked.seed)
+    world = make_world(directory / "world", TASKS, HELD_OUT, lambda n, held: digits.rows(asked.seed, n, held_out=held))
     torch.set_num_threads(asked.threads or torch.get_num_threads())
     with progress("warming up: imitating the teacher", STEPS, console) as bar:
         warm_up(world / "model", asked.seed, bar.advance)
     warmed = time.perf_counter() - began
-    run = compose(Run, [*overrides, *_places(world, directory)], file=file, preset=PRESET)
+    run = compose(Run, [*overrides, *places(world, directory)], file=file, preset=PRESET)
     with build(run) as parts:
         parts.publish(parts.checkpoint.step)
         before = _scored(parts, console)
@@ -88,34 +87,6 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str,
         "tokens_per_second": _rate(steps),
         "run_dir": str(directory),
     }
-
-
-def _refuse_another_world(overrides: Sequence[str]) -> None:
-    for option in overrides:
-        name = option.partition("=")[0].strip("+ ")
-        if any(name == own or name.startswith(f"{own}.") for own in OWN):
-            raise ConfigError(
-                f"The demonstration brings its own model, tasks and reward: `{name}` has no place in it. To train "
-                f"yours: `{etude_command()} train grpo model.path=… data.train=[…]`."
-            )
-
-
-def _make_world(directory: Path, seed: int) -> Path:
-    """The tasks: what is trained on, and what is only ever scored on."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, count, held_out in (("train", TASKS, False), ("held_out", HELD_OUT, True)):
-        lines = (json.dumps(row) for row in digits.rows(seed, count, held_out=held_out))
-        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    return directory
-
-
-def _places(world: Path, directory: Path) -> list[str]:
-    return [
-        f"model.path='{world / 'model'}'",
-        f"data.train=['{world / 'train.jsonl'}']",
-        f"data.val=['{world / 'held_out.jsonl'}']",
-        f"directory='{directory}'",
-    ]
 
 
 def _scored(parts: Parts, console: Console) -> Scores:
