@@ -19,6 +19,7 @@ from pathlib import Path
 
 from etude.config.env import store_address
 from etude.errors import ConfigError, UnknownError
+from etude.observe import get_log
 from etude.records import Outcome
 from etude.store import (
     AttemptEnded,
@@ -68,6 +69,13 @@ async def claimed_for(desk: RemoteDesk, url: str, directory: Path, journal: Jour
                 "set now. Leave it out, or begin a new run."
             )
         place.write_text(json.dumps({"run": secrets.token_hex(8)}), encoding="utf-8")
+    elif journal.rollouts(Phase.QUEUED, Phase.RUNNING):
+        get_log("recipes").warning(
+            "The store at %s went on lending this run's rollouts while nobody trained. Some may have failed for want of "
+            "a model, and some may be drawn by other weights than those of their step. A run without `agent.store` is "
+            "resumed exactly.",
+            url,
+        )
     mine = json.loads(place.read_text(encoding="utf-8"))["run"]
     try:
         _, found = await desk.resource(RUN, 1)
