@@ -176,11 +176,9 @@ class AgentSource(Collector):
 
     async def _attempt(self, task: int, sample: int) -> Ended:
         id = self._id(task, sample)
-        while True:
-            played = await self._agents.played(id, self._task(task))
-            if rewarded(self._store, id, played):
-                return Ended(task, sample, played)
-            await self._agents.ask([(id, self._task(task), sample)])  # the agent's own word came while it was judged
+        played = await self._agents.played(id, self._task(task))
+        rewarded(self._store, id, played)
+        return Ended(task, sample, played)
 
     def _over(self, end: Ended, retry: bool) -> list[events.Event]:  # noqa: ARG002
         assert not retry, "the desk tries again, not the scheduler"
