@@ -185,7 +185,8 @@ class AgentSource(Collector):
         return []
 
     def _counts(self, ended: RolloutState) -> bool:
-        return self._agents.counts(ended)
+        """One that nobody has read yet is read as if it had ended now: until then it may earn more."""
+        return ended.sealed and self._agents.counts(ended)
 
     def _from_journal(self, state: RolloutState) -> Scored:
         played = self._agents.replayed(state, self._store.turns(state.id))
