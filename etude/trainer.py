@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,14 +62,18 @@ class Algorithm(ABC):
     """What is done with an agent and its tasks. Derive from it for one of your own."""
 
     given: Given | None = field(default=None, init=False, repr=False)
+    desks: Callable[[], Desk] | None = field(default=None, init=False, repr=False)
+    """What makes desks at its rollouts, while it runs."""
 
     @abstractmethod
     def run(self, train: Tasks | None, val: Tasks | None) -> dict[str, float]:
         """Do it, and return what came of it."""
 
     def get_client(self) -> Desk:
-        """The desk at which rollouts are asked for, while it runs."""
-        raise ConfigError(f"{type(self).__name__} has no desk now: it has one while it runs.")
+        """A desk at which rollouts are wanted, waited for and read, while it runs. It is the caller's to close."""
+        if self.desks is None:
+            raise ConfigError(f"{type(self).__name__} has no desk now: it has one while it runs.")
+        return self.desks()
 
 
 @dataclass
@@ -103,9 +107,10 @@ class RL(Algorithm):
             shown(parts, parts.source.next(1), console)
             console.print(Text("Nothing was trained, and nothing is kept."))
 
+    @contextmanager
     def _parts(
         self, train: Tasks, val: Tasks | None, directory: Path | None = None, more: Mapping[str, Any] | None = None
-    ) -> AbstractContextManager[Parts]:
+    ) -> Iterator[Parts]:
         assert self.given is not None, "a trainer gives an agent"
         named = directory or self.directory or self.options.get("directory")
         directory = Path(named) if named else folder.new_directory(Path("runs"), "train")
@@ -117,7 +122,12 @@ class RL(Algorithm):
                 options[f"data.{name}"] = files
                 written |= {} if text is None else {name: text}
         run = compose(Run, [f"{name}={_word(value)}" for name, value in options.items()], preset=_preset(self.preset))
-        return build(run, agent=self.given.agent, tasks=written)
+        with build(run, agent=self.given.agent, tasks=written) as parts:
+            self.desks = parts.client
+            try:
+                yield parts
+            finally:
+                self.desks = None
 
 
 @dataclass

@@ -20,6 +20,7 @@ from etude.cli import main
 from etude.config.plugin import load_named
 from etude.errors import ConfigError, EtudeError
 from etude.recipes.folder import read_metrics
+from etude.store.desk import Find
 from tests.joined import ROOT, descendants
 from tests.learn import games
 from tests.learn.looking import looker
@@ -63,8 +64,9 @@ def trainer(options: dict[str, Any], **more: Any) -> etude.Trainer:
 
 
 def test_dev_shows_what_was_said_what_it_earned_and_what_would_be_learned(
-    options: dict[str, Any], capsys: Captured
+    options: dict[str, Any], capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ETUDE_ROLE", "train")  # it plays here, whatever part this process has of a run
     trainer(options).dev(varied, rows(2, 0))
     shown = capsys.readouterr().out
     assert "try 1" in shown and "try 2" in shown and shown.count("reward ") == 4
@@ -182,6 +184,23 @@ def test_what_a_program_has_for_an_agent_has_a_name_where_it_stands_at_the_top(t
     assert [spec_of(found) for found in (solve, held.own, held.Own)] == [spec, f"{place}:own", f"{place}:Own"]
     assert spec_of(looker) == "tests.learn.looking:looker" and spec_of(held.Own()) == "given by a program: Own"
     assert type(load_agent(spec_of(held.own))) is held.Own
+
+
+def test_an_algorithm_has_a_desk_while_it_runs(options: dict[str, Any], tmp_path: Path) -> None:
+    algorithm, found = etude.Baseline("grpo", options, tmp_path / "run"), list[tuple[int, str]]()
+
+    @etude.agent
+    async def looks(task: Any, llm: Any, rollout: Any) -> float:
+        desk = algorithm.get_client()
+        state = (await desk.find(Find(ids=(rollout.id,)))).rollouts[0]
+        await desk.close()
+        found.append((state.id - rollout.id, state.status))
+        return 1.0
+
+    assert etude.Trainer(algorithm).fit(looks, val=rows(2, 1))["eval/mean@1"] == 1
+    assert found == [(0, "running")] * 2
+    with pytest.raises(ConfigError, match="Baseline has no desk now: it has one while it runs"):
+        algorithm.get_client()
 
 
 def test_no_program_that_trains_is_a_store(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,8 @@ __all__ = [
     "as_agent",
     "llm_of",
     "load_agent",
-    "main_file",
     "named",
+    "place_of",
     "spec_of",
 ]
 
@@ -288,11 +288,11 @@ def load_agent(spec: str) -> Agent:
 def _spec_of(made: FunctionAgent) -> str:
     """The name by which another process finds the agent of a function: `load_agent` takes it."""
     module, name = made.__module__, made.__qualname__  # type: ignore[attr-defined]
-    place = main_file() if module == "__main__" else module
+    place = place_of(module) if module in sys.modules else module
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    if place is None or found is not made:
+    if place is None or found not in (made, made._function):
         why = "it was written at a prompt" if place is None else f"{module} has no such agent under the name {name}"
         raise AgentError(
             f"The agent {made.title} cannot be sent to another process, because {why}. Define it by `@etude.agent` at "
@@ -308,7 +308,7 @@ def spec_of(found: Any) -> str:
     for module in dict.fromkeys((kind.__module__, "__main__")):
         held = vars(sys.modules[module]) if module in sys.modules else {}
         name = next((name for name, value in held.items() if value is found), None)
-        if name is not None and (place := _place_of(module)) is not None:
+        if name is not None and (place := place_of(module)) is not None:
             return f"{place}:{name}"
     return f"{UNNAMED} {as_agent(found, 'The agent').title}"
 
@@ -318,7 +318,7 @@ def named(spec: str) -> bool:
     return not spec.startswith(UNNAMED)
 
 
-def _place_of(module: str) -> Path | str | None:
+def place_of(module: str) -> Path | str | None:
     """Where a command finds a module: a file that is of no package and not installed by its path, others by name."""
     if module == "__main__":
         return main_file()

@@ -59,7 +59,9 @@ _LOOKS_SECRET = re.compile(
 _URL_PASSWORD = re.compile(r"(?<=://)([^\s/:]*):([^\s/]+)@")
 _URL_TOKEN = re.compile(r"\b(https?://)[^\s/:@]+@", flags=re.IGNORECASE)
 _FORTY_HEX = re.compile(r"\b[0-9a-f]{40}\b", flags=re.IGNORECASE)
-_VALUE = r"""((?:(?:basic|bearer|digest|token)[ \t]+)?)("[^"]*"|'[^']*'|[^\s,;{}\[\]]+)"""
+_FROM_A_FILE = re.compile(r"\$\(cat [^()$`;&|<>]+\)")
+"""What a shell is to read from a file: a path, and no secret."""
+_VALUE = r"""((?:(?:basic|bearer|digest|token)[ \t]+)?)("[^"]*"|'[^']*'|\$\(cat [^()]*\)|[^\s,;{}\[\]]+)"""
 _ASSIGNMENT = re.compile(r"""([\w.-]+)("?'?\s*=\s*|["']\s*:\s*)""" + _VALUE, flags=re.IGNORECASE)
 _YAML_ASSIGNMENT = re.compile(r"""([\w.-]+)([ \t]*:[ \t]+)""" + _VALUE, flags=re.IGNORECASE)
 
@@ -120,4 +122,6 @@ def _mask_hex(value: str, key: str) -> str:
 
 def _mask_assignment(match: re.Match[str]) -> str:
     key, between, scheme, value = match.groups()
+    if _FROM_A_FILE.fullmatch(value):
+        return match[0]
     return f"{key}{between}{scheme}{MASK if is_secret_key(key) else _mask_hex(value, key)}"

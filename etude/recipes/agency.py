@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -58,6 +59,8 @@ class Agency:
     endpoint: Endpoint
     url: str
     check: Callable[[], None]
+    client: Callable[[], RemoteDesk]
+    """Another desk at the same rollouts, for whoever wants some besides the run."""
 
     def metrics(self) -> Metrics:
         """How the endpoint does."""
@@ -125,7 +128,7 @@ def agency(
             told = "Runners may join: ETUDE_STORE_KEY=%s %s runner %s --url %s"
             who = shlex.quote(asked.path) if asked.path is not None and named(asked.path) else "AGENT"
             get_log("recipes").info(told, key, etude_command(), who, reached_at(url))
-        yield Agency(wanted, endpoint, url, check)
+        yield Agency(wanted, endpoint, url, check, partial(RemoteDesk, url, keyring.admin))
 
 
 class _Desks(NamedTuple):

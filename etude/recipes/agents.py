@@ -155,6 +155,8 @@ class Agents:
         """Raises what ended the runners, where none of those is left that were started."""
         self.endpoint: Callable[[], Metrics] = Metrics
         """How the endpoint does that they call."""
+        self.client: Callable[[], Desk] = lambda: desk
+        """Another desk at the same rollouts, for any event loop."""
 
     def spent(self) -> Metrics:
         """What became of the rollouts that ended since this was last asked."""

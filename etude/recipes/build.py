@@ -6,7 +6,7 @@ What is heavy is imported when a run is built, so that whoever can start one nee
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from etude.recipes.run import Run
     from etude.recipes.workers import PolicyWorker
     from etude.rollout import TorchEngine
+    from etude.store.desk import Desk
 
 __all__ = [
     "agents_evaluator",
@@ -102,9 +103,10 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     common: dict[str, Any] = {"seed": run.seed, "dataset": train, "order": order, "judge": judge, "store": store}
     common["runner"] = runner
     source: AgentSource | EngineSource
+    client: Callable[[], Desk] | None = None
     if agentic:
         agents = _agents(run, chat, engine, judge, store, directory, longest, stack, runner, agent)
-        source = AgentSource(run.collect, agents, **common)
+        source, client = AgentSource(run.collect, agents, **common), agents.client
         evaluator = scorer_of(run, agents, judge, store, runner)
     else:
         episodes = episodes_of(run, longest, chat)
@@ -134,7 +136,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     if run.train.offload:
         learners.make_room = lambda: crew.call(PolicyWorker.make_room)
     return Parts(
-        directory, log, source, learners, scoring, saver, engine, store, runner, overlong, chat.tokenizer.decode
+        directory, log, source, learners, scoring, saver, engine, store, runner, overlong, chat.tokenizer.decode, client
     )
 
 
@@ -175,7 +177,7 @@ def _agents(
     cursor = store.position if run.agent.store is None else 0
     found = stack.enter_context(agency(run, chat, engine, store, directory, longest, runner, agent))
     agents = Agents(run.agent, run.collect.retries, found.desk, judge, chat.tokenizer, cursor)
-    agents.check, agents.endpoint = found.check, found.metrics
+    agents.check, agents.endpoint, agents.client = found.check, found.metrics, found.client
     return agents
 
 

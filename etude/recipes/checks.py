@@ -251,9 +251,11 @@ def fits(run: Run, model: Model, name: str, answer: int) -> None:
     """Refuse answers of this length, named by the option that sets it."""
     longest = run.data.max_prompt + answer
     if longest > model.context:
+        less = min(answer, max(1, model.context // 2))
         raise ConfigError(
             f"`data.max_prompt` + `{name}` = {longest} tokens ({run.data.max_prompt} and {answer}) do not fit into "
-            f"this model's context of {model.context}. Lower one of them."
+            f"this model's context of {model.context}. Lower them, for example `data.max_prompt={model.context - less} "
+            f"{name}={less}`."
         )
     held = _held(run, model)
     if longest > held:

@@ -20,6 +20,7 @@ from etude.recipes.saving import Saver
 from etude.recipes.workers import PolicyWorker
 from etude.records import Sample
 from etude.store import Journal, events
+from etude.store.desk import Desk
 
 __all__ = ["Engine", "Learners", "Parts", "Scoring"]
 
@@ -171,6 +172,8 @@ class Parts:
     """How many prompts of `data.train` were too long."""
     text: Callable[[Ids], str]
     """What ids say, in words."""
+    client: Callable[[], Desk] | None = None
+    """Another desk at the rollouts of agents, where those play."""
 
     def begin(self) -> None:
         """Publish the weights that the run begins with, and score them if that is asked for: a line of its own. What

@@ -38,9 +38,9 @@ LOOK_S = 1.0
 HERE = ("127.0.0.1", "::1", "localhost")
 
 
-def keep(where: str, listen: str, *, give_over: bool = False) -> None:
-    """Serve the store in a directory, or in the PostgreSQL database of an address, until it is told to stop. give_over:
-    let the run that it keeps be taken up in another place."""
+def keep(where: str, listen: str, *, keys: bool = False, give_over: bool = False) -> None:
+    """Serve the store in a directory, or in the PostgreSQL database of an address, until it is told to stop. keys:
+    show those that let others in. give_over: let the run that it keeps be taken up in another place."""
     configure("info", mask=mask_text)
     host, port = _heard_at(listen)
     _, chosen = store_address()
@@ -64,7 +64,9 @@ def keep(where: str, listen: str, *, give_over: bool = False) -> None:
         stopping = stack.enter_context(_told_to_stop())
         serving = stack.enter_context(serve(desk, keyring, host=host, port=port))
         address = reached_at(serving.url)
-        _introduce(console, where if directory is None else str(directory), address, keyring, directory, known)
+        _introduce(
+            console, where if directory is None else str(directory), address, keyring, directory, known=known, keys=keys
+        )
         while not stopping.wait(LOOK_S):
             pass
         serving.stop()
@@ -106,16 +108,21 @@ def _told_to_stop() -> Iterator[threading.Event]:
 
 
 def _introduce(
-    console: Console, what: str, address: str, keyring: Keyring, directory: Path | None, known: bool
+    console: Console, what: str, address: str, keyring: Keyring, directory: Path | None, *, known: bool, keys: bool
 ) -> None:
-    """Where it is, and how others join it. A key that was made now is shown, and no key ever again."""
+    """Where it is, and how others join it. Keys that were made now are shown, and later where they are asked for."""
     command = etude_command()
     lines = [f"The store in {mask_text(what)} is served at {address}. Ctrl-C ends it; what it acknowledged stays."]
     if directory is None:
-        admin, runner = "ETUDE_STORE_KEY=…", f"ETUDE_STORE_KEY={keyring.runner}"
+        admin = runner = "ETUDE_STORE_KEY=…"
+        if keys or not known:
+            admin, runner = (f"ETUDE_STORE_KEY={key}" for key in (keyring.admin, keyring.runner))
         if not known:
-            admin = f"ETUDE_STORE_KEY={keyring.admin}"
             lines.append(f"Its admin key was made now and is shown this once. To keep it, start it with {admin}.")
+        elif not keys:
+            lines.append(
+                "Its admin key is the one in ETUDE_STORE_KEY, and that of runners follows from it: `--keys` shows both."
+            )
     else:
         admin, runner = (
             f"ETUDE_STORE_KEY=$(cat {shlex.quote(str(directory / name))})" for name in (ADMIN_KEY, RUNNER_KEY)
@@ -123,6 +130,8 @@ def _introduce(
         if not known:
             place = directory / ADMIN_KEY
             lines.append(f"Its admin key was made now, is shown this once, and lies in {place}: {keyring.admin}")
+        elif keys:
+            lines.append(f"Its admin key is {keyring.admin}, and that of runners {keyring.runner}.")
     lines += [
         f"Runners join:  {runner} {command} runner my_agent.py:solve --url {address}",
         f"A trainer:     {admin} {command} train … agent.path=my_agent.py:solve agent.store={address}",

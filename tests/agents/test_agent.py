@@ -15,6 +15,9 @@ import pytest
 
 import etude
 from etude.agents.agent import LLM, FunctionAgent, RolloutInfo, as_agent, load_agent
+from etude.agents.execution.processes import _packed
+from etude.agents.execution.worker import Appointment
+from etude.agents.runner import Pace
 from etude.errors import AgentError, PlugInError
 from etude.records import Task
 from etude.store.states import Status
@@ -178,6 +181,25 @@ def test_an_agent_goes_to_other_processes_by_its_name() -> None:
 
     with pytest.raises(AgentError, match="top level of a file"):
         pickle.dumps(inner)
+
+
+@pytest.mark.parametrize("name", ["plain", "decorated", "made", "Kind"])
+def test_an_agent_of_a_file_goes_to_other_processes_by_that_file(name: str, tmp_path: Path) -> None:
+    """A process that is started anew knows nothing of what was loaded here."""
+    (tmp_path / "mine.py").write_text(
+        "import etude\n"
+        "def plain(task):\n    return 1.0\n"
+        "@etude.agent\nasync def decorated(task):\n    return 1.0\n"
+        "class Kind(etude.Agent):\n    def run(self, task):\n        return 1.0\n"
+        "made = Kind()\n"
+    )
+    found = load_agent(f"{tmp_path}/mine.py:{name}")
+    packed = _packed(Appointment(found, "http://127.0.0.1:1", "key", "runner", 1, Pace()))
+    code = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read()).agent.title)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=packed, capture_output=True, cwd=tmp_path.parent, timeout=60
+    )
+    assert done.returncode == 0 and done.stdout.decode().strip() == found.title, done.stderr.decode()
 
 
 def test_no_client_is_loaded_before_it_is_asked_for() -> None:

@@ -90,6 +90,9 @@ def test_keys_that_are_not_secret(key: str) -> None:
         ("api_key=hunter2 max_tokens=5", "api_key=*** max_tokens=5"),
         ("""{"password": "a b", "x": "y"}""", """{"password": ***, "x": "y"}"""),
         (f"wandb_key={'a1' * 20}", "wandb_key=***"),
+        ("STORE_KEY=$(cat a.key; echo hunter2) x", "STORE_KEY=*** x"),
+        ("STORE_KEY=$(echo hunter2)", "STORE_KEY=*** hunter2)"),
+        ("STORE_KEY=$(cat sk-abcdefghij)", "STORE_KEY=$(cat ***)"),
     ],
 )
 def test_text_is_masked_where_it_looks_secret(text: str, masked: str) -> None:
@@ -107,6 +110,7 @@ def test_text_is_masked_where_it_looks_secret(text: str, masked: str) -> None:
             "ssh://git@github.com/a",
             "risk_live",
         ),
+        *("ETUDE_STORE_KEY=$(cat runs/mine/runner.key) etude runner", "ETUDE_STORE_KEY=$(cat '/my runs/admin.key') x"),
         *("hf_safetensors", "sk-learn", "task-abcdefghij", "http://host:80/a@b", "a" * 39, "b" * 40),
     ],
 )

@@ -41,10 +41,21 @@ def _host() -> str:
     return running.enter_context(server())
 
 
+@cache
 def _programs() -> Path:
+    """The server's programs: where the package is, or, if who runs them may not look there, a copy."""
     found = find_spec("pgserver")
     assert found is not None and found.origin is not None
-    return Path(found.origin).parent / "pginstall" / "bin"
+    package = Path(found.origin).parent
+    if _somebody() and not all(place.stat().st_mode & 0o001 for place in package.parents):
+        place = Path(tempfile.mkdtemp(prefix="etude-pgserver-"))
+        atexit.register(shutil.rmtree, place)
+        place.chmod(0o755)
+        for each in package.parent.glob("pgserver*"):  # its libraries are in a folder beside it
+            if each.is_dir() and each.suffix != ".dist-info":
+                shutil.copytree(each, place / each.name, symlinks=True)
+        package = place / package.name
+    return package / "pginstall" / "bin"
 
 
 def _somebody() -> dict[str, Any]:

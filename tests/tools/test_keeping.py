@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
+from etude.store.keys import Keyring
 from etude.store.serving import reached_at
 from tests.joined import started
+from tests.store.servers import new_database
 
 KEY = "a-key-of-sixteen-letters-and-more"
 
@@ -53,6 +55,15 @@ def test_a_key_that_was_given_is_shown_nowhere_and_replaces_the_one_that_was_kep
     admin, runner = (tmp_path / "mine" / f"{who}.key" for who in ("admin", "runner"))
     assert admin.read_text() == KEY and KEY not in store.said and "shown this once" not in store.said
     assert {path.stat().st_mode & 0o777 for path in (admin, runner)} == {0o600}
+
+
+def test_the_keys_to_a_database_are_shown_when_they_are_asked_for(tmp_path: Path) -> None:
+    words, runner = ["store", new_database(), "--listen", "127.0.0.1:0"], Keyring(admin=KEY).runner
+    for asked in ([], ["--keys"]):
+        with started([*words, *asked], tmp_path / f"log{len(asked)}", ETUDE_STORE_KEY=KEY) as store:
+            store.says("A trainer:")
+            assert (KEY in store.said) == (runner in store.said) == bool(asked)
+            assert ("`--keys` shows both" in store.said) != bool(asked)
 
 
 def test_others_are_told_an_address_that_is_this_machines() -> None:

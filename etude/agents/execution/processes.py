@@ -34,12 +34,12 @@ from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
 from types import FunctionType
 from typing import Any, Self
 
-from etude.agents.agent import Agent, main_file
+from etude.agents.agent import Agent, place_of
 from etude.agents.execution.again import Again
-from etude.agents.execution.worker import STOP, Appointment
+from etude.agents.execution.worker import STOP, UNFIT, Appointment
 from etude.agents.runner import Pace
 from etude.config.env import for_a_runner
-from etude.config.plugin import load_named
+from etude.config.plugin import load_named, of_a_file
 from etude.errors import AgentError
 
 __all__ = ["ProcessRunners"]
@@ -91,8 +91,8 @@ class ProcessRunners:
         self.start()
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        self.stop(hurried=kind is not None)
 
     @property
     def pids(self) -> list[int]:
@@ -109,8 +109,10 @@ class ProcessRunners:
         if len(lost) == len(self._members):
             raise AgentError(lost[-1])
 
-    def stop(self) -> None:
-        """Have every process end. Interrupted by Ctrl-C, the wait for what is under way is over."""
+    def stop(self, hurried: bool = False) -> None:
+        """Have every process end. Hurried, or interrupted by Ctrl-C, it does not wait for what is under way."""
+        if hurried:
+            self._hurried.set()
         self._stopping.set()
         if not self._keeper.is_alive():
             return
@@ -167,6 +169,7 @@ class _Member:
         self.lost = ""
         """Why there is none, and will be none."""
         self._body, self._again, self._due = body, Again(), 0.0
+        self._from = 0  # where its log begins, behind those of the processes before it
 
     @property
     def runs(self) -> bool:
@@ -203,6 +206,7 @@ class _Member:
         self._again.began(now)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as file:
+            self._from = file.tell()
             # In a session of its own: Ctrl-C is this process's to answer, and killing it ends what it started.
             self.process = Popen(
                 [sys.executable, "-c", _BOOT, json.dumps(sys.path)],
@@ -227,9 +231,9 @@ class _Member:
         how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         told = f"The process of {self.name} ({self.process.pid}) ended ({how}). {self._last_words()}"
         self.kill()
-        wait = self._again.ended(now)
+        wait = None if code == UNFIT else self._again.ended(now)
         if wait is None:
-            self.lost = f"{told} It ended again and again, and is given up."
+            self.lost = told if code == UNFIT else f"{told} It ended again and again, and is given up."
             log.error("%s", self.lost)
         else:
             self._due = now + wait
@@ -238,7 +242,7 @@ class _Member:
     def _last_words(self) -> str:
         try:
             with self.log.open("rb") as file:
-                file.seek(max(0, self.log.stat().st_size - 2 * _LINES * _WIDTH))
+                file.seek(max(self._from, self.log.stat().st_size - 2 * _LINES * _WIDTH))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             lines = []
@@ -247,12 +251,14 @@ class _Member:
 
 
 class _Pickler(pickle.Pickler):
-    """Takes what was defined in the file that this process was started with along by that file's name: in another
-    process `__main__` is something else."""
+    """Takes what was defined in the file that this process was started with, or in one that was named by its path,
+    along by that file's name: another process has another `__main__`, and no module of the other kind."""
 
     def reducer_override(self, found: Any) -> Any:
-        if isinstance(found, type | FunctionType) and found.__module__ == "__main__":
-            file = main_file()
+        if not isinstance(found, type | FunctionType):
+            return NotImplemented
+        if found.__module__ == "__main__" or of_a_file(found.__module__):
+            file = place_of(found.__module__)
             if file is None:
                 raise AgentError(f"{found.__qualname__} was written at a prompt. Define the agent in a file.")
             return load_named, (f"{file}:{found.__qualname__}", "part of an agent", "my_agent.py:agent")

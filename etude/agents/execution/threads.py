@@ -61,8 +61,8 @@ class ThreadRunners:
         self.start()
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        self.stop(hurried=kind is not None)
 
     def start(self) -> None:
         """Begin."""
@@ -76,13 +76,13 @@ class ThreadRunners:
         if len(self._errors) == len(self._seats):
             raise self._errors[-1]
 
-    def stop(self) -> None:
-        """Have every runner end: what is under way may, then it is cancelled, then it is left."""
+    def stop(self, hurried: bool = False) -> None:
+        """Have every runner end: what is under way may, unless it is hurried; then it is cancelled, then it is left."""
         self._stopping.set()
         pace = self._pace
         try:
             self._ask_all()
-            self._join(pace.drain_s + MARGIN)
+            self._join(0.0 if hurried else pace.drain_s + MARGIN)
         finally:  # also where a second Ctrl-C interrupts the wait
             self._ask_all()
             self._join(4 * pace.cancel_s + self._agent.grace_s + MARGIN)

@@ -35,6 +35,8 @@ log = logging.getLogger("etude.agents")
 
 REFUSED = 2
 """The exit code of a process that had something to say against what it was asked, in the last line it wrote."""
+UNFIT = 3
+"""That of one which cannot play its agent at all, because it cannot be loaded."""
 STOP = b"stop\n"
 
 
@@ -120,11 +122,23 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what an agent reads is not what this process is told
     guard.add(os.getpgrp())
     try:
-        body = _read(orders, int.from_bytes(_read(orders, 8), "big"))
-        serve(pickle.loads(body), orders)
+        asked = _understood(_read(orders, int.from_bytes(_read(orders, 8), "big")))
+        serve(asked, orders)
     except EtudeError as error:
         log.error("%s", error)
         sys.exit(REFUSED)
+    finally:
+        guard.remove(os.getpgrp())  # whoever started this process ends what is left of it, and hears how it ended
+
+
+def _understood(body: bytes) -> Appointment:
+    """What is asked; where it cannot be understood, as another try would not either, this process ends."""
+    try:
+        asked: Appointment = pickle.loads(body)
+    except Exception as error:  # an agent's file may raise anything while it is run
+        log.error("%s", error if isinstance(error, EtudeError) else f"{type(error).__name__}: {error}")
+        sys.exit(UNFIT)
+    return asked
 
 
 def _read(orders: BinaryIO, length: int) -> bytes:

@@ -11,17 +11,23 @@ from collections.abc import AsyncIterator
 __all__ = ["data_of", "events"]
 
 _BETWEEN = re.compile(rb"\r?\n\r?\n")
+LONGEST_END = 4
+"""Bytes between two events at most. What was looked through holds none, but for the beginning of one."""
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Each event, without the empty line after it."""
-    held = b""
+    held, seen = bytearray(), 0
     async for chunk in chunks:
-        *whole, held = _BETWEEN.split(held + chunk)
-        for event in whole:
-            yield event
+        held += chunk
+        begin, at = 0, max(seen - LONGEST_END + 1, 0)
+        while (end := _BETWEEN.search(held, at)) is not None:
+            yield bytes(held[begin : end.start()])
+            begin = at = end.end()
+        del held[:begin]
+        seen = len(held)
     if held.strip():
-        yield held
+        yield bytes(held)
 
 
 def data_of(event: bytes) -> str:

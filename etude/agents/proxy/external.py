@@ -124,7 +124,7 @@ class Elsewhere:
         last: list[bytes] = []
         async with self._under_way(call), self._asked(call) as response:
             await start()
-            async for event in events(response.aiter_bytes()):
+            async for event in events(_bounded(response, call.name)):
                 if call.overheard.event(data_of(event)) or last:
                     last.append(event)
                 else:
@@ -235,11 +235,19 @@ class Elsewhere:
 
 async def _read(response: httpx2.Response, name: str) -> bytes:
     data = bytearray()
-    async for chunk in response.aiter_bytes():
+    async for chunk in _bounded(response, name):
         data += chunk
-        if len(data) > MOST_MIB * 2**20:
-            raise Refusal(f"The provider of '{name}' answered more than {MOST_MIB} MiB.", "failed", status=502)
     return bytes(data)
+
+
+async def _bounded(response: httpx2.Response, name: str) -> AsyncIterator[bytes]:
+    """An answer as it comes, whole or as events, as long as there is not too much of it."""
+    read = 0
+    async for chunk in response.aiter_bytes():
+        read += len(chunk)
+        if read > MOST_MIB * 2**20:
+            raise Refusal(f"The provider of '{name}' answered more than {MOST_MIB} MiB.", "failed", status=502)
+        yield chunk
 
 
 def _seconds(text: str) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import etude
+from etude.agents.agent import load_agent
 from etude.agents.execution.processes import ProcessRunners
 from etude.agents.execution.worker import join
 from etude.errors import AgentError, ConfigError
@@ -129,6 +130,17 @@ def test_a_runner_that_cannot_begin_is_given_up_and_says_why(
                 time.sleep(0.05)
 
 
+def test_an_agent_that_no_process_can_load_is_tried_once(place: Place, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def solve(task):\n    return 1.0\n")
+    agent = load_agent(f"{file}:solve")
+    file.write_text("raise RuntimeError('it is broken now')\n")
+    told = pytest.raises(AgentError, match=r"exit code 3.* it is broken now")
+    with ProcessRunners(agent, place.url, place.key, 1, logs=tmp_path, pace=QUICK) as runners, told as raised:
+        until(lambda: runners.check())
+    assert str(raised.value).count("it is broken now") == 1 and "Another begins" not in str(raised.value)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_of_a_program_that_is_killed_or_interrupted(
     place: Place, tmp_path: Path, how: signal.Signals
@@ -182,6 +194,7 @@ def test_an_agent_of_the_file_that_was_started_goes_along(place: Place, tmp_path
 import asyncio, sys
 from pathlib import Path
 import etude
+from etude.agents.agent import load_agent
 from etude.agents.execution.processes import ProcessRunners
 from etude.store.client import RemoteDesk
 from tests.agents.desks import QUICK

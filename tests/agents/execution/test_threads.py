@@ -15,6 +15,7 @@ import pytest
 import etude
 from etude.agents.execution.again import LASTED, Again
 from etude.agents.execution.threads import ThreadRunners
+from etude.agents.runner import Pace
 from etude.errors import AgentError
 from etude.records import Task
 from etude.store import RolloutState, open_store
@@ -22,6 +23,7 @@ from etude.store.desk import Wanted
 from etude.store.local_desk import LocalDesk
 from etude.store.states import Status
 from tests.agents.desks import QUICK, ends, wanted
+from tests.processes import gone
 
 
 class Alone(etude.Agent):
@@ -121,6 +123,21 @@ def test_stopping_is_bounded_whatever_an_agent_does(caplog: pytest.LogCaptureFix
         assert one.journal.rollout(id).status is Status.QUEUED  # nobody's failure: another may try it
         assert runners.left == 1
     release.set()
+
+
+def test_a_run_that_ends_by_an_error_waits_for_nothing_that_is_under_way(tmp_path: Path) -> None:
+    """What is under way is nobody's any more; a program is ended with it."""
+    with desk() as one:
+        asyncio.run(one.enqueue(wanted(1)))
+        program = etude.command(f"echo $$ > {tmp_path}/pid; sleep 60")
+        with pytest.raises(KeyboardInterrupt), ThreadRunners(one, program, 1, pace=Pace(drain_s=60)):
+            end = time.monotonic() + 20
+            while not (tmp_path / "pid").exists() and time.monotonic() < end:
+                time.sleep(0.02)
+            began = time.monotonic()
+            raise KeyboardInterrupt
+        assert time.monotonic() - began < 15
+        assert gone(int((tmp_path / "pid").read_text()))
 
 
 def test_it_is_begun_again_less_and_less_often_and_forgiven_after_a_while() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,8 +17,11 @@ import openai
 import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from hypothesis import given
+from hypothesis import strategies as st
 
 from etude.agents.proxy import EndpointConfig, External
+from etude.agents.proxy.events import events
 from etude.agents.proxy.external import external_models
 from etude.errors import ConfigError
 from etude.store.desk import Claim
@@ -161,6 +165,10 @@ def troubled() -> FastAPI:
             await asyncio.sleep(20)
 
         async def events() -> AsyncIterator[str]:
+            if wanted == "endless":  # one event, of which there is always more
+                yield "data: "
+                for _ in range(3):
+                    yield "x" * 2**20
             for n in range(1000 if wanted == "long" else 3):
                 choice = {"index": 0, "delta": {"content": f"{n} "}}
                 yield f": still there\n\ndata: {json.dumps({'choices': [choice]})}\r\n\r\n"
@@ -175,7 +183,7 @@ def troubled() -> FastAPI:
     return app
 
 
-MODELS = ("400", "401", "403", "404", "429", "500", "503", "302", "slow", "long", "hangs", "breaks", "short")
+MODELS = ("400", "401", "403", "404", "429", "500", "503", "302", "slow", "long", "hangs", "breaks", "short", "endless")
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +242,35 @@ def test_a_stream_that_fails_under_way(trouble: World, name: str) -> None:
     assert said == "0 1 2 "
     (told,) = written(trouble, claim, 1)
     assert (told["outcome"], told["said"]) == ("failed", said)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_without_an_end_is_cut_off(trouble: World, monkeypatch: pytest.MonkeyPatch, streamed: bool) -> None:
+    monkeypatch.setattr("etude.agents.proxy.external.MOST_MIB", 1)
+    claim = trouble.attempt()
+    body = {"model": "endless", "messages": ASK, "stream": streamed}
+    headers = {"authorization": f"Bearer {claim.model_key}"}
+    response = httpx2.post(f"{trouble.url}/chat/completions", json=body, headers=headers, timeout=30)
+    assert "answered more than 1 MiB" in response.text and len(response.text) < 1000
+    (told,) = written(trouble, claim, 1)
+    assert told["outcome"] == "failed" and "more than 1 MiB" in told["error"]
+
+
+@given(
+    st.lists(st.sampled_from(["data: a", "x", "\n", "\r\n", "\r", "\n\n", "\r\n\r\n"]), max_size=30), st.integers(1, 5)
+)
+def test_events_are_the_same_however_they_come(pieces: list[str], size: int) -> None:
+    text = "".join(pieces).encode()
+
+    async def read(size: int) -> list[bytes]:
+        async def chunks() -> AsyncIterator[bytes]:
+            for at in range(0, len(text), size):
+                yield text[at : at + size]
+
+        return [event async for event in events(chunks())]
+
+    *whole, last = re.split(rb"\r?\n\r?\n", text)
+    assert asyncio.run(read(size)) == [*whole, *([last] if last.strip() else [])]
 
 
 def test_a_stream_without_an_end_ends(trouble: World) -> None:
