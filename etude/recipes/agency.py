@@ -84,8 +84,7 @@ def agency(
     if agent is None and asked.path is not None:
         agent = load_agent(asked.path)
     host, _, port = asked.listen.rpartition(":")
-    with ExitStack() as stack:
-        stack.enter_context(swept())
+    with ExitStack() as stack, swept():
         keyring, desk, wanted, keeping = _desks(run, journal, directory, stack, loop)
         endpoint = Endpoint(
             desk,
