@@ -347,7 +347,7 @@ def _store(arguments: argparse.Namespace) -> None:
     serving_installed()
     from etude.tools.keeping import keep
 
-    keep(arguments.where, arguments.listen, keys=arguments.keys)
+    keep(arguments.where, arguments.listen, keys=arguments.keys, give_over=arguments.give_over)
 
 
 def _add_store(commands: Any, debug: argparse.ArgumentParser) -> None:
@@ -362,6 +362,8 @@ def _add_store(commands: Any, debug: argparse.ArgumentParser) -> None:
     at = "address and port (default 127.0.0.1:8700); port 0 is a free one"
     store.add_argument("--listen", default="127.0.0.1:8700", metavar="HOST:PORT", help=at)
     store.add_argument("--keys", action="store_true", help="show the keys that let a trainer and runners in")
+    moved = "let the run that it keeps be taken up in another place: once, after the run has moved"
+    store.add_argument("--give-over", action="store_true", help=moved)
     store.set_defaults(command=_store)
 
 

@@ -101,6 +101,7 @@ class RL(Algorithm):
         """Have a few tasks played, and show what was said, what it earned, and what would be learned from it."""
         few: dict[str, Any] = {"collect.tasks": count, "collect.group_size": 2, "collect.retries": 0}
         few |= {"observe.console": "off", "observe.level": "error"}
+        few |= {"agent.store": None, "agent.listen": "127.0.0.1:0"}  # a store is for a run, and would keep what is not
         with TemporaryDirectory() as place, self._parts(tasks, None, Path(place) / "dev", few) as parts:
             parts.publish(parts.checkpoint.step)
             shown(parts, parts.source.next(1), console)

@@ -23,7 +23,7 @@ from rich.text import Text
 from etude.config.compose import compose
 from etude.config.env import etude_command
 from etude.demo import novice, storeroom
-from etude.demo.world import make_world, places, refuse_another_world
+from etude.demo.stage import make_world, places, refuse_another_world
 from etude.observe import format_seconds, make_console, progress
 from etude.recipes.build import build
 from etude.recipes.folder import new_directory, read_metrics

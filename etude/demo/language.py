@@ -22,7 +22,7 @@ from etude.config.compose import compose
 from etude.config.env import etude_command
 from etude.demo import digits
 from etude.demo.beginner import STEPS, warm_up
-from etude.demo.world import make_world, places, refuse_another_world
+from etude.demo.stage import make_world, places, refuse_another_world
 from etude.observe import make_console, progress
 from etude.recipes.build import build
 from etude.recipes.evaluate import Answer

@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from etude.agents.agent import Agent, load_agent, named
@@ -32,18 +33,21 @@ from etude.chat import Chat
 from etude.config.env import etude_command
 from etude.observe import Last, Metrics, get_log
 from etude.recipes.agents import place_of
-from etude.recipes.joining import FarDesk, claimed_for, key_of
+from etude.recipes.joining import FarDesk, Keeping, keeper_of, kept_by, key_of, left
 from etude.recipes.run import Run
 from etude.records import SamplingParams
 from etude.store import Journal
 from etude.store.client import RemoteDesk
-from etude.store.desk import Desk
+from etude.store.desk import Desk, Keeper
 from etude.store.keys import RUNNER_KEY, Keyring
 from etude.store.local_desk import LocalDesk
 from etude.store.server import serve
 from etude.store.serving import reached_at
 
 __all__ = ["Agency", "agency", "swept"]
+
+HERE = Keeper("this run", "here")
+"""Who keeps the desk over a run's own journal, wherever that lies: whoever may write to it."""
 
 
 @dataclass
@@ -80,9 +84,8 @@ def agency(
     if agent is None and asked.path is not None:
         agent = load_agent(asked.path)
     host, _, port = asked.listen.rpartition(":")
-    with ExitStack() as stack:
-        stack.enter_context(swept())
-        keyring, desk, wanted = _desks(run, journal, directory, stack, loop)
+    with ExitStack() as stack, swept():
+        keyring, desk, wanted, keeping = _desks(run, journal, directory, stack, loop)
         endpoint = Endpoint(
             desk,
             keyring,
@@ -99,11 +102,12 @@ def agency(
                 parameters=asked.parameters,
                 external=external_models(asked.external),
             ),
+            told=asked.store is None,
         )
         if isinstance(desk, LocalDesk):
             desk.tell(endpoint.over)
         serving = stack.enter_context(
-            serve(desk, keyring, host=host, port=int(port), routers=[router(endpoint)], beside=[endpoint])
+            serve(desk, keyring, host=host, port=int(port), routers=[router(endpoint)], beside=[endpoint, *keeping])
         )
         url = asked.store or serving.url
         here = serving.url if asked.store is None else reached_at(serving.url, str(urlsplit(asked.store).hostname))
@@ -126,29 +130,32 @@ def agency(
         yield Agency(wanted, endpoint, url, check, partial(RemoteDesk, url, keyring.admin))
 
 
-def _desks(
-    run: Run, journal: Journal, directory: Path, stack: ExitStack, loop: asyncio.Runner
-) -> tuple[Keyring, Desk, Desk]:
-    """The keys, the desk that is served and written to, and the one where the run asks: here, or those of a store that
-    is elsewhere."""
+class _Desks(NamedTuple):
+    keyring: Keyring
+    served: Desk
+    """The desk that is served here, and written to by the endpoint."""
+    asked: Desk
+    """The desk where the run asks: the same one, or a store that is elsewhere."""
+    keeping: Sequence[Keeping] = ()
+    """Says there that the run is here."""
+
+
+def _desks(run: Run, journal: Journal, directory: Path, stack: ExitStack, loop: asyncio.Runner) -> _Desks:
+    """The desk, here or elsewhere, taken up by this run: nothing is lent any more that an earlier life of it left."""
     url = run.agent.store
     if url is None:
         keyring = Keyring.kept(directory)
-        desk = LocalDesk(journal, keyring, anew=True)
+        desk = LocalDesk(journal, keyring)
         stack.callback(lambda: asyncio.run(desk.close()))
-        return keyring, desk, desk
+        asyncio.run(desk.keep(HERE))
+        return _Desks(keyring, desk, desk)
     keyring = Keyring(admin=key_of(url))
-    there, far = RemoteDesk(url, keyring.admin), FarDesk(url, keyring.admin, journal)
-
-    async def claim() -> None:
-        try:
-            await claimed_for(there, url, directory, journal)
-        finally:
-            await there.close()
-
-    asyncio.run(claim())
+    there, keeper = RemoteDesk(url, keyring.admin), keeper_of(directory, journal)
+    life = asyncio.run(kept_by(there, keeper))
+    stack.callback(lambda: asyncio.run(left(there, keeper, life)))
+    far = FarDesk(url, keyring.admin, journal, life)
     stack.callback(lambda: loop.run(far.close()))
-    return keyring, there, far
+    return _Desks(keyring, there.in_life(life), far, [Keeping(url, keyring.admin, keeper, life)])
 
 
 async def _introduced(desk: Desk, endpoint: dict[str, str]) -> None:

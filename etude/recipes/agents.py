@@ -183,10 +183,10 @@ class Agents:
         for at in range(0, len(ids), PAGE):  # one that had ended before it was asked for is not told of again
             page = await self._desk.find(Find(ids=tuple(ids[at : at + PAGE]), limit=PAGE))
             known |= {state.id: state for state in page.rollouts}
-        self._tell([state for state in known.values() if state.status not in (Status.QUEUED, Status.RUNNING)])
         limits = {id: state.limits or self._limits for id, state in known.items()}  # as they were when it was asked for
         asked = [Wanted(task, sample, id, use, limits.get(id, self._limits)) for id, task, sample in wanted]
         await self._desk.enqueue(asked)
+        self._tell([state for state in known.values() if state.status not in (Status.QUEUED, Status.RUNNING)])
 
     async def played(self, id: int, task: Task) -> Played:
         """How a rollout ended that was asked for."""
@@ -221,7 +221,9 @@ class Agents:
     # -- what came of them --------------------------------------------------------------------------------------------
 
     async def _read(self, state: RolloutState, task: Task) -> Played:
-        """A rollout that ended, as those know it who learn from it."""
+        """A rollout that ended, as those know it who learn from it. It earns nothing more from now on, so that what is
+        read here is what is read again."""
+        (state,) = await self._desk.seal([state.id])
         last = state.last
         turns = tuple(await self._desk.turns(state.id)) if last is not None and last.turns else ()
         if state.use == "train":
@@ -314,22 +316,16 @@ def _played(state: RolloutState, turns: Sequence[Turn], verdict: Verdict) -> Pla
     return Played(tuple(turns), verdict, truncated)
 
 
-def rewarded(store: Journal, id: int, played: Played) -> bool:
-    """Write what a rollout earned that has no reward yet. False if one came meanwhile that was to be asked for."""
+def rewarded(store: Journal, id: int, played: Played) -> None:
+    """Write what the run makes of a rollout that its agent gave no reward."""
     with store.writing() as writing:
         state = writing.state(RolloutState, id)
         assert state is not None, "who played has been asked for"
-        if state.last is None or state.settled is not None:
-            return True
-        verdict, known = played.verdict, state.last.reward
-        if known is not None:
-            asked = verdict.outcome is Outcome.SUCCEEDED and verdict.reward == known
-            return asked or state.status is not Status.SUCCEEDED
-        if verdict.outcome is not Outcome.SUCCEEDED:
-            return True
-        told = verdict.reward, verdict.parts, played.truncated
+        given = state.last is None or state.last.reward is not None
+        if given or state.settled is not None or played.verdict.outcome is not Outcome.SUCCEEDED:
+            return
+        told = played.verdict.reward, played.verdict.parts, played.truncated
         writing.take([Rewarded(id, len(state.attempts) - 1, *told)])
-        return True
 
 
 def counted(state: RolloutState, failed: float | Literal["drop"]) -> float | None:

@@ -4,47 +4,45 @@
                   ▲
                endpoint ─► engine
 
-What the run asks for it writes down first, and asks for then; what ended it copies with every turn, before anybody here
-is told. So the journal is a journal like any other: it is replayed, resumed and looked at without the store. Asking
-again does no harm, which is what a run does that was killed between the two.
+What the run asks for it writes down first, and asks for then; what ended it copies whole, before anybody here is told.
+So the journal is a journal like any other: it is replayed, resumed and looked at without the store. Asking again does
+no harm, which is what a run does that was killed between the two.
+
+The store knows who keeps it (`Desk.keep`). A run that is taken up begins another life of its keeping before its
+endpoint is there, and says every few seconds that it lives: what an earlier life left is played by nobody until it is
+asked for again, and while no trainer is there, nothing is lent that could only fail.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from etude.config.env import store_address
-from etude.errors import ConfigError, UnknownError
+from etude.errors import ConfigError, EtudeError, IllegalMoveError
 from etude.observe import get_log
-from etude.records import Outcome
-from etude.store import (
-    AttemptEnded,
-    AttemptStarted,
-    Event,
-    Journal,
-    Phase,
-    Rewarded,
-    RolloutCancelled,
-    RolloutExpired,
-    RolloutQueued,
-    RolloutState,
-    Status,
-    TaskIssued,
-    TaskState,
-    TurnPaid,
-    TurnRecorded,
-)
+from etude.records import Turn
+from etude.store import Event, Journal, Phase, RolloutQueued, RolloutState, Status, TaskIssued, TaskState, wire
 from etude.store.client import RemoteDesk
-from etude.store.desk import Find, Page, Wanted
+from etude.store.desk import Find, Keeper, Page, Wanted
 
-__all__ = ["FarDesk", "claimed_for", "key_of"]
+__all__ = ["LEASE_S", "FarDesk", "Keeping", "keeper_of", "kept_by", "key_of", "left"]
 
-JOINED, RUN = "joined.json", "run"
-"""A file that says which run this is to a store; and what says there whose rollouts it keeps."""
+JOINED = "joined.json"
+"""A file that says which run this is to a store."""
+LEASE_S, RENEW_S = 20.0, 4.0
+"""Seconds for which a store believes that the run is there; and after which it is told again."""
+PATIENCE_S = 3.0
+"""Seconds to try to reach it for that."""
+MOST_BYTES = 8 * 2**20
+"""Of one request for rollouts; a store takes four times as much."""
+AT_ONCE = 16
+"""Rollouts that are copied beside each other."""
 OPEN = frozenset({Status.QUEUED, Status.RUNNING})
 
 
@@ -59,8 +57,8 @@ def key_of(url: str) -> str:
     return key
 
 
-async def claimed_for(desk: RemoteDesk, url: str, directory: Path, journal: Journal) -> None:
-    """Have the store keep the rollouts of this run, and of no other."""
+def keeper_of(directory: Path, journal: Journal) -> Keeper:
+    """Which run this is to a store, and where it lies."""
     place = directory / JOINED
     if not place.exists():
         if journal.rollouts(Phase.QUEUED, Phase.RUNNING):
@@ -68,33 +66,74 @@ async def claimed_for(desk: RemoteDesk, url: str, directory: Path, journal: Jour
                 f"The run in {directory} kept its rollouts itself so far, and some are open: `agent.store` cannot be "
                 "set now. Leave it out, or begin a new run."
             )
-        place.write_text(json.dumps({"run": secrets.token_hex(8)}), encoding="utf-8")
-    elif journal.rollouts(Phase.QUEUED, Phase.RUNNING):
-        get_log("recipes").warning(
-            "The store at %s went on lending this run's rollouts while nobody trained. Some may have failed for want of "
-            "a model, and some may be drawn by other weights than those of their step. A run without `agent.store` is "
-            "resumed exactly.",
-            url,
-        )
-    mine = json.loads(place.read_text(encoding="utf-8"))["run"]
+        writing = place.with_name(f".{JOINED}")
+        writing.write_text(json.dumps({"run": secrets.token_hex(8)}), encoding="utf-8")
+        writing.replace(place)
+    return Keeper(json.loads(place.read_text(encoding="utf-8"))["run"], str(directory.resolve()))
+
+
+async def kept_by(desk: RemoteDesk, keeper: Keeper) -> int:
+    """Have the store keep the rollouts of this run, and of no other; the number of this life of it."""
     try:
-        _, found = await desk.resource(RUN, 1)
-    except UnknownError:
-        await desk.put(RUN, {"id": mine, "directory": str(directory)})
-        _, found = await desk.resource(RUN, 1)  # where two came at once, the first has it
-    if found["id"] != mine:
-        raise ConfigError(
-            f"The store at {url} keeps the rollouts of another run, {found['directory']}. Give this one a store of its "
-            "own: `etude store DIRECTORY`."
-        )
+        return await desk.keep(keeper, None, LEASE_S)
+    except IllegalMoveError as error:
+        raise ConfigError(f"`agent.store={desk.url}` cannot be joined. {error}") from error
+    finally:
+        await desk.close()
+
+
+async def left(desk: RemoteDesk, keeper: Keeper, life: int) -> None:
+    """Tell the store that the run is not there any more."""
+    with suppress(EtudeError):  # it will find out by itself
+        await desk.keep(keeper, life, 0.0)
+    await desk.close()
+
+
+class Keeping:
+    """Tells the store that the run is there, on whatever loop it is entered.
+
+    Waits for the store. Ends where another life of the run has begun; the run hears of that by its next word.
+    """
+
+    def __init__(self, url: str, key: str, keeper: Keeper, life: int) -> None:
+        self._keeper, self._life = keeper, life
+        self._desk = RemoteDesk(url, key, patience_s=PATIENCE_S)
+        self._telling: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._telling = asyncio.create_task(self._tell(), name="etude-keeping")
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._telling
+        await self._desk.close()
+
+    async def _tell(self) -> None:
+        while True:
+            try:
+                await self._desk.keep(self._keeper, self._life, LEASE_S)
+            except IllegalMoveError as error:
+                get_log("recipes").error("%s", error)
+                return
+            except EtudeError as error:
+                get_log("recipes").debug("The store was not told that the run is there: %s", error)
+            await asyncio.sleep(RENEW_S)
 
 
 class FarDesk(RemoteDesk):
-    """The desk elsewhere, whose rollouts are written down here too. For the loop of the run alone."""
+    """The desk elsewhere, whose rollouts are written down here too. For the loop of the run alone.
 
-    def __init__(self, url: str, key: str, journal: Journal) -> None:
+    A rollout that has ended is sealed there and copied whole; from then on it is read here, and nowhere else.
+    """
+
+    def __init__(self, url: str, key: str, journal: Journal, life: int) -> None:
         super().__init__(url, key)
-        self._journal = journal
+        self._journal, self._life = journal, life
+        self._before: dict[int, RolloutState] = {}
+        """Ended there, and not known here: the journal was brought back from an earlier time."""
 
     async def enqueue(self, wanted: Sequence[Wanted]) -> list[int]:
         """Queue rollouts, once that they are wanted is written here."""
@@ -113,7 +152,19 @@ class FarDesk(RemoteDesk):
                 events.append(RolloutQueued(id, task.ordinal, one.sample, one.use, one.limits))
         if new or events:
             self._journal.append([*new.values(), *events])
-        return await super().enqueue(wanted)
+        for some in _portions(wanted):
+            await super().enqueue(some)
+        await self._copy([self._before.pop(id) for id in ids if id in self._before])
+        return ids
+
+    async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
+        """How rollouts stand that are written here, and sealed."""
+        here = self._journal.some(RolloutState, rollouts)
+        return [here[id] for id in rollouts]
+
+    async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
+        """The turns of an attempt, as they are written here."""
+        return await asyncio.to_thread(self._journal.turns, rollout, attempt)
 
     async def find(self, what: Find) -> Page:
         """The rollouts that were asked for; those that ended are written here."""
@@ -128,35 +179,32 @@ class FarDesk(RemoteDesk):
         return cursor, ended
 
     async def _copy(self, states: Sequence[RolloutState]) -> None:
-        """Write down what became of those that the journal has as open."""
-        ended = [state for state in states if state.status not in OPEN]
-        told = {state.id: await self._events(state) for state in self._still_open(ended)}
-        for state in self._still_open(ended):  # another may have been at it meanwhile
-            self._journal.append(told[state.id])
+        """Write down what became of those that the journal has as open, once nothing more can become of them."""
+        ids = self._still_open([state.id for state in states if state.status not in OPEN])
+        if ids:
+            await super().seal(ids)
+        known = self._journal.some(RolloutState, [state.id for state in states])
+        self._before |= {each.id: each for each in states if each.id not in known and each.status not in OPEN}
+        for at in range(0, len(ids), AT_ONCE):
+            some = ids[at : at + AT_ONCE]
+            told = dict(zip(some, await asyncio.gather(*(self.history(id) for id in some)), strict=True))
+            for id in self._still_open(some):  # another may have been at it meanwhile
+                self._journal.append([event for event in told[id] if not isinstance(event, RolloutQueued)])
 
-    def _still_open(self, states: Sequence[RolloutState]) -> list[RolloutState]:
-        here = self._journal.some(RolloutState, [state.id for state in states])
-        return [state for state in states if state.id in here and here[state.id].status in OPEN]
+    def _still_open(self, ids: Sequence[int]) -> list[int]:
+        here = self._journal.some(RolloutState, ids)
+        return [id for id in ids if id in here and here[id].status in OPEN]
 
-    async def _events(self, state: RolloutState) -> list[Event]:
-        """All that happened to a rollout, as its journal would have it had it been here."""
-        events: list[Event] = []
-        newest = len(state.attempts) - 1
-        stopped = bool(state.why)
-        for number, attempt in enumerate(state.attempts):
-            events.append(AttemptStarted(state.id, number))
-            turns = await self.turns(state.id, number) if attempt.turns else []
-            for turn in turns:
-                events.append(TurnRecorded(state.id, number, replace(turn, reward=None)))
-            events += [TurnPaid(state.id, number, turn.index, turn.reward) for turn in turns if turn.reward is not None]
-            if attempt.reward is not None:
-                told = attempt.reward, attempt.parts, attempt.truncated, 0.0, attempt.role
-                events.append(Rewarded(state.id, number, *told))
-            cut = stopped and number == newest and attempt.status is Status.CANCELLED and attempt.watched
-            if not cut:
-                outcome, retry = Outcome(attempt.status.value), number < newest or stopped
-                events.append(AttemptEnded(state.id, number, outcome, attempt.error, retry, attempt.watched))
-        if stopped:
-            expired = state.status is Status.FAILED
-            events.append((RolloutExpired if expired else RolloutCancelled)(state.id, state.why))
-        return events
+
+def _portions(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
+    """Rollouts in as many requests as they take. They are named, so that it does no harm where only some arrive."""
+    portions: list[list[Wanted]] = [[]]
+    size = 0
+    for one in wanted:
+        added = len(wire.to_json(wire.wanted_document(one))) + 1
+        if portions[-1] and size + added > MOST_BYTES:
+            portions.append([])
+            size = 0
+        portions[-1].append(one)
+        size += added
+    return portions

@@ -176,18 +176,17 @@ class AgentSource(Collector):
 
     async def _attempt(self, task: int, sample: int) -> Ended:
         id = self._id(task, sample)
-        while True:
-            played = await self._agents.played(id, self._task(task))
-            if rewarded(self._store, id, played):
-                return Ended(task, sample, played)
-            await self._agents.ask([(id, self._task(task), sample)])  # the agent's own word came while it was judged
+        played = await self._agents.played(id, self._task(task))
+        rewarded(self._store, id, played)
+        return Ended(task, sample, played)
 
     def _over(self, end: Ended, retry: bool) -> list[events.Event]:  # noqa: ARG002
         assert not retry, "the desk tries again, not the scheduler"
         return []
 
     def _counts(self, ended: RolloutState) -> bool:
-        return self._agents.counts(ended)
+        """One that nobody has read yet is read as if it had ended now: until then it may earn more."""
+        return ended.sealed and self._agents.counts(ended)
 
     def _from_journal(self, state: RolloutState) -> Scored:
         played = self._agents.replayed(state, self._store.turns(state.id))

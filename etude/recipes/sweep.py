@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from etude.observe import get_log
 from etude.recipes.folder import new_directory
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.recipe import Recipe
+from etude.recipes.run import Run
 
 __all__ = ["sweep"]
 
@@ -44,6 +46,12 @@ def sweep(
         raise ConfigError(
             "A sweep has one directory, with one of its own for each run below it; several were given with "
             "`directory=…`. Give one, and each run is named in it by what sets it apart."
+        )
+    stores = Counter(job.run.agent.store for job in jobs if isinstance(job.run, Run) and job.run.agent.store)
+    if any(count > 1 for count in stores.values()):
+        raise ConfigError(
+            f"A store keeps the rollouts of one run, and `agent.store={stores.most_common(1)[0][0]}` is given to "
+            f"{stores.most_common(1)[0][1]} of these. Leave it out, and each run keeps its own."
         )
     parent = jobs[0].run.directory or new_directory(Path("runs"), "sweep")
     failed: list[str] = []

@@ -18,7 +18,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import httpx2
 
@@ -26,7 +27,8 @@ from etude.errors import ConfigError, KeyRefusedError
 from etude.records import Turn
 from etude.store import wire
 from etude.store.bounds import at_least_one, bounded
-from etude.store.desk import Claim, Desk, Ended, Find, Key, Page, Reward, RunnerState, Wanted
+from etude.store.desk import Claim, Desk, Ended, Find, Keeper, Key, Page, Reward, RunnerState, Wanted
+from etude.store.events import Event
 from etude.store.line import Line, Link
 from etude.store.plain import plain
 from etude.store.states import RolloutState
@@ -67,9 +69,24 @@ class RemoteDesk(Desk):
             raise KeyRefusedError("The key of a store is plain text in one line, and this is not; copy it once more.")
         self.url, self._key = url.rstrip("/"), key
         self._patience_s, self._timeout_s, self._transport = patience_s, timeout_s, transport
+        self._life: int | None = None
         self._lines: dict[asyncio.AbstractEventLoop, Line] = {}
 
     # -- who wants rollouts -------------------------------------------------------------------------------------------
+
+    async def keep(self, keeper: Keeper, life: int | None = None, lease_s: float | None = None) -> int:
+        """A run takes the desk up, or says that it is still there."""
+        lease_s = None if lease_s is None else bounded(lease_s, "lease_s")
+        told = await self._ask("keep", run=keeper.run, where=keeper.where, life=life, lease_s=lease_s)
+        number: int = told["life"]
+        return number
+
+    def in_life(self, life: int) -> Self:
+        """This desk, at which each word counts only while this is the life of its keeper; with connections of its
+        own."""
+        made = copy(self)
+        made._life, made._lines = life, {}
+        return made
 
     async def enqueue(self, wanted: Sequence[Wanted]) -> list[int]:
         """Queue rollouts; those without an id could be queued twice by asking twice, so this too has a name."""
@@ -79,6 +96,14 @@ class RemoteDesk(Desk):
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
         """Nobody wants these any more."""
         await self._ask("cancel", rollouts=[int(rollout) for rollout in rollouts], why=why)
+
+    async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
+        """These are about to be read, and earn nothing more."""
+        states: list[RolloutState] = []
+        for at in range(0, len(rollouts), MOST):
+            told = await self._ask("seal", rollouts=[int(rollout) for rollout in rollouts[at : at + MOST]])
+            states += [RolloutState.restored(state) for state in told["rollouts"]]
+        return states
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
         """Rollouts that came to their end after a cursor."""
@@ -101,6 +126,11 @@ class RemoteDesk(Desk):
         """The turns of an attempt."""
         told = await self._ask("turns", rollout=rollout, attempt=attempt)
         return [wire.turn_of(turn) for turn in told["turns"]]
+
+    async def history(self, rollout: int) -> list[Event]:
+        """All that happened to a rollout, in order."""
+        told = await self._ask("history", rollout=rollout)
+        return [wire.event_of(event) for event in told["events"]]
 
     async def events(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
         """What was noted during an attempt."""
@@ -200,6 +230,6 @@ class RemoteDesk(Desk):
             for ended in [other for other in list(self._lines) if other.is_closed()]:
                 del self._lines[ended]
             line = self._lines[loop] = Line(
-                Link(self.url, self._key, self._patience_s, self._timeout_s, self._transport)
+                Link(self.url, self._key, self._patience_s, self._timeout_s, self._transport, self._life)
             )
         return line

@@ -10,7 +10,7 @@ from pydantic.json_schema import models_json_schema
 from etude.store.forms import Problem, Verb
 from etude.store.otlp import JSON, PROTOBUF
 from etude.store.verbs import VERBS, Batch
-from etude.store.wire import ONCE
+from etude.store.wire import KEEPERS_LIFE, ONCE
 
 __all__ = ["REFUSED", "description"]
 
@@ -76,8 +76,17 @@ def _operation(
         "requestBody": {"required": True, "content": asked},
         "responses": {"200": {"description": "done", "content": replied}} | _refusals(problem),
     }
+    told["parameters"] = [
+        {
+            "name": KEEPERS_LIFE,
+            "in": "header",
+            "required": False,
+            "schema": {"type": "string", "pattern": "^[0-9]{1,19}$"},
+            "description": "the life of the run that keeps the store in which this is said; in another it is refused",
+        }
+    ]
     if form is Batch or (issubclass(form, Verb) and form.once):
-        told["parameters"] = [
+        told["parameters"] += [
             {
                 "name": ONCE,
                 "in": "header",

@@ -20,10 +20,24 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from etude.records import Outcome, Task, Turn
+from etude.store.events import Event
 from etude.store.limits import Limits, Use
 from etude.store.states import RolloutState, Status
 
-__all__ = ["Claim", "Desk", "Ended", "Find", "Key", "Limits", "Page", "Reward", "RunnerState", "Use", "Wanted"]
+__all__ = [
+    "Claim",
+    "Desk",
+    "Ended",
+    "Find",
+    "Keeper",
+    "Key",
+    "Limits",
+    "Page",
+    "Reward",
+    "RunnerState",
+    "Use",
+    "Wanted",
+]
 
 Reward: TypeAlias = "float | Mapping[str, float]"
 """A number, or named parts that are added up."""
@@ -34,6 +48,15 @@ class Key(NamedTuple):
 
     rollout: int
     attempt: int
+
+
+class Keeper(NamedTuple):
+    """A run that has its rollouts kept by a desk."""
+
+    run: str
+    """Which one; a copy of it has the same name."""
+    where: str
+    """Its directory, by which it is told apart from a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +140,35 @@ class Desk(ABC):
     # -- who wants rollouts -------------------------------------------------------------------------------------------
 
     @abstractmethod
+    async def keep(self, keeper: Keeper, life: int | None = None, lease_s: float | None = None) -> int:
+        """A run has its rollouts kept here. Without a `life` it takes the desk up and begins one, whose number is
+        returned: what was under way is over as an infrastructure error that nobody is charged with, and what was
+        queued waits until it is asked for again. With its life it says that it is still there.
+
+        What it says holds for `lease_s`; None is until the desk is closed, and 0 is a farewell. While it does not hold,
+        nothing is lent, and what is under way is stopped, to be made again without being counted. The word of an
+        earlier life is an `IllegalMoveError`; so is a run that finds another's rollouts, or that another place keeps.
+        """
+
+    @abstractmethod
+    def in_life(self, life: int) -> Desk:
+        """This desk, at which each word counts only while this is the life of its keeper: `enqueue`, `cancel`, `wait`,
+        `seal`, `put`, `keep`, and all that is written of attempts. To close it closes this desk for nobody else."""
+
+    @abstractmethod
     async def enqueue(self, wanted: Sequence[Wanted]) -> list[int]:
         """Queue rollouts, all or none; their ids. A task that is new is issued. One asked for before, in the same
         words, is as if it had not been asked again; in other words it is an `IllegalMoveError`."""
 
     @abstractmethod
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
-        """Nobody wants these any more; what runs is told to stop at its next heartbeat. Those that ended stay so."""
+        """Nobody wants these any more, for a reason that is given; what runs is told to stop at its next heartbeat.
+        Those that ended stay so."""
+
+    @abstractmethod
+    async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
+        """These have ended and are about to be read: their agents earn nothing more, so that what is read is all there
+        will be. How they stand."""
 
     @abstractmethod
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
@@ -137,6 +182,10 @@ class Desk(ABC):
     @abstractmethod
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
         """The turns of an attempt in order, each with what it was paid; by default of the last one."""
+
+    @abstractmethod
+    async def history(self, rollout: int) -> list[Event]:
+        """All that happened to a rollout, in order, as it is written."""
 
     @abstractmethod
     async def events(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:

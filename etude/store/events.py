@@ -4,8 +4,7 @@ A task is issued; rollouts of it are queued; an attempt at one starts, records i
 is admitted to a step, or its task dropped. Beside these a run notes its evaluations, publishings and resources. Nothing
 else is ever written, and nothing written is ever changed: every status is derived from these (`transitions`).
 
-An event is written as a `Record`: its kind, JSON of its fields, and a payload of bytes for what is large (the token
-arrays of a turn, the samples of an evaluation). A field added later needs a default, and old records are read with it.
+How they are written is in `record`. A field added later needs a default, and old records are read with it.
 """
 
 from __future__ import annotations
@@ -15,16 +14,15 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
-from etude.errors import DataError, StoreError
+from etude.errors import DataError
 from etude.records import Completion, Outcome, Turn
 from etude.store.blobs import pack_turn, unpack_turn
 from etude.store.limits import RETRIED, Limits, Use
-from etude.store.plain import finite, plain, to_json
+from etude.store.plain import finite, plain
 
 __all__ = [
-    "EVENTS",
     "Admitted",
     "AttemptEnded",
     "AttemptReady",
@@ -34,19 +32,18 @@ __all__ = [
     "LateEnd",
     "Noted",
     "Published",
-    "Record",
     "ResourcePut",
     "Rewarded",
+    "RolloutAsked",
     "RolloutCancelled",
     "RolloutEvent",
     "RolloutExpired",
     "RolloutQueued",
+    "RolloutSealed",
     "TaskDropped",
     "TaskIssued",
     "TurnPaid",
     "TurnRecorded",
-    "decode",
-    "encode",
 ]
 
 
@@ -132,10 +129,12 @@ class RolloutQueued(RolloutEvent):
     use: Use = "train"
     limits: Limits | None = None
     """What a desk holds it to; None where whoever queued it watches over it."""
+    life: int = 0
+    """In which life of the desk's keeper it was asked for; 0 where nobody keeps the desk."""
 
     def document(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""
-        told = {name: getattr(self, name) for name in ("rollout", "task", "sample", "use")}
+        told = {name: getattr(self, name) for name in ("rollout", "task", "sample", "use", "life")}
         return told | {"limits": self.limits and self.limits.document()}
 
     @classmethod
@@ -143,6 +142,22 @@ class RolloutQueued(RolloutEvent):
         """The event that was written so."""
         limits = document.get("limits")
         return cls(**document | {"limits": limits and Limits.restored(limits)})
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutAsked(RolloutEvent):
+    """It is asked for again, in a later life of the desk's keeper; until then it waits, and is played by nobody."""
+
+    kind = "rollout_asked"
+
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSealed(RolloutEvent):
+    """Who wanted it has read it: what it has earned by now is all that its agent may say of that."""
+
+    kind = "rollout_sealed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,43 +413,3 @@ class ResourcePut(Event):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", plain(self.value, f"Version {self.version} of the resource '{self.name}'"))
-
-
-# -- the written form -------------------------------------------------------------------------------------------------
-
-EVENTS: dict[str, type[Event]] = {
-    event.kind: event
-    for event in (
-        *(TaskIssued, TaskDropped),
-        *(RolloutQueued, RolloutCancelled, RolloutExpired),
-        *(AttemptStarted, AttemptReady, TurnRecorded, TurnPaid, Rewarded, Noted, AttemptEnded, LateEnd),
-        *(Admitted, Evaluated, Published, ResourcePut),
-    )
-}
-
-
-class Record(NamedTuple):
-    """An event as it is written."""
-
-    kind: str
-    rollout: int | None
-    """The rollout it speaks of, where it speaks of one."""
-    body: str
-    """JSON."""
-    payload: bytes
-
-
-def encode(event: Event) -> Record:
-    """The written form of an event."""
-    rollout = event.rollout if isinstance(event, RolloutEvent) else None
-    return Record(event.kind, rollout, to_json(event.document()), event.payload())
-
-
-def decode(row: Record) -> Event:
-    """The event that was written so."""
-    if row.kind not in EVENTS:
-        raise StoreError(
-            f"An event of the kind '{row.kind}' was read, which this version of Etude does not know: a newer one wrote "
-            "it. Read the journal with that version."
-        )
-    return EVENTS[row.kind].restored(json.loads(row.body), row.payload)

@@ -23,8 +23,9 @@ from typing import NamedTuple
 from etude.errors import UnknownError
 from etude.records import Turn
 from etude.store.blobs import Blobs
-from etude.store.events import EVENTS, Admitted, Event, Record, TurnPaid, TurnRecorded, decode, encode
+from etude.store.events import Admitted, Event, TurnPaid, TurnRecorded
 from etude.store.plain import to_json
+from etude.store.record import EVENTS, Record, decode, encode
 from etude.store.shield import undisturbed
 from etude.store.states import STATES, Phase, ResourceState, RolloutState, S, State, TaskState
 from etude.store.transitions import Fold

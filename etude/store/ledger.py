@@ -8,17 +8,15 @@ journal, of which it is never more than a part: what waits, what runs, and the l
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from etude.errors import DataError, IllegalMoveError, UnknownError
 from etude.observe import get_log
 from etude.records import Outcome, Task
 from etude.store.clerk import LATER, TICK_S, Promise
-from etude.store.desk import Ended, Key, RunnerState, Wanted
+from etude.store.desk import Ended, Keeper, Key, RunnerState, Wanted
 from etude.store.events import (
     AttemptEnded,
     AttemptReady,
@@ -27,15 +25,19 @@ from etude.store.events import (
     LateEnd,
     ResourcePut,
     Rewarded,
+    RolloutAsked,
     RolloutCancelled,
     RolloutExpired,
     RolloutQueued,
+    RolloutSealed,
 )
 from etude.store.journal import Journal, Writing
-from etude.store.limits import RETRIED, Limits, Use
+from etude.store.limits import RETRIED, Limits
 from etude.store.open_work import Due, OpenWork
 from etude.store.plain import plain
 from etude.store.states import LIVE, Phase, ResourceState, RolloutState, Status, TaskState
+from etude.store.tenure import KEEPER, Tenure
+from etude.store.waiting import Claimant, Ends, Lent, Runners, Watch
 from etude.store.words import (
     asked_before,
     attempt_of,
@@ -43,77 +45,35 @@ from etude.store.words import (
     issue,
     limits_of,
     other_words,
+    reason,
     retries_of,
     rollout_of,
     same_task,
     why_over,
 )
 
-__all__ = ["INTERRUPTED", "Claimant", "Ledger", "Lent", "Watch"]
+__all__ = ["INTERRUPTED", "Ledger"]
 
 INTERRUPTED = "The run was stopped while this was under way."
-"""The error of an attempt that a stop of its run ended; it says nothing of the rollout and is not held against it."""
+"""The error of an attempt that a stop of its run ended; it says nothing of the rollout and is not held against it,
+however often."""
 
-LAST_ID, FARTHEST = 2**63 - 1, 2**62
-"""The largest number of a journal; and the largest id that may be given, beyond which there is room for others."""
-KEPT_ENDS = 4096
-"""How many of the last ends are found without reading the journal."""
-REMEMBERED_S = 300.0
-"""For how long a runner is known after its last word."""
-
+FARTHEST = 2**62
+"""The largest id that may be given, beyond which there is room for others."""
 
 ENDED = frozenset(Status) - LIVE - {Status.QUEUED}
-
-
-class Lent(NamedTuple):
-    """What a claim comes to."""
-
-    key: Key
-    task: Task
-    use: Use
-    limits: Limits
-
-
-@dataclass(slots=True, eq=False)
-class Claimant:
-    """A runner that waits for work."""
-
-    runner: str
-    n: int
-    until: float
-    promise: Promise | None = None
-    lent: list[Lent] = field(default_factory=list)
-    left: bool = False
-    """Whether it no longer waits."""
-
-
-@dataclass(slots=True, eq=False)
-class Watch:
-    """Somebody who waits for rollouts to end."""
-
-    cursor: int
-    limit: int
-    until: float
-    promise: Promise | None = None
-
-
-@dataclass(slots=True)
-class _Runner:
-    heard: float
-    told: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Ledger:
     """The verbs, and what they keep."""
 
-    def __init__(self, journal: Journal, asleep: Iterable[int] = ()) -> None:
-        """asleep: rollouts that are queued, and of which nothing is done before they are asked for again."""
-        self._journal, self._asleep = journal, set(asleep)
+    def __init__(self, journal: Journal) -> None:
+        self._journal, self.tenure = journal, Tenure()
         self.resources: dict[str, tuple[int, Any]] = {}
         """The newest version of each, and its number. It is read by other threads, and nobody changes a value."""
         self._seats: deque[Claimant] = deque()
         self._watches: list[Watch] = []
-        self._runners: dict[str, _Runner] = {}
+        self._runners = Runners()
         self._attended = time.monotonic()
         self._over: list[Key] = []
         self.tell: Callable[[Sequence[Key]], None] | None = None
@@ -127,6 +87,7 @@ class Ledger:
         for seat in self._seats:
             seat.lent.clear()  # it was not written, so nobody has it
         self.resources = {state.name: (state.version, state.value) for state in self._journal.listed(ResourceState)}
+        self.tenure.stand(self._journal.resource(KEEPER), now)
         self._work = OpenWork()
         self._counts: Counter[Status] = Counter()
         self._late = self._retries = 0
@@ -135,24 +96,54 @@ class Ledger:
             self._next_id = state.id + 1
             self._late += sum(attempt.late is not None for attempt in state.attempts)
             self._retries += retries_of(state)
-            if state.status is Status.QUEUED and state.id not in self._asleep:
+            if state.status is Status.QUEUED and self.tenure.life not in (0, state.life):
+                self._work.asleep.add(state.id)
+            elif state.status is Status.QUEUED:
                 self._work.wait(state.id, state.limits or Limits(), now)
             elif state.status in ENDED:
                 self._counts[state.status] += 1
             elif state.status is Status.RUNNING and state.attempts[-1].runner:  # else whoever queued it plays it
                 key = Key(state.id, len(state.attempts) - 1)
                 self._work.lend(key, state.attempts[-1].runner, state.limits or Limits(), now)
-        self._ends: deque[tuple[int, int]] = deque()
-        self._floor = self._journal.position
-        """Ends up to here are found in the journal only."""
+        self._ends = Ends(self._journal.position)
 
     # -- who wants rollouts -------------------------------------------------------------------------------------------
+
+    def keep(self, writing: Writing, keeper: Keeper, life: int | None, lease_s: float | None) -> int:
+        """A run takes the desk up, or says that it is still there."""
+        now = time.monotonic()
+        if life is None:
+            told = self.tenure.begun(keeper, lease_s, now, empty=self._next_id == 0)
+            self._next_life(writing, told)
+        else:
+            self.tenure.check(life)
+            self.tenure.renew(lease_s, now)
+            held, self._work.held = self._work.held, []
+            for id in held:
+                self._work.wait(id, limits_of(rollout_of(writing, id)), now)
+        return self.tenure.life
+
+    def give_over(self, writing: Writing) -> None:
+        """The run that keeps the desk has moved: it may be taken up in another place."""
+        if (told := self.tenure.given_over()) is not None:
+            self._next_life(writing, told)
+
+    def _next_life(self, writing: Writing, told: dict[str, Any]) -> None:
+        """What was under way in the life before is over, and what waits waits until it is asked for again."""
+        keys, at = list(self._work.leases), time.time()
+        broken = Outcome.INFRA_ERROR
+        writing.take([AttemptEnded(*key, broken, INTERRUPTED, retry=True, watched=True, at=at) for key in keys])
+        self._put(writing, KEEPER, told)
+        self._retries += len(keys)
+        self._over += keys
+        self._work.sleep()
 
     def enqueue(self, writing: Writing, wanted: Sequence[Wanted]) -> list[int]:
         """Queue these, all or none."""
         events: list[Event] = []
         tasks: dict[int, Task] = {}
         new: dict[int, Wanted] = {}
+        woken: set[int] = set()
         ids, next_id = [], self._next_id
         for one in wanted:
             ordinal = one.task.ordinal
@@ -167,40 +158,48 @@ class Ledger:
             next_id = max(next_id, id + 1)
             ids.append(id)
             if asked_before(writing, new, id, one):
+                if id in self._work.asleep and id not in woken:
+                    woken.add(id)
+                    events.append(RolloutAsked(id, self.tenure.life))
                 continue
             new[id] = one
-            events.append(RolloutQueued(id, ordinal, one.sample, one.use, one.limits))
+            events.append(RolloutQueued(id, ordinal, one.sample, one.use, one.limits, self.tenure.life))
         writing.take(events)
         self._next_id = next_id
         now = time.monotonic()
         for id, one in zip(ids, wanted, strict=True):
-            if id in new or id in self._asleep:
-                self._asleep.discard(id)
+            if id in new or id in woken:
                 self._work.wait(id, one.limits, now)
         return ids
 
     def cancel(self, writing: Writing, rollouts: Sequence[int], why: str) -> None:
         """Nobody wants these any more."""
+        why = reason(why)
         states = [rollout_of(writing, id) for id in dict.fromkeys(rollouts)]
         events = [RolloutCancelled(state.id, why) for state in states if state.phase in (Phase.QUEUED, Phase.RUNNING)]
         last = writing.take(events)
         for place, event in enumerate(events):
             id = event.rollout
-            self._asleep.discard(id)
-            self._work.queue.pop(id, None)
+            self._work.leave(id)
             key = Key(id, len(rollout_of(writing, id).attempts) - 1)
             self._work.leases.pop(key, None)
             self._over.append(key)
             self._ended(last - len(events) + 1 + place, id, Status.CANCELLED)
+
+    def seal(self, writing: Writing, rollouts: Sequence[int]) -> list[RolloutState]:
+        """These are about to be read, and earn nothing more."""
+        states = [rollout_of(writing, id) for id in dict.fromkeys(rollouts)]
+        writing.take([RolloutSealed(each.id) for each in states if not each.sealed and each.settled is None])
+        return [rollout_of(writing, id) for id in rollouts]
 
     def watch(self, writing: Writing, watch: Watch, promise: Promise) -> Any:
         """The ends after a cursor: positions and rollouts, now or as soon as there is one. None if they are older than
         what is kept: they are in the journal."""
         if watch.cursor > (newest := writing.start + len(writing.records)):
             raise UnknownError(f"The journal ends at {newest}, so {watch.cursor} is no cursor of it: begin with 0.")
-        if watch.cursor < self._floor:
+        if watch.cursor < self._ends.floor:
             return None
-        if found := self._ends_after(watch):
+        if found := self._ends.after(watch):
             return found
         watch.promise = promise
         self._watches.append(watch)
@@ -210,7 +209,7 @@ class Ledger:
 
     def sit(self, seat: Claimant, promise: Promise) -> Any:
         """A runner waits for work; it is answered when there is some."""
-        self._spoke(seat.runner)
+        self._runners.spoke(seat.runner)
         seat.promise = promise
         self._seats.append(seat)
         return LATER
@@ -233,7 +232,7 @@ class Ledger:
         self, writing: Writing, runner: str, running: Sequence[Key], told: Mapping[str, Any] | None
     ) -> dict[Key, str]:
         """What a runner is to stop, of what it has under way."""
-        self._spoke(runner, told)
+        self._runners.spoke(runner, told)
         now, stop = time.monotonic(), {}
         for key in running:
             lease = self._work.leases.get(key)
@@ -271,6 +270,11 @@ class Ledger:
 
     def put(self, writing: Writing, name: str, value: Any) -> int:
         """A new version of a resource."""
+        if name == KEEPER:
+            raise DataError(f"The resource '{KEEPER}' says who keeps the desk, and is not for others to put.")
+        return self._put(writing, name, value)
+
+    def _put(self, writing: Writing, name: str, value: Any) -> int:
         newest = writing.state(ResourceState, ResourceState.id_of(name))
         version = 1 if newest is None else newest.version + 1
         put = ResourcePut(name, version, value)
@@ -280,22 +284,15 @@ class Ledger:
 
     def runners(self) -> list[RunnerState]:
         """The runners that spoke lately, and what each has."""
-        now = time.monotonic()
-        running: dict[str, list[Key]] = {name: [] for name in self._runners}
-        for key, lease in self._work.leases.items():
-            if lease.runner in running:
-                running[lease.runner].append(key)
-        return [
-            RunnerState(name, tuple(running[name]), now - runner.heard, runner.told)
-            for name, runner in sorted(self._runners.items())
-        ]
+        has = ((lease.runner, key) for key, lease in self._work.leases.items())
+        return self._runners.states(has, time.monotonic())
 
     def statistics(self) -> dict[str, float]:
         """How much stands where."""
         now, waiting = time.monotonic(), self._work.queue
         ended = {str(status): float(self._counts[status]) for status in Status if status in ENDED}
         return {
-            "queued": float(len(waiting) + len(self._asleep)),
+            "queued": float(len(waiting) + len(self._work.asleep) + len(self._work.held)),
             "running": float(len(self._work.leases)),
             **ended,
             "retries": float(self._retries),
@@ -309,12 +306,16 @@ class Ledger:
         """End what passed its limits, lend what waits to who waits, and answer those whose wait is over."""
         if (stalled := now - self._attended - TICK_S) > TICK_S:
             self._work.forgive(stalled)  # this process stood still, and nobody was heard
+            self.tenure.forgive(stalled)
+        if self._work.leases and not self.tenure.lends(now):
+            get_log("store").warning("Nobody has heard of the run: %d attempts are stopped.", len(self._work.leases))
+            for key in list(self._work.leases):
+                self._end(writing, key, Outcome.INFRA_ERROR, INTERRUPTED, watched=True)
         for due in list(self._work.due(now)):
             self._pass(writing, due)
         self._lend(writing, now, answer)
         self._answer_watches(now, answer)
-        for name in [name for name, runner in self._runners.items() if now - runner.heard > REMEMBERED_S]:
-            del self._runners[name]
+        self._runners.forget(now)
         self._attended = time.monotonic()
 
     def written(self) -> None:
@@ -343,8 +344,12 @@ class Ledger:
     def _pass(self, writing: Writing, due: Due) -> None:
         """End what passed a limit."""
         if due.cause == "queue":
-            limit = limits_of(rollout_of(writing, due.key.rollout)).queue_timeout_s
-            position = writing.take([RolloutExpired(due.key.rollout, f"It waited in the queue for {limit:g} s.")])
+            limits = limits_of(rollout_of(writing, due.key.rollout))
+            if not self.tenure.lends(now := time.monotonic()):  # while nothing is lent, nothing waits in vain
+                self._work.wait(due.key.rollout, limits, now)
+                return
+            why = f"It waited in the queue for {limits.queue_timeout_s:g} s."
+            position = writing.take([RolloutExpired(due.key.rollout, why)])
             del self._work.queue[due.key.rollout]
             self._ended(position, due.key.rollout, Status.FAILED)
             return
@@ -361,14 +366,15 @@ class Ledger:
     def _lend(self, writing: Writing, now: float, answer: Callable[[Promise, Any], None]) -> None:
         """Give those that wait longest to those that wait longest."""
         still: deque[Claimant] = deque()
+        lends = self.tenure.lends(now)
         for seat in self._seats:
             assert seat.promise is not None
             if seat.left or seat.promise.answered or seat.promise.future.done():
                 continue
-            while self._work.queue and len(seat.lent) < seat.n:
+            while lends and self._work.queue and len(seat.lent) < seat.n:
                 seat.lent.append(self._lend_next(writing, seat.runner, now))
             if seat.lent or seat.until <= now:
-                self._spoke(seat.runner)
+                self._runners.spoke(seat.runner)
                 answer(seat.promise, seat.lent)
             else:
                 still.append(seat)
@@ -390,7 +396,7 @@ class Ledger:
         still = []
         for watch in self._watches:
             assert watch.promise is not None
-            found = self._ends_after(watch)
+            found = self._ends.after(watch)
             if found or watch.until <= now:
                 answer(watch.promise, found)
             elif not (watch.promise.answered or watch.promise.future.done()):
@@ -411,31 +417,21 @@ class Ledger:
     ) -> None:
         """An attempt is over, and its rollout with it or queued again."""
         state = rollout_of(writing, key.rollout)
+        limits, cut = limits_of(state), error == INTERRUPTED
         outcomes = [Outcome(attempt.status) for attempt in state.attempts[:-1] if attempt.error != INTERRUPTED]
-        retry = outcome in RETRIED and limits_of(state).allow_another([*outcomes, outcome])
+        retry = cut or (outcome in RETRIED and limits.allow_another([*outcomes, outcome]))
         position = writing.take([*before, AttemptEnded(*key, outcome, error, retry, watched, time.time())])
         self._work.leases.pop(key, None)
         self._over.append(key)
         if retry:
             self._retries += 1
-            self._work.wait(key.rollout, limits_of(state), time.monotonic())
+            if outcome is Outcome.INFRA_ERROR and not cut and self.tenure.renewed:
+                self._work.held.append(key.rollout)
+            else:
+                self._work.wait(key.rollout, limits, time.monotonic())
         else:
             self._ended(position, key.rollout, Status(outcome))
 
     def _ended(self, position: int, rollout: int, status: Status) -> None:
         self._counts[status] += 1
-        self._ends.append((position, rollout))
-        if len(self._ends) > KEPT_ENDS:
-            self._floor, _ = self._ends.popleft()
-
-    def _ends_after(self, watch: Watch) -> list[tuple[int, int]]:
-        if not self._ends or self._ends[-1][0] <= watch.cursor:
-            return []
-        first = bisect_right(self._ends, (watch.cursor, LAST_ID))
-        return [self._ends[place] for place in range(first, min(len(self._ends), first + watch.limit))]
-
-    def _spoke(self, runner: str, told: Mapping[str, Any] | None = None) -> None:
-        known = self._runners.setdefault(runner, _Runner(0.0))
-        known.heard = time.monotonic()
-        if told is not None:
-            known.told = told
+        self._ends.add(position, rollout)

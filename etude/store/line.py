@@ -24,7 +24,7 @@ from etude.errors import (
     UnknownError,
 )
 from etude.observe import get_log
-from etude.store.wire import AGAIN, LIFE, ONCE
+from etude.store.wire import AGAIN, KEEPERS_LIFE, LIFE, ONCE
 
 __all__ = ["Line", "Link"]
 
@@ -57,13 +57,21 @@ class Link:
     """One client's connections to a server, in one event loop."""
 
     def __init__(
-        self, url: str, key: str, patience_s: float, timeout_s: float, transport: httpx2.AsyncBaseTransport | None
+        self,
+        url: str,
+        key: str,
+        patience_s: float,
+        timeout_s: float,
+        transport: httpx2.AsyncBaseTransport | None,
+        life: int | None = None,
     ) -> None:
+        """life: that of the run which keeps the store, where what is said counts only in it."""
+        said = {} if life is None else {KEEPERS_LIFE: str(life)}
         self._url, self._patience_s, self._timeout_s = url, patience_s, timeout_s
         self._life, self._reached = UNKNOWN, True
         self._client = httpx2.AsyncClient(
             base_url=url,
-            headers={"authorization": f"Bearer {key}", "content-type": "application/json"},
+            headers={"authorization": f"Bearer {key}", "content-type": "application/json"} | said,
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=30.0),
             transport=transport,
             trust_env=False,

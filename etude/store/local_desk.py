@@ -9,9 +9,9 @@ what was asked together, and acknowledges it after the commit.
 It may be used from any number of event loops at once, each in a thread of its own: a trainer's and a server's. While a
 desk is open, rollouts are moved by it alone; tasks may be admitted and dropped through the journal meanwhile, and
 anything may be read. A desk that is opened over a journal with open work takes it up: what was queued is queued, in the
-order of ids, and who had an attempt has it still, with time to say so. With `anew` it begins anew: what was under way
-is over, and is nobody's failure; and what was queued waits until it is asked for again. So does a run that is taken up,
-since its weights are not yet those that its rollouts are to be sampled with.
+order of ids, and who had an attempt has it still, with time to say so. A run that takes it up says so (`keep`): what
+was under way is over, and is nobody's failure; and what was queued waits until it is asked for again, since the run's
+weights are not yet those that its rollouts are to be sampled with.
 
 No more is kept in memory than the work that is open. Limits are measured by a clock that nobody sets; and where the
 process itself stood still, silence meanwhile is held against no runner.
@@ -23,18 +23,20 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from etude.errors import DataError, StoreError, UnknownError
-from etude.records import Outcome, Turn
+from etude.records import Turn
 from etude.store.bounds import at_least_one, bounded
 from etude.store.clerk import Clerk, Promise
-from etude.store.desk import Claim, Desk, Ended, Find, Key, Page, Reward, RunnerState, Wanted
+from etude.store.desk import Claim, Desk, Ended, Find, Keeper, Key, Page, Reward, RunnerState, Wanted
 from etude.store.events import (
     AttemptEnded,
+    Event,
     Noted,
     ResourcePut,
     Rewarded,
@@ -45,12 +47,16 @@ from etude.store.events import (
 )
 from etude.store.journal import Journal, Writing
 from etude.store.keys import Keyring
-from etude.store.ledger import INTERRUPTED, Claimant, Ledger, Lent, Watch
+from etude.store.ledger import Ledger
 from etude.store.plain import plain
-from etude.store.states import Phase, RolloutState, Status, TaskState
-from etude.store.words import attempt_of, earned, said_before
+from etude.store.states import RolloutState, TaskState
+from etude.store.tenure import KEEPER
+from etude.store.waiting import Claimant, Lent, Watch
+from etude.store.words import attempt_of, earned, said_before, unsealed
 
 __all__ = ["LocalDesk"]
+
+T = TypeVar("T")
 
 LATE_S = 600.0
 """How long the keys of an attempt are good beyond its time."""
@@ -62,10 +68,10 @@ ENDS = (AttemptEnded, RolloutCancelled, RolloutExpired)
 class LocalDesk(Desk):
     """A desk over a journal, which stays its opener's to close."""
 
-    def __init__(self, journal: Journal, keyring: Keyring | None = None, *, anew: bool = False) -> None:
-        """anew: do nothing of what an earlier desk left before it is asked for again."""
+    def __init__(self, journal: Journal, keyring: Keyring | None = None) -> None:
         self._journal, self._keyring = journal, keyring or Keyring()
-        self._ledger = Ledger(journal, _put_down(journal) if anew else ())
+        self._life: int | None = None
+        self._ledger = Ledger(journal)
         self._clerk = Clerk(journal, self._ledger)
 
     @property
@@ -85,22 +91,42 @@ class LocalDesk(Desk):
 
     # -- who wants rollouts -------------------------------------------------------------------------------------------
 
+    async def keep(self, keeper: Keeper, life: int | None = None, lease_s: float | None = None) -> int:
+        """A run takes the desk up, or says that it is still there."""
+        lease_s = None if lease_s is None else bounded(lease_s, "lease_s")
+        return await self._ask(lambda writing, _: self._ledger.keep(writing, keeper, life, lease_s))
+
+    async def give_over(self) -> None:
+        """The run that keeps this desk has moved: it may be taken up in another place, and not in this one."""
+        await self._ask(lambda writing, _: self._ledger.give_over(writing))
+
+    def in_life(self, life: int) -> LocalDesk:
+        """This desk, at which each word counts only while this is the life of its keeper."""
+        made = copy(self)
+        made._life = life
+        return made
+
     async def enqueue(self, wanted: Sequence[Wanted]) -> list[int]:
         """Queue rollouts, all or none; their ids."""
         wanted = tuple(wanted)
-        return await self._clerk.ask(lambda writing, _: self._ledger.enqueue(writing, wanted))
+        return await self._ask(lambda writing, _: self._ledger.enqueue(writing, wanted))
 
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
         """Nobody wants these any more."""
         rollouts = tuple(rollouts)
-        await self._clerk.ask(lambda writing, _: self._ledger.cancel(writing, rollouts, why))
+        await self._ask(lambda writing, _: self._ledger.cancel(writing, rollouts, why))
+
+    async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
+        """These are about to be read, and earn nothing more."""
+        rollouts = tuple(rollouts)
+        return await self._ask(lambda writing, _: self._ledger.seal(writing, rollouts))
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
         """Rollouts that came to their end after `cursor`, and the next cursor."""
         until = time.monotonic() + bounded(timeout_s, "timeout_s")
         while True:
             watch = Watch(cursor, at_least_one(limit, "limit"), until)
-            ends = await self._clerk.ask(partial(self._watch, watch))
+            ends = await self._ask(partial(self._watch, watch))
             if ends is None:
                 cursor, ends = await asyncio.to_thread(self._ends_read, cursor, limit)
                 if not ends:
@@ -120,6 +146,10 @@ class LocalDesk(Desk):
         """The turns of an attempt in order, each with what it was paid."""
         return await asyncio.to_thread(self._turns_read, rollout, attempt)
 
+    async def history(self, rollout: int) -> list[Event]:
+        """All that happened to a rollout, in order."""
+        return await asyncio.to_thread(self._all_read, rollout)
+
     async def events(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
         """What was noted during an attempt."""
         return await asyncio.to_thread(self._notes_read, rollout, attempt)
@@ -132,7 +162,7 @@ class LocalDesk(Desk):
             raise DataError("A runner that claims rollouts needs a name, by which it is told apart from others.")
         seat = Claimant(runner, at_least_one(n, "n"), time.monotonic() + bounded(wait_s, "wait_s"))
         try:
-            lent = await self._clerk.ask(lambda _, promise: self._ledger.sit(seat, promise))
+            lent = await self._ask(lambda _, promise: self._ledger.sit(seat, promise))
         except asyncio.CancelledError:
             with suppress(StoreError):  # it was closed meanwhile, and lends nothing any more
                 self._clerk.post(lambda writing, _: self._ledger.leave(writing, seat))
@@ -141,18 +171,18 @@ class LocalDesk(Desk):
 
     async def ready(self, key: Key) -> None:
         """An attempt that was prepared runs now."""
-        await self._clerk.ask(lambda writing, _: self._ledger.ready(writing, key))
+        await self._ask(lambda writing, _: self._ledger.ready(writing, key))
 
     async def heartbeat(
         self, runner: str, running: Sequence[Key], told: Mapping[str, Any] | None = None
     ) -> dict[Key, str]:
         """A runner is alive; returns what it is to stop, and why."""
         running = tuple(running)
-        return await self._clerk.ask(lambda writing, _: self._ledger.heartbeat(writing, runner, running, told))
+        return await self._ask(lambda writing, _: self._ledger.heartbeat(writing, runner, running, told))
 
     async def finish(self, key: Key, ended: Ended) -> bool:
         """An attempt is over. False if it was over before by somebody else's word."""
-        return await self._clerk.ask(lambda writing, _: self._ledger.finish(writing, key, ended))
+        return await self._ask(lambda writing, _: self._ledger.finish(writing, key, ended))
 
     # -- what is written of an attempt that runs ----------------------------------------------------------------------
 
@@ -170,24 +200,24 @@ class LocalDesk(Desk):
                 f"A turn of rollout {key.rollout} came with a reward of its own. Record the turn, and then reward it "
                 "by its index."
             )
-        return await self._clerk.ask(record)
+        return await self._ask(record)
 
     async def reward(self, key: Key, reward: Reward, turn: int | None = None) -> None:
         """What an attempt earned in all, said once; or one of its turns, which adds up."""
         value, parts = earned(reward, key, turn)
         event = Rewarded(*key, value, parts) if turn is None else TurnPaid(*key, turn, value, parts)
-        await self._clerk.ask(lambda writing, _: self._of_attempt(writing, key, event))
+        await self._ask(lambda writing, _: self._of_attempt(writing, key, event))
 
     async def note(self, key: Key, name: str, data: Any) -> None:
         """An event, or a span, that somebody will want to look at."""
         noted = Noted(*key, name, data)
-        await self._clerk.ask(lambda writing, _: self._of_attempt(writing, key, noted))
+        await self._ask(lambda writing, _: self._of_attempt(writing, key, noted))
 
     # -- what is shared -----------------------------------------------------------------------------------------------
 
     async def put(self, name: str, value: Any) -> int:
         """A new version of a resource. Returns its number, from 1."""
-        return await self._clerk.ask(lambda writing, _: self._ledger.put(writing, name, value))
+        return await self._ask(lambda writing, _: self._ledger.put(writing, name, value))
 
     async def resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
         """A resource and its version, by default the newest."""
@@ -201,17 +231,28 @@ class LocalDesk(Desk):
 
     async def runners(self) -> list[RunnerState]:
         """The runners that spoke within the last minutes."""
-        return await self._clerk.ask(lambda _writing, _: self._ledger.runners())
+        return await self._ask(lambda _writing, _: self._ledger.runners())
 
     async def statistics(self) -> dict[str, float]:
         """How many rollouts stand where, retries, late results, and the age of the oldest one queued."""
-        return await self._clerk.ask(lambda _writing, _: self._ledger.statistics())
+        return await self._ask(lambda _writing, _: self._ledger.statistics())
 
     async def close(self) -> None:
         """Write what was asked, stop watching, and let go of the journal."""
-        await self._clerk.close()
+        if self._life is None:
+            await self._clerk.close()
 
     # -- small parts --------------------------------------------------------------------------------------------------
+
+    async def _ask(self, do: Callable[[Writing, Promise], T]) -> T:
+        """Have this done by the clerk, if the life in which it is said is not over."""
+        if self._life is None:
+            return await self._clerk.ask(do)
+        return await self._clerk.ask(partial(self._in_time, self._life, do))
+
+    def _in_time(self, life: int, do: Callable[[Writing, Promise], T], writing: Writing, promise: Promise) -> T:
+        self._ledger.tenure.check(life)
+        return do(writing, promise)
 
     def _watch(self, watch: Watch, writing: Writing, promise: Promise) -> Any:
         return self._ledger.watch(writing, watch, promise)
@@ -223,7 +264,11 @@ class LocalDesk(Desk):
             task=lent.task,
             use=lent.use,
             limits=lent.limits,
-            resources={name: plain(value, "value") for name, (_, value) in list(self._ledger.resources.items())},
+            resources={
+                name: plain(value, "value")
+                for name, (_, value) in list(self._ledger.resources.items())
+                if name != KEEPER
+            },
             model_key=self._keyring.model_key(lent.key, lasts),
             reward_key=self._keyring.reward_key(lent.key, lasts),
         )
@@ -231,6 +276,8 @@ class LocalDesk(Desk):
     def _of_attempt(self, writing: Writing, key: Key, event: Rewarded | TurnPaid | Noted) -> None:
         attempt = attempt_of(writing, key)
         if not (isinstance(event, Rewarded) and said_before(attempt, event)):
+            if not isinstance(event, Noted):
+                unsealed(writing, key)
             writing.take([event])
 
     # -- reading, in threads that may wait for the disk ---------------------------------------------------------------
@@ -270,6 +317,10 @@ class LocalDesk(Desk):
         self._check(rollout, attempt)
         return self._journal.turns(rollout, attempt)
 
+    def _all_read(self, rollout: int) -> list[Event]:
+        self._check(rollout, None)
+        return [event for _, event in self._journal.read(rollout=rollout)]
+
     def _notes_read(self, rollout: int, attempt: int | None) -> list[dict[str, Any]]:
         newest = self._check(rollout, attempt)
         wanted = newest if attempt is None else attempt
@@ -292,18 +343,6 @@ class LocalDesk(Desk):
             if isinstance(event, ResourcePut) and (event.name, event.version) == (name, version):
                 return event.value
         raise UnknownError(f"The resource '{name}' has the versions 1 to {newest}, and no version {version}.")
-
-
-def _put_down(journal: Journal) -> list[int]:
-    """End what an earlier desk left under way; all that waits then."""
-    left = journal.rollouts(Phase.QUEUED, Phase.RUNNING)
-    under_way = [(state.id, len(state.attempts) - 1) for state in left if state.status is Status.RUNNING]
-    if under_way:
-        outcome = Outcome.INFRA_ERROR
-        journal.append(
-            [AttemptEnded(*key, outcome, INTERRUPTED, retry=True, watched=True, at=time.time()) for key in under_way]
-        )
-    return [state.id for state in left]
 
 
 def _fits(state: RolloutState, what: Find) -> bool:

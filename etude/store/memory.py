@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from etude.store.blobs import MemoryBlobs
-from etude.store.events import Record
 from etude.store.journal import Journal, Written
+from etude.store.record import Record
 
 __all__ = ["MemoryJournal"]
 

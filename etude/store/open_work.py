@@ -48,11 +48,16 @@ class OpenWork:
     def __init__(self) -> None:
         self.queue: OrderedDict[int, float] = OrderedDict()
         """Rollouts, and since when each has waited."""
+        self.asleep: set[int] = set()
+        """Queued in an earlier life of the desk's keeper: they wait until they are asked for again."""
+        self.held: list[int] = []
+        """To be queued again when the keeper is next heard: something was wrong with what it serves."""
         self.leases: dict[Key, Lease] = {}
         self._due: list[Due] = []
 
     def wait(self, rollout: int, limits: Limits, now: float) -> None:
-        """A rollout joins the queue at its end."""
+        """A rollout joins the queue at its end; one that is there begins to wait anew."""
+        self.asleep.discard(rollout)
         self.queue[rollout] = now
         if limits.queue_timeout_s is not None:
             self._remind(Due(now + limits.queue_timeout_s, "queue", Key(rollout, 0), now))
@@ -63,6 +68,20 @@ class OpenWork:
         self._remind(Due(now + limits.unresponsive_s, "silence", key, now))
         if limits.timeout_s is not None:
             self._remind(Due(now + limits.timeout_s, "time", key, now))
+
+    def leave(self, rollout: int) -> None:
+        """A rollout is not to be played any more."""
+        self.queue.pop(rollout, None)
+        self.asleep.discard(rollout)
+        if rollout in self.held:
+            self.held.remove(rollout)
+
+    def sleep(self) -> None:
+        """All that waits sleeps; and so does what was under way, whose ends are written."""
+        self.asleep.update(self.queue, self.held, (key.rollout for key in self.leases))
+        self.queue.clear()
+        self.held.clear()
+        self.leases.clear()
 
     def heard(self, key: Key, now: float) -> None:
         """The runner of an attempt has spoken of it."""

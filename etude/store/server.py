@@ -166,28 +166,36 @@ class _Door:
         name = _name(request, verb.name, body)
         if verb is ClaimForm:
             return await self._claim(request, name or (object(),), form)
+        desk = self._desk_of(request)
         if verb.once and name is not None:
             if form.adds and self._stale(request, name):
                 raise _RestartedError(RESTARTED)
-            return await self._once.answer(name, lambda: self._at(form))
+            return await self._once.answer(name, lambda: _done(form, desk))
         if verb.waits:
-            return await self._while_there(request, self._at(form)) or _nothing(form)
-        return await self._at(form)
+            return await self._while_there(request, _done(form, desk)) or _nothing(form)
+        return await _done(form, desk)
 
-    async def _at(self, form: Verb) -> Answer:
-        return 200, wire.to_json(await form.at(self._desk))
+    def _desk_of(self, request: Request) -> Desk:
+        """The desk as whoever asks has it: where a life of its keeper is named, in that."""
+        life = request.headers.get(wire.KEEPERS_LIFE)
+        if life is None:
+            return self._desk
+        if not (life.isascii() and life.isdecimal() and len(life) < 20):
+            raise DataError(f"The header {wire.KEEPERS_LIFE} is the number of a life, and {life!r} is none.")
+        return self._desk.in_life(int(life))
 
     async def _batch(self, request: Request) -> Answer:
         grant = self._grant(request, frozenset({"admin", "runner", "reward"}))
+        desk = self._desk_of(request)
         body = await request.body()
         writings: list[Writing] = list(_read(Batch, body).writings)
         name = _name(request, "batch", body)
         if name is None:
-            return await self._write(grant, writings, False)
+            return await self._write(desk, grant, writings, False)
         stale = self._stale(request, name)
-        return await self._once.answer(name, lambda: self._write(grant, writings, stale))
+        return await self._once.answer(name, lambda: self._write(desk, grant, writings, stale))
 
-    async def _write(self, grant: Grant, writings: Sequence[Writing], stale: bool) -> Answer:
+    async def _write(self, desk: Desk, grant: Grant, writings: Sequence[Writing], stale: bool) -> Answer:
         """Those of an attempt in order, attempts beside each other."""
         places: dict[Key, list[int]] = {}
         for place, writing in enumerate(writings):
@@ -201,7 +209,7 @@ class _Door:
                     _own(grant, writings[place])
                     if stale and writings[place].adds:
                         raise _RestartedError(RESTARTED)
-                    replies[place] = {"done": await writings[place].at(self._desk)}
+                    replies[place] = {"done": await writings[place].at(desk)}
                 except EtudeError as error:
                     status, kind = _status(error)
                     replies[place] = {"status": status, "error": {"kind": kind, "message": str(error)}}
@@ -214,7 +222,7 @@ class _Door:
     async def _claim(self, request: Request, name: tuple[object, ...], form: Verb) -> Answer:
         """Claim, unless the runner goes away: then nothing is claimed for it, or it is handed back."""
         try:
-            answer = await self._while_there(request, self._once.answer(name, lambda: self._at(form)))
+            answer = await self._while_there(request, self._once.answer(name, lambda: _done(form, self._desk)))
         except asyncio.CancelledError:
             await self._once.abandon(name, self._hand_back)
             raise
@@ -376,6 +384,10 @@ def _read(form: type[F], body: bytes) -> F:
         told = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}" for one in wrong[:5])
         more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
         raise DataError(f"The body does not say what it must: {told}{more}.") from None
+
+
+async def _done(form: Verb, desk: Desk) -> Answer:
+    return 200, wire.to_json(await form.at(desk))
 
 
 def _name(request: Request, verb: str, body: bytes) -> tuple[object, ...] | None:

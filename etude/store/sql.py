@@ -44,15 +44,15 @@ from sqlalchemy import (
 from sqlalchemy.exc import DBAPIError, PendingRollbackError, ResourceClosedError
 
 from etude.errors import StoreError
-from etude.store.events import Record
 from etude.store.journal import Journal, Written, written
+from etude.store.record import Record
 from etude.store.shield import undisturbed
 
 __all__ = ["SqlJournal"]
 
 SCHEMA = "1"
 """The layout of the tables below. A journal of another layout is refused."""
-DERIVATION = "2"
+DERIVATION = "3"
 """What `transitions` makes of events. States made by another version are made anew when a writer opens the journal."""
 LAST_ID = 2**63 - 1
 """No id is beyond it."""

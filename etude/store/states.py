@@ -112,6 +112,10 @@ class RolloutState:
     use: Use = "train"
     limits: Limits | None = None
     """What a desk holds it to."""
+    life: int = 0
+    """In which life of the desk's keeper it was asked for last."""
+    sealed: bool = False
+    """Whether who wanted it has read it, so that its agent earns nothing more."""
 
     @property
     def phase(self) -> Phase:

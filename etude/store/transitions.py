@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from etude.errors import IllegalMoveError
 from etude.store.events import (
@@ -27,10 +27,12 @@ from etude.store.events import (
     Noted,
     ResourcePut,
     Rewarded,
+    RolloutAsked,
     RolloutCancelled,
     RolloutEvent,
     RolloutExpired,
     RolloutQueued,
+    RolloutSealed,
     TaskDropped,
     TaskIssued,
     TurnPaid,
@@ -56,6 +58,7 @@ class Move(StrEnum):
     """What an event does to a rollout."""
 
     QUEUE = "be queued"
+    ASK = "be asked for again"
     START = "be started"
     READY = "be ready"
     TURN = "record a turn"
@@ -71,6 +74,7 @@ class Move(StrEnum):
     BREAK = "meet an infrastructure error"
     CANCEL = "be cancelled"
     EXPIRE = "expire in the queue"
+    SEAL = "be sealed"
     ADMIT = "be admitted"
     DROP = "be dropped"
 
@@ -87,6 +91,7 @@ ENDS: dict[Status, Move] = {
 
 MOVES: dict[tuple[Status | None, Move], Status] = {
     (None, Move.QUEUE): Status.QUEUED,
+    (Status.QUEUED, Move.ASK): Status.QUEUED,
     (Status.QUEUED, Move.START): Status.RUNNING,
     (Status.QUEUED, Move.CANCEL): Status.CANCELLED,
     (Status.QUEUED, Move.EXPIRE): Status.FAILED,
@@ -108,31 +113,37 @@ MOVES: dict[tuple[Status | None, Move], Status] = {
     (Status.SUCCEEDED, Move.PAY): Status.SUCCEEDED,
     (Status.SUCCEEDED, Move.REWARD): Status.SUCCEEDED,
     (Status.SUCCEEDED, Move.NOTE): Status.SUCCEEDED,
+    (Status.SUCCEEDED, Move.SEAL): Status.SUCCEEDED,
     (Status.SUCCEEDED, Move.LATE): Status.SUCCEEDED,
     (Status.SUCCEEDED, Move.ADMIT): Status.SUCCEEDED,
     (Status.SUCCEEDED, Move.DROP): Status.SUCCEEDED,
     (Status.FAILED, Move.PAY): Status.FAILED,
     (Status.FAILED, Move.REWARD): Status.FAILED,
     (Status.FAILED, Move.NOTE): Status.FAILED,
+    (Status.FAILED, Move.SEAL): Status.FAILED,
     (Status.FAILED, Move.LATE): Status.FAILED,
     (Status.FAILED, Move.ADMIT): Status.FAILED,
     (Status.FAILED, Move.DROP): Status.FAILED,
     (Status.TIMED_OUT, Move.PAY): Status.TIMED_OUT,
     (Status.TIMED_OUT, Move.REWARD): Status.TIMED_OUT,
     (Status.TIMED_OUT, Move.NOTE): Status.TIMED_OUT,
+    (Status.TIMED_OUT, Move.SEAL): Status.TIMED_OUT,
     (Status.TIMED_OUT, Move.LATE): Status.TIMED_OUT,
     (Status.TIMED_OUT, Move.ADMIT): Status.TIMED_OUT,
     (Status.TIMED_OUT, Move.DROP): Status.TIMED_OUT,
     (Status.UNRESPONSIVE, Move.PAY): Status.UNRESPONSIVE,
     (Status.UNRESPONSIVE, Move.REWARD): Status.UNRESPONSIVE,
     (Status.UNRESPONSIVE, Move.NOTE): Status.UNRESPONSIVE,
+    (Status.UNRESPONSIVE, Move.SEAL): Status.UNRESPONSIVE,
     (Status.UNRESPONSIVE, Move.LATE): Status.UNRESPONSIVE,
     (Status.UNRESPONSIVE, Move.ADMIT): Status.UNRESPONSIVE,
     (Status.UNRESPONSIVE, Move.DROP): Status.UNRESPONSIVE,
     (Status.CANCELLED, Move.NOTE): Status.CANCELLED,
+    (Status.CANCELLED, Move.SEAL): Status.CANCELLED,
     (Status.CANCELLED, Move.LATE): Status.CANCELLED,
     (Status.CANCELLED, Move.DROP): Status.CANCELLED,
     (Status.INFRA_ERROR, Move.NOTE): Status.INFRA_ERROR,
+    (Status.INFRA_ERROR, Move.SEAL): Status.INFRA_ERROR,
     (Status.INFRA_ERROR, Move.LATE): Status.INFRA_ERROR,
     (Status.INFRA_ERROR, Move.DROP): Status.INFRA_ERROR,
 }
@@ -161,6 +172,8 @@ def move_of(event: RolloutEvent) -> Move:
 
 _MOVE_OF: dict[type[RolloutEvent], Move] = {
     RolloutQueued: Move.QUEUE,
+    RolloutAsked: Move.ASK,
+    RolloutSealed: Move.SEAL,
     RolloutCancelled: Move.CANCEL,
     RolloutExpired: Move.EXPIRE,
     AttemptStarted: Move.START,
@@ -227,8 +240,8 @@ class Fold:
         if isinstance(event, RolloutQueued):
             task = self._task(event.task, f"rollout {event.rollout} cannot be queued for it")
             self._set(replace(task, rollouts=(*task.rollouts, event.rollout)))
-            new = RolloutState(event.rollout, event.task, event.sample, status, use=event.use, limits=event.limits)
-            self._set(new)
+            asked: dict[str, Any] = {"use": event.use, "limits": event.limits, "life": event.life}
+            self._set(RolloutState(event.rollout, event.task, event.sample, status, **asked))
         else:
             assert state is not None, "a rollout is only ever queued before it has a state"
             moved = _moved(state, status, event)
@@ -323,6 +336,10 @@ def _moved(state: RolloutState, status: Status, event: RolloutEvent) -> RolloutS
             raise _misnumbered(state, event.attempt, len(state.attempts))
         attempt = AttemptState(Status.PREPARING if event.runner else Status.RUNNING, runner=event.runner)
         return replace(state, status=status, attempts=(*state.attempts, attempt))
+    if isinstance(event, RolloutAsked):
+        return replace(state, life=event.life)
+    if isinstance(event, RolloutSealed):
+        return replace(state, sealed=True)
     if isinstance(event, RolloutCancelled | RolloutExpired):
         attempts = state.attempts
         if attempts and attempts[-1].status in LIVE:

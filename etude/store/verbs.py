@@ -28,6 +28,7 @@ from etude.store.forms import (
     Verb,
     WantedForm,
 )
+from etude.store.run_verbs import History, Keep, Put, ResourceForm, Runners, Seal, Statistics
 from etude.store.states import RolloutState, Status
 
 __all__ = ["VERBS", "AnyWriting", "Batch", "ClaimForm", "Writing"]
@@ -58,11 +59,12 @@ class Enqueue(Verb):
 
 
 class Cancel(Verb):
-    """Nobody wants these any more; what runs is told to stop at its next heartbeat. Those that ended stay so."""
+    """Nobody wants these any more, for this reason; what runs is told to stop at its next heartbeat. Those that ended
+    stay so."""
 
     name = "cancel"
     rollouts: list[Id]
-    why: Text
+    why: Annotated[Text, Field(min_length=1)]
 
     async def at(self, desk: Desk) -> dict[str, Any]:
         """Cancel them."""
@@ -329,82 +331,7 @@ class TurnForm(Writing):
         return {"index": await desk.turn(self.key, wire.turn_of(self.turn.model_dump()))}
 
 
-# -- what is shared ----------------------------------------------------------------------------------------------------
-
-
-class Put(Verb):
-    """A new version of a resource; any JSON."""
-
-    class PutReply(BaseModel):
-        """Its number, from 1."""
-
-        version: int
-
-    name, reply, once = "put", PutReply, True
-    resource: Name
-    value: Json
-
-    async def at(self, desk: Desk) -> dict[str, Any]:
-        """Put it there."""
-        return {"version": await desk.put(self.resource, self.value)}
-
-
-class ResourceForm(Verb):
-    """A resource, by default its newest version."""
-
-    class ResourceReply(BaseModel):
-        """What it is."""
-
-        version: int
-        value: Any
-
-    name, reply = "resource", ResourceReply
-    opens = frozenset({"admin", "runner"})
-    resource: Name
-    version: int | None = Field(None, ge=1, lt=2**31)
-
-    async def at(self, desk: Desk) -> dict[str, Any]:
-        """Look at it."""
-        version, value = await desk.resource(self.resource, self.version)
-        return {"version": version, "value": value}
-
-
-class Runners(Verb):
-    """The runners that spoke within the last minutes."""
-
-    class RunnersReply(BaseModel):
-        """Each as it last spoke."""
-
-        class Runner(BaseModel):
-            """What it has under way, and for how long it has said nothing."""
-
-            name: str
-            running: list[dict[str, int]]
-            silent_s: float
-            told: dict[str, Any]
-
-        runners: list[Runner]
-
-    name, reply = "runners", RunnersReply
-
-    async def at(self, desk: Desk) -> dict[str, Any]:
-        """Look around."""
-        return {"runners": [wire.runner_document(runner) for runner in await desk.runners()]}
-
-
-class Statistics(Verb):
-    """How many rollouts stand where, retries, late results, and the age of the oldest one queued."""
-
-    class StatisticsReply(BaseModel):
-        """By name."""
-
-        statistics: dict[str, float]
-
-    name, reply = "statistics", StatisticsReply
-
-    async def at(self, desk: Desk) -> dict[str, Any]:
-        """Count."""
-        return {"statistics": await desk.statistics()}
+# -- many at once ------------------------------------------------------------------------------------------------------
 
 
 AnyWriting: TypeAlias = Annotated[Ready | Finish | RewardForm | Note | TurnForm, Field(discriminator="verb")]
@@ -434,7 +361,7 @@ class Batch(Form):
 
 
 VERBS: tuple[type[Verb], ...] = (
-    *(Enqueue, Cancel, Wait, FindForm, Turns, Events),
+    *(Keep, Enqueue, Cancel, Seal, Wait, FindForm, Turns, Events, History),
     *(ClaimForm, Heartbeat, Ready, Finish, RewardForm, Note, TurnForm),
     *(Put, ResourceForm, Runners, Statistics),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,18 +15,23 @@ from etude.errors import DataError, StoreError
 from etude.records import Completion, Task, Turn
 from etude.store.blobs import pack_turn, unpack_turn
 from etude.store.desk import Claim, Ended, Key, Reward, RunnerState, Wanted
+from etude.store.events import Event
 from etude.store.limits import Limits
 from etude.store.plain import finite, plain
 from etude.store.plain import to_json as plain_json
+from etude.store.record import Record, decode, encode
 
 __all__ = [
     "AGAIN",
+    "KEEPERS_LIFE",
     "LIFE",
     "ONCE",
     "REQUEST",
     "claim_document",
     "claim_of",
     "ended_document",
+    "event_document",
+    "event_of",
     "key_document",
     "key_of",
     "reward_document",
@@ -46,6 +52,8 @@ LIFE = "x-store-life"
 """Which life of the server answers; it remembers what it answered until it ends."""
 AGAIN = "x-sent-to"
 """On what is sent again: the life it was sent to before."""
+KEEPERS_LIFE = "x-keeper-life"
+"""In which life of the run that keeps the store something is said; it counts only while that lasts."""
 
 
 def to_json(document: Any) -> bytes:
@@ -152,6 +160,19 @@ def turn_of(document: Mapping[str, Any]) -> Turn:
         return turn
     except (binascii.Error, StoreError, ValueError, OverflowError) as error:
         raise DataError(f"This is no turn: {str(error).rstrip('.')}.") from error
+
+
+def event_document(event: Event) -> dict[str, Any]:
+    """Something that happened, as the journal keeps it; its payload in base64."""
+    record = encode(event)
+    told = {"kind": record.kind, "rollout": record.rollout, "body": json.loads(record.body)}
+    return told | {"payload": base64.b64encode(record.payload).decode()}
+
+
+def event_of(document: Mapping[str, Any]) -> Event:
+    """The event that was written so."""
+    payload = base64.b64decode(document["payload"], validate=True)
+    return decode(Record(document["kind"], document["rollout"], plain_json(document["body"]), payload))
 
 
 def runner_document(runner: RunnerState) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from etude.errors import IllegalMoveError, RewardError, UnknownError
+from etude.errors import DataError, IllegalMoveError, RewardError, UnknownError
 from etude.records import Task
 from etude.store.desk import Key, Wanted
 from etude.store.events import Event, Rewarded, TaskIssued
@@ -23,10 +23,12 @@ __all__ = [
     "issue",
     "limits_of",
     "other_words",
+    "reason",
     "retries_of",
     "rollout_of",
     "said_before",
     "same_task",
+    "unsealed",
     "why_over",
 ]
 
@@ -70,6 +72,24 @@ def rollout_of(writing: Writing, id: int) -> RolloutState:
     if state is None:
         raise UnknownError(f"The desk has no rollout {id}.")
     return state
+
+
+def unsealed(writing: Writing, key: Key) -> None:
+    """That more may be earned."""
+    if rollout_of(writing, key.rollout).sealed:
+        raise IllegalMoveError(
+            f"Rollout {key.rollout} was read by the run that wanted it, and earns nothing more: this reward came too "
+            "late. Give it before the attempt ends."
+        )
+
+
+def reason(why: str) -> str:
+    """Why something is not wanted any more."""
+    if not why.strip():
+        raise DataError(
+            "Say why these rollouts are cancelled: it is what their runners are told, and what is read later."
+        )
+    return why
 
 
 def limits_of(state: RolloutState) -> Limits:

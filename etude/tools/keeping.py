@@ -38,9 +38,9 @@ LOOK_S = 1.0
 HERE = ("127.0.0.1", "::1", "localhost")
 
 
-def keep(where: str, listen: str, *, keys: bool = False) -> None:
+def keep(where: str, listen: str, *, keys: bool = False, give_over: bool = False) -> None:
     """Serve the store in a directory, or in the PostgreSQL database of an address, until it is told to stop. keys:
-    show those that let others in."""
+    show those that let others in. give_over: let the run that it keeps be taken up in another place."""
     configure("info", mask=mask_text)
     host, port = _heard_at(listen)
     _, chosen = store_address()
@@ -59,6 +59,8 @@ def keep(where: str, listen: str, *, keys: bool = False) -> None:
         keyring = Keyring(admin=chosen) if directory is None else Keyring.kept(directory, chosen)
         desk = LocalDesk(journal, keyring)
         stack.callback(lambda: asyncio.run(desk.close()))
+        if give_over:
+            asyncio.run(desk.give_over())
         stopping = stack.enter_context(_told_to_stop())
         serving = stack.enter_context(serve(desk, keyring, host=host, port=port))
         address = reached_at(serving.url)

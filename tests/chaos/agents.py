@@ -272,7 +272,7 @@ def _ordered(derived: dict[tuple[str, int], Any]) -> list[Any]:
 def _trained_on(store: Journal, step: int, state: RolloutState) -> None:
     """A rollout that a step trained on was played to its end with the weights of that step."""
     last = state.last
-    assert last is not None and last.status is Status.SUCCEEDED and last.reward is not None
+    assert last is not None and last.status is Status.SUCCEEDED and last.reward is not None and state.sealed
     turns = store.turns(state.id)
     assert [turn.index for turn in turns] == list(range(2 + state.id % 2)), "every answer, once and in order"
     assert {int(version) for turn in turns for version in turn.completion.version} == {step - 1}

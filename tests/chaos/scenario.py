@@ -146,7 +146,8 @@ def reached(point: str) -> None:
 
 
 def live(directory: Path, world: Path, life: Life, changes: dict[str, Any]) -> None:
-    """One life of the run, in a process of its own."""
+    """One life of the run, in a process of its own; `environment` is that of the process."""
+    os.environ.update(changes.pop("environment", {}))
     torch.set_num_threads(1)
     _lives.clear()
     if life.point:

@@ -14,12 +14,23 @@ import pytest
 
 from etude.errors import DataError, IllegalMoveError, RewardError, UnknownError
 from etude.records import Outcome, Task
-from etude.store.desk import Desk, Ended, Find, Key, Limits, Wanted
+from etude.store.desk import Desk, Ended, Find, Keeper, Key, Limits, Wanted
+from etude.store.events import (
+    AttemptEnded,
+    AttemptStarted,
+    Noted,
+    RolloutQueued,
+    TurnPaid,
+    TurnRecorded,
+)
+from etude.store.ledger import INTERRUPTED
+from etude.store.record import encode
 from etude.store.states import Status
 from tests.contracts.desks import DESKS, Story, claim, ended, play, wanted
 from tests.store.made import turn
 
 DONE = Ended(Outcome.SUCCEEDED)
+RUN = Keeper("run", "/runs/mine")
 
 
 @pytest.fixture(params=list(DESKS))
@@ -269,6 +280,9 @@ def test_what_is_cancelled_is_told_at_the_next_heartbeat(tell: Callable[[Story],
             await desk.reward(running.key, 1.0)
         with pytest.raises(UnknownError, match="rollout 9"):
             await desk.cancel([9], "who?")
+        for nothing in ("", " "):
+            with pytest.raises(DataError, match="why"):
+                await desk.cancel([0], nothing)
 
     tell(story)
 
@@ -280,6 +294,165 @@ def test_a_runner_is_told_to_stop_what_is_not_its_own(tell: Callable[[Story], No
         told = await desk.heartbeat("impostor", [got.key, Key(0, 1), Key(99, 0)])
         assert told[got.key] == "It is being played by the runner 'runner'."
         assert told[Key(0, 1)] == told[Key(99, 0)] == "Nobody here knows of it."
+
+    tell(story)
+
+
+# -- who keeps it -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_takes_a_desk_up_begins_another_life_of_it(tell: Callable[[Story], None]) -> None:
+    async def story(desk: Desk) -> None:
+        assert await desk.keep(RUN) == 1
+        first = desk.in_life(1)
+        await first.enqueue(wanted(0, 4))
+        under_way, done = await claim(desk, 2)
+        await first.turn(under_way.key, turn())
+        await desk.finish(done.key, DONE)
+        assert "keeper" not in under_way.resources
+        assert await desk.keep(RUN) == 2
+        second = desk.in_life(2)
+        assert await desk.heartbeat("runner", [under_way.key]) == {under_way.key: INTERRUPTED}
+        assert await desk.finish(under_way.key, DONE) is False, "its word comes too late"
+        assert await desk.claim("runner", 4, 0.1) == [], "nothing of it was asked for again"
+        assert (await desk.statistics())["queued"] == 3
+        assert await second.enqueue(wanted(0, 3)) == [0, 1, 2]
+        lent = await claim(desk, 2)
+        assert [got.key for got in lent] == [Key(0, 1), Key(2, 0)], "and the one that had ended has"
+        words = [
+            first.enqueue(wanted(0, 4)),
+            first.cancel([0], "it is mine"),
+            first.wait(0, 0.0),
+            first.put("endpoint", {}),
+            first.seal([1]),
+            first.turn(lent[0].key, turn()),
+            first.reward(lent[0].key, 1.0),
+            first.keep(RUN, 1, 60.0),
+        ]
+        for word in words:
+            with pytest.raises(IllegalMoveError, match=r"in life 1 of a run .* that is life 2"):
+                await word
+        await second.turn(lent[0].key, turn())
+        assert await second.keep(RUN, 2) == 2
+        for each in (first, second):
+            await each.close()
+        await desk.statistics()
+
+    tell(story)
+
+
+def test_while_a_run_is_away_nothing_is_lent_and_nothing_is_lost(tell: Callable[[Story], None]) -> None:
+    async def story(desk: Desk) -> None:
+        life = await desk.keep(RUN, None, 60.0)
+        limits = Limits(max_attempts=1, queue_timeout_s=0.3)
+        await desk.enqueue([*wanted(0, limits=Limits(max_attempts=1)), *wanted(1, limits=limits)])
+        for number in range(12):
+            (got,) = await claim(desk)
+            assert got.key == Key(number % 2, number // 2)
+            await desk.keep(RUN, life, 0.0)
+            while not (told := await desk.heartbeat("runner", [got.key])):
+                await asyncio.sleep(0.02)
+            assert told == {got.key: INTERRUPTED}
+            assert await desk.claim("runner", 2, 0.0) == []
+            if number == 1:
+                await asyncio.sleep(0.7)  # nothing waits in vain meanwhile, either
+            await desk.keep(RUN, life, 60.0)
+        for got in await claim(desk, 2):
+            assert await desk.finish(got.key, DONE)
+        assert (await desk.statistics())["succeeded"] == 2
+
+    tell(story)
+
+
+def test_what_broke_down_is_lent_again_when_its_run_is_heard(tell: Callable[[Story], None]) -> None:
+    async def story(desk: Desk) -> None:
+        life = await desk.keep(RUN, None, 60.0)
+        await desk.enqueue(wanted(0))
+        for number in range(2):
+            (got,) = await claim(desk)
+            assert got.key == Key(0, number)
+            assert await desk.finish(got.key, Ended(Outcome.INFRA_ERROR, "nobody answers at the endpoint"))
+            assert await desk.claim("runner", 1, 0.1) == [] and (await desk.statistics())["queued"] == 1
+            await desk.keep(RUN, life, 60.0)
+        await claim(desk)
+
+    tell(story)
+
+
+def test_a_desk_keeps_one_run_in_one_place(tell: Callable[[Story], None]) -> None:
+    async def story(desk: Desk) -> None:
+        other, copied = Keeper("other", "/runs/other"), Keeper("run", "/runs/copied")
+        await desk.keep(RUN, None, 60.0)
+        with pytest.raises(IllegalMoveError, match="another run, /runs/mine"):
+            await desk.keep(other)
+        await desk.keep(RUN, 1, 0.0)
+        assert await desk.keep(other) == 2, "the first asked for nothing, and has gone"
+        await desk.keep(other, 2, 0.0)
+        assert await desk.keep(RUN) == 3
+        await desk.enqueue(wanted(0))
+        await desk.keep(RUN, 3, 0.0)
+        with pytest.raises(IllegalMoveError, match="another run, /runs/mine"):
+            await desk.keep(other)
+        with pytest.raises(IllegalMoveError, match=r"taken up in /runs/mine, and now in /runs/copied.*--give-over"):
+            await desk.keep(copied)
+        with pytest.raises(DataError, match="says who keeps the desk"):
+            await desk.put("keeper", {})
+        with pytest.raises(DataError, match="every wait is bounded"):
+            await desk.keep(RUN, None, math.inf)
+
+    tell(story)
+
+
+# -- reading what ended -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_sealed_earns_nothing_more(tell: Callable[[Story], None]) -> None:
+    async def story(desk: Desk) -> None:
+        await desk.enqueue(wanted(0, 2))
+        got, other = await claim(desk, 2)
+        await desk.turn(got.key, turn())
+        with pytest.raises(IllegalMoveError, match="Rollout 0 is running and cannot be sealed"):
+            await desk.seal([0])
+        await desk.finish(got.key, DONE)
+        await desk.reward(got.key, 0.25, turn=0)
+        for _ in range(2):
+            (state,) = await desk.seal([0])
+            assert state.sealed and state.last is not None and (state.last.paid, state.last.reward) == (0.25, None)
+        for late in (desk.reward(got.key, 0.5, turn=0), desk.reward(got.key, 1.0)):
+            with pytest.raises(IllegalMoveError, match="Rollout 0 was read by the run that wanted it"):
+                await late
+        await desk.note(got.key, "afterwards", 1)
+        assert await desk.finish(got.key, DONE) is True, "as it was handed in before"
+        await desk.reward(other.key, 1.0)
+        with pytest.raises(UnknownError, match="no rollout 9"):
+            await desk.seal([9])
+
+    tell(story)
+
+
+def test_a_rollout_s_history_is_all_that_is_written_of_it(tell: Callable[[Story], None]) -> None:
+    async def story(desk: Desk) -> None:
+        await desk.enqueue(wanted(0))
+        (got,) = await claim(desk)
+        said = turn(seed=3)
+        await desk.turn(got.key, said)
+        await desk.note(got.key, "tool", {"name": "search", "share": math.nan})
+        await desk.reward(got.key, {"right": 0.5, "short": -0.25}, turn=0)
+        await desk.finish(got.key, Ended(Outcome.FAILED, "no"))
+        (again,) = await claim(desk, runner="other")
+        await desk.cancel([0], "enough")
+        await desk.finish(again.key, DONE)
+        queued, began, turned, noted, paid, ended_, *rest = await desk.history(0)
+        assert isinstance(queued, RolloutQueued) and queued.limits == Limits()
+        assert isinstance(began, AttemptStarted) and began.runner == "runner" and abs(began.at - time.time()) < 60
+        assert isinstance(turned, TurnRecorded) and abs(turned.at - time.time()) < 60
+        np.testing.assert_array_equal(turned.turn.completion.logp, said.completion.logp)
+        assert isinstance(noted, Noted) and math.isnan(noted.data["share"])
+        assert paid == TurnPaid(0, 0, 0, 0.25, {"right": 0.5, "short": -0.25})
+        assert isinstance(ended_, AttemptEnded) and (ended_.error, ended_.retry) == ("no", True)
+        assert [encode(each).kind for each in rest] == ["attempt_started", "rollout_cancelled", "late_end"]
+        with pytest.raises(UnknownError, match="no rollout 9"):
+            await desk.history(9)
 
     tell(story)
 

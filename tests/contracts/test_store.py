@@ -265,7 +265,11 @@ def test_several_batches_in_one_writing_and_one_that_is_refused_spoils_no_other(
 REFUSED: list[tuple[str, list[Event], str]] = [
     ("task twice", [TaskIssued(0, 5, "s", {})], "Task 0 cannot be issued: it was issued before"),
     ("unknown task", [RolloutQueued(9, 9, 0)], "Task 9 was never issued, so rollout 9 cannot be queued for it"),
-    ("queued twice", [RolloutQueued(0, 0, 0)], "Rollout 0 is queued and cannot be queued; it may only be started"),
+    (
+        "queued twice",
+        [RolloutQueued(0, 0, 0)],
+        "Rollout 0 is queued and cannot be queued; it may only be asked for again",
+    ),
     ("never queued", [AttemptStarted(9, 0)], "Rollout 9 is not known and cannot be started; it may only be queued"),
     ("not started", [TurnRecorded(0, 0, turn())], "Rollout 0 is queued and cannot record a turn"),
     ("reward early", [Rewarded(0, 0, 1.0)], "Rollout 0 is queued and cannot be rewarded"),

@@ -295,7 +295,7 @@ def test_what_a_stop_left_half_done_waits_for_the_weights_that_it_is_drawn_from(
             rollout = getattr(event, "rollout", None)
             if rollout in second and event.kind != "rollout_queued":
                 place = second.index(rollout)
-                if place > 6 or (place == 6 and event.kind in ("rewarded", "attempt_ended")):
+                if place > 6 or (place == 6 and event.kind in ("rewarded", "attempt_ended", "rollout_sealed")):
                     continue
                 ended += event.kind == "attempt_ended"
             store.append([event])

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import signal
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from etude.cli import main
-from etude.records import Outcome
-from etude.store import Admitted, Journal, RolloutState, open_store
+from etude.errors import IllegalMoveError
+from etude.recipes import joining
+from etude.recipes.joining import FarDesk
+from etude.records import Outcome, Task
+from etude.store import Admitted, Journal, Phase, RolloutQueued, RolloutState, Status, open_store
+from etude.store.desk import Ended, Find, Keeper, Key, Wanted
+from etude.store.keys import Keyring
+from etude.store.local_desk import LocalDesk
+from etude.store.record import encode
+from etude.store.server import serve
+from tests.contracts.desks import claim, wanted
 from tests.joined import LOOKER, made, started
+from tests.store.made import turn
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +42,115 @@ def seen(journal: Journal) -> dict[int, tuple[str, float | None, int]]:
         tokens = sum(len(turn.prompt) + len(turn.completion.ids) for turn in turns)
         found[id] = state.status.value, None if last is None else last.total, tokens
     return found
+
+
+# -- the desk of a joined run -----------------------------------------------------------------------------------------
+
+RUN = Keeper("run", "/runs/mine")
+Story = Callable[[FarDesk, LocalDesk], Awaitable[None]]
+
+
+def joined(story: Story, mine: Journal, theirs: Journal | None = None, most_bytes: int = 2**20) -> None:
+    """Live through a story at a store and at the desk of a run that has joined it."""
+    ring = Keyring(b"a secret of sixteen bytes or more")
+
+    async def whole() -> None:
+        there = LocalDesk(theirs or open_store(), ring)
+        serving = serve(there, ring, most_bytes=most_bytes)
+        far = FarDesk(serving.url, ring.admin, mine, await there.keep(RUN))
+        try:
+            await asyncio.wait_for(story(far, there), 60)
+        finally:
+            await far.close()
+            await asyncio.to_thread(serving.stop)
+            await there.close()
+
+    asyncio.run(whole())
+
+
+def told(journal: Journal, rollout: int) -> list[tuple[str, str, bytes]]:
+    """What is written of a rollout after it was queued."""
+    events = [event for _, event in journal.read(rollout=rollout) if not isinstance(event, RolloutQueued)]
+    return [(encode(event).kind, encode(event).body, encode(event).payload) for event in events]
+
+
+def test_what_ended_is_copied_as_it_is_written_and_is_all_there_will_be() -> None:
+    mine, theirs = open_store(), open_store()
+
+    async def story(far: FarDesk, there: LocalDesk) -> None:
+        await far.enqueue(wanted(0, 3))
+        first, second = await claim(there, 2)
+        await there.turn(first.key, turn(seed=1))
+        await there.note(first.key, "span", {"name": "search", "took": 0.5})
+        await there.reward(first.key, {"right": 0.5, "short": -0.25}, turn=0)
+        await there.finish(first.key, Ended(Outcome.FAILED, "no"))
+        await there.finish(second.key, Ended(Outcome.SUCCEEDED, reward={"right": 1.0}))
+        await far.cancel([0, 2], "the step is full")
+        _, ended = await far.wait(0, 10)
+        assert [state.id for state in ended] == [1, 0, 2]
+        for id in range(3):
+            assert told(mine, id) == told(theirs, id) and mine.rollout(id).sealed
+        assert [mine.rollout(id).status for id in range(3)] == [Status.CANCELLED, Status.SUCCEEDED, Status.CANCELLED]
+        with pytest.raises(IllegalMoveError, match="Rollout 1 was read by the run that wanted it"):
+            await there.reward(second.key, 0.5, turn=0)
+        await there.note(first.key, "afterwards", None)
+        (said,) = await far.turns(0, 0)
+        assert said.reward == 0.25
+        assert await far.seal([0, 1, 2]) == mine.rollouts()
+        assert [state.id for state in (await far.wait(0, 10))[1]] == [1, 0, 2], "told again, and not written again"
+
+    joined(story, mine, theirs)
+
+
+def test_however_much_is_asked_for_it_is_asked_for_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "MOST_BYTES", 40_000)
+
+    async def story(far: FarDesk, there: LocalDesk) -> None:
+        tasks = [Task(number, {"prompt": f"{number}" * 12_000}) for number in range(10)]
+        asked = [Wanted(task, sample, 8 * task.ordinal + sample) for task in tasks for sample in range(8)]
+        assert await far.enqueue(asked) == list(range(80))
+        assert [state.id for state in (await there.find(Find())).rollouts] == list(range(80))
+
+    joined(story, open_store(), most_bytes=60_000)
+
+
+def test_a_journal_that_was_brought_back_from_an_earlier_time_is_written_on() -> None:
+    theirs = open_store()
+
+    async def before(far: FarDesk, there: LocalDesk) -> None:
+        await far.enqueue(wanted(0, 2))
+        (got,) = await claim(there)
+        await there.finish(got.key, Ended(Outcome.SUCCEEDED, reward=1.0))
+        await far.wait(0, 10)
+
+    mine = open_store()
+
+    async def after(far: FarDesk, there: LocalDesk) -> None:
+        page = await far.find(Find(ids=(0, 1)))
+        assert [state.status for state in page.rollouts] == [Status.SUCCEEDED, Status.QUEUED]
+        await far.enqueue(wanted(0, 2))
+        assert told(mine, 0) == told(theirs, 0) and mine.rollout(1).status is Status.QUEUED
+        assert [got.key for got in await claim(there)] == [Key(1, 0)]
+
+    joined(before, open_store(), theirs)
+    joined(after, mine, theirs)
+
+
+def test_a_trainer_that_was_superseded_hears_so_by_its_next_word() -> None:
+    async def story(far: FarDesk, there: LocalDesk) -> None:
+        await far.enqueue(wanted(0))
+        waits = asyncio.create_task(far.wait(0, 20))
+        await asyncio.sleep(0.1)
+        assert await there.keep(RUN) == 2
+        for word in (far.enqueue(wanted(1)), far.wait(0, 0)):
+            with pytest.raises(IllegalMoveError, match=r"in life 1 .* taken up in /runs/mine since: that is life 2"):
+                await word
+        waits.cancel()
+
+    joined(story, open_store())
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_joins_a_store_and_its_journal_holds_what_the_store_has(options: list[str], tmp_path: Path) -> None:
@@ -78,6 +200,40 @@ def test_a_trainer_that_is_killed_goes_on_with_what_the_store_has(options: list[
         assert [id for ids in admitted for id in ids] == list(range(4 * 2 * 2)), "each once, and in order"
 
 
+@pytest.mark.soak
+def test_a_copy_of_a_run_is_no_second_trainer(options: list[str], tmp_path: Path) -> None:
+    kept, run, copied = tmp_path / "store", tmp_path / "run", tmp_path / "copied"
+    serve = ["store", str(kept), "--listen", "127.0.0.1:0"]
+    with started(serve, tmp_path / "store.log") as store:
+        url = store.says(r"is served at (http://\S+?)\. ")[1]
+        store.says("A trainer:")
+        admin = (kept / "admin.key").read_text()
+        words = ["train", *options, "steps=1", f"directory={run}", f"agent.store={url}", "agent.runners=1"]
+        with started(words, tmp_path / "train.log", ETUDE_STORE_KEY=admin) as train:
+            assert train.ends() == 0, train.said
+        shutil.copytree(run, copied)
+        again = ["train", "--resume", str(copied), "steps=2"]
+        with started(again, tmp_path / "copied.log", ETUDE_STORE_KEY=admin) as second:
+            assert second.ends() == 2 and f"taken up in {run}, and now in {copied}" in second.said, second.said
+        store.told(signal.SIGTERM)
+        assert store.ends() == 0
+    with started([*serve, "--give-over"], tmp_path / "over.log") as store:
+        url = store.says(r"is served at (http://\S+?)\. ")[1]
+        store.says("A trainer:")
+        moved = [*again, f"agent.store={url}"]
+        with started(moved, tmp_path / "moved.log", ETUDE_STORE_KEY=admin) as second:
+            assert second.ends() == 0, second.said
+    with closing(open_store(copied / "journal.sqlite")) as mine, closing(open_store(kept / "journal.sqlite")) as theirs:
+        assert seen(mine) == seen(theirs) and not mine.rollouts(Phase.QUEUED, Phase.RUNNING)
+        assert sum(1 for _ in mine.read(kinds=(Admitted,))) == 2
+
+
+def test_a_sweep_has_no_store_to_share(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--multirun", *options, f"directory={tmp_path / 'sweep'}", "agent.store=http://127.0.0.1:9"]
+    assert main([*words, "seed=0,1"]) == 2
+    assert "is given to 2 of these" in capsys.readouterr().err and not (tmp_path / "sweep").exists()
+
+
 def test_a_store_is_joined_by_its_key_and_only_while_it_is_there(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,3 +241,9 @@ def test_a_store_is_joined_by_its_key_and_only_while_it_is_there(
     words = ["train", *options, f"directory={tmp_path / 'run'}", "agent.store=http://127.0.0.1:9"]
     assert main(words) == 2
     assert "ETUDE_STORE_KEY does not tell it" in capsys.readouterr().err
+
+
+def test_the_page_says_for_how_long_a_store_believes_in_a_run() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8").split())
+    told = f"says every {joining.RENEW_S:g} seconds that it is there; {joining.LEASE_S:g} seconds after its last word"
+    assert told in page

@@ -16,7 +16,7 @@ from etude.store import (
     TaskIssued,
     TurnRecorded,
 )
-from etude.store.events import encode
+from etude.store.record import encode
 
 
 def turn(

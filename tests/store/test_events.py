@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from etude.errors import DataError, RewardError, StoreError
 from etude.records import Outcome
 from etude.store.events import (
-    EVENTS,
     Admitted,
     AttemptEnded,
     AttemptReady,
@@ -23,20 +22,20 @@ from etude.store.events import (
     LateEnd,
     Noted,
     Published,
-    Record,
     ResourcePut,
     Rewarded,
+    RolloutAsked,
     RolloutCancelled,
     RolloutExpired,
     RolloutQueued,
+    RolloutSealed,
     TaskDropped,
     TaskIssued,
     TurnPaid,
     TurnRecorded,
-    decode,
-    encode,
 )
 from etude.store.limits import Limits
+from etude.store.record import EVENTS, Record, decode, encode
 from tests.store.made import turn
 
 EXAMPLES: list[Event] = [
@@ -45,6 +44,8 @@ EXAMPLES: list[Event] = [
     RolloutQueued(70, 7, 2, "val", Limits(timeout_s=None, retry_on=(Outcome.FAILED,))),
     RolloutCancelled(70, "enough"),
     RolloutExpired(70, "600 s in the queue"),
+    RolloutAsked(70, 3),
+    RolloutSealed(70),
     AttemptStarted(70, 0, "runner-1"),
     AttemptReady(70, 0),
     TurnRecorded(70, 0, turn(2, reward=0.5, anchor=-(2**63))),

@@ -21,7 +21,7 @@ from etude.errors import KeyRefusedError, StoreError
 from etude.records import Task
 from etude.store import Status, open_store, sql
 from etude.store.client import RemoteDesk
-from etude.store.desk import Desk, Key, Limits, Wanted
+from etude.store.desk import Desk, Keeper, Key, Limits, Wanted
 from etude.store.gate import Gate
 from etude.store.keys import Keyring
 from etude.store.ledger import INTERRUPTED
@@ -77,7 +77,7 @@ def test_a_claim_that_is_cancelled_at_a_closed_desk_is_cancelled() -> None:
     asyncio.run(story())
 
 
-def test_a_desk_that_begins_anew_does_what_it_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_desk_that_a_run_takes_up_does_what_it_is_asked_for_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
 
     async def before(desk: LocalDesk) -> None:
@@ -101,8 +101,9 @@ def test_a_desk_that_begins_anew_does_what_it_is_asked_for_again(tmp_path: Path)
     with closing(open_store(path)) as journal:
 
         async def anew() -> None:
-            desk = LocalDesk(journal, anew=True)
+            desk = LocalDesk(journal)
             try:
+                assert await desk.keep(Keeper("run", "here")) == 1
                 await after(desk)
             finally:
                 await desk.close()

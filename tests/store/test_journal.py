@@ -31,7 +31,7 @@ from etude.store import (
     TurnRecorded,
     open_store,
 )
-from etude.store.events import encode
+from etude.store.record import encode
 from tests.store.made import turn
 
 GROUP, TASKS = 2, 3

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from etude.errors import RewardError, StoreError
+from etude.errors import IllegalMoveError, RewardError, StoreError
 from etude.records import Outcome, Task
 from etude.store import Admitted, Journal, Phase, Status, open_store, sql
-from etude.store.desk import Ended, Find, Key, Limits, Wanted
+from etude.store.desk import Ended, Find, Keeper, Key, Limits, Wanted
 from etude.store.keys import Grant, Keyring
-from etude.store.ledger import KEPT_ENDS
 from etude.store.local_desk import LocalDesk
+from etude.store.waiting import KEPT_ENDS
 from tests.contracts.desks import claim, ended, wanted
 from tests.store.made import turn
 
@@ -185,6 +185,53 @@ def test_what_is_asked_while_a_desk_closes_is_done_or_refused() -> None:
         for thread in threads:
             thread.join()
         assert len([each for each in told if isinstance(each, int)]) == journal.position
+
+
+# -- who keeps it -----------------------------------------------------------------------------------------------------
+
+
+def test_a_desk_that_is_opened_again_knows_in_which_life_what_was_asked(tmp_path: Path) -> None:
+    """A store that is killed between a trainer's beginning and its first step lends nothing of the life before; and
+    what is under way in the present life goes on."""
+    run, path = Keeper("run", "here"), tmp_path / "journal.db"
+
+    async def before(desk: LocalDesk) -> None:
+        await desk.keep(run, None, 60.0)
+        await desk.enqueue(wanted(0, 3))
+        await desk.keep(run, None, 60.0)
+        await desk.enqueue(wanted(0, 2))
+        await claim(desk)
+
+    async def after(desk: LocalDesk) -> None:
+        assert await desk.heartbeat("runner", [Key(0, 0)]) == {}
+        (second,) = await desk.claim("runner", 3, 0.1)
+        assert second.key == Key(1, 0) and (await desk.statistics())["queued"] == 1
+        await desk.keep(run, 2, 60.0)
+        await desk.enqueue(wanted(0, 3))
+        assert [got.key for got in await claim(desk)] == [Key(2, 0)]
+
+    async def elsewhere(desk: LocalDesk) -> None:
+        await desk.give_over()
+        assert await desk.claim("runner", 3, 0.0) == []
+        with pytest.raises(IllegalMoveError, match="in life 2"):
+            await desk.keep(run, 2)
+        with pytest.raises(IllegalMoveError, match="another run"):
+            await desk.keep(Keeper("other", "there"))
+        assert await desk.keep(Keeper("run", "there"), None, 60.0) == 4
+        with pytest.raises(IllegalMoveError, match="taken up in there"):
+            await desk.keep(run)
+
+    for story in (before, after, elsewhere):
+        with closing(open_store(path)) as journal:
+            at_a_desk(journal, story)
+            assert journal.replay() == {("task", 0): journal.task(0), **_kept(journal)}
+
+
+def _kept(journal: Journal) -> dict[tuple[str, int], Any]:
+    """The rollouts, and who keeps them, as they are known without a replay."""
+    keeper = journal.resource("keeper")
+    assert keeper is not None
+    return {("rollout", state.id): state for state in journal.rollouts()} | {("resource", keeper.id): keeper}
 
 
 # -- starting again ---------------------------------------------------------------------------------------------------
@@ -426,7 +473,7 @@ def test_old_ends_are_read_from_the_journal(tmp_path: Path) -> None:
             await desk.enqueue(wanted(task, 50))
             claims = await claim(desk, 50)
             await asyncio.gather(*(desk.finish(got.key, DONE) for got in claims))
-        assert len(desk._ledger._ends) == KEPT_ENDS
+        assert len(desk._ledger._ends._ends) == KEPT_ENDS
         ids = await ended(desk, total)
         assert len(set(ids)) == len(ids) >= total
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from etude.records import Outcome, Task
-from etude.store import Admitted, Journal, open_store
-from etude.store import ledger as ledger_of_a_desk
+from etude.store import Admitted, Journal, open_store, waiting
 from etude.store.desk import Ended, Wanted
 from etude.store.local_desk import LocalDesk
 from tests.store.made import turn
@@ -43,7 +42,7 @@ def at_hand() -> int:
 
 
 def test_memory_does_not_grow_with_what_was_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_of_a_desk, "KEPT_ENDS", 64)  # so that these are kept before it is looked
+    monkeypatch.setattr(waiting, "KEPT_ENDS", 64)  # so that these are kept before it is looked
 
     async def grown() -> int:
         journal = open_store(tmp_path / "journal.sqlite")

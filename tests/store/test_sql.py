@@ -29,7 +29,7 @@ from etude.store import (
     sql,
     sqlite,
 )
-from etude.store.events import encode
+from etude.store.record import encode
 from tests.store.made import group, tried
 
 ROOT = Path(__file__).parents[2]

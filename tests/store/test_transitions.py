@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from etude.errors import IllegalMoveError
 from etude.records import Outcome
 from etude.store.events import (
-    EVENTS,
     AttemptEnded,
     AttemptReady,
     AttemptStarted,
@@ -19,14 +18,17 @@ from etude.store.events import (
     LateEnd,
     Noted,
     Rewarded,
+    RolloutAsked,
     RolloutCancelled,
     RolloutEvent,
     RolloutExpired,
     RolloutQueued,
+    RolloutSealed,
     TaskIssued,
     TurnPaid,
     TurnRecorded,
 )
+from etude.store.record import EVENTS
 from etude.store.states import LIVE, RolloutState, S, Status
 from etude.store.transitions import ENDS, MOVES, NEVER_CLOSED, Fold, Move, move_of
 from tests.store.made import turn
@@ -52,6 +54,7 @@ def test_every_status_is_reached_and_every_move_made() -> None:
 def test_only_running_work_records_and_only_finished_work_is_settled() -> None:
     assert {status for status, move in MOVES if move is Move.TURN} == {Status.RUNNING}
     assert {status for status, move in MOVES if move is Move.DROP} == TERMINAL
+    assert {status for status, move in MOVES if move is Move.SEAL} == TERMINAL
     trained_on = {status for status, move in MOVES if move is Move.ADMIT}
     assert trained_on == TERMINAL - {Status.CANCELLED, Status.INFRA_ERROR}
     for earned in (Move.REWARD, Move.PAY):
@@ -74,7 +77,9 @@ def test_every_outcome_is_a_status_with_its_own_move() -> None:
 def test_every_event_of_a_rollout_is_a_move() -> None:
     examples: list[RolloutEvent] = [
         RolloutQueued(0, 0, 0),
+        RolloutAsked(0, 1),
         RolloutCancelled(0, ""),
+        RolloutSealed(0),
         RolloutExpired(0, ""),
         AttemptStarted(0, 0),
         AttemptReady(0, 0),
@@ -93,6 +98,8 @@ def test_every_event_of_a_rollout_is_a_move() -> None:
 events = st.one_of(
     st.just(RolloutCancelled(0, "enough")),
     st.just(RolloutExpired(0, "late")),
+    st.just(RolloutAsked(0, 2)),
+    st.just(RolloutSealed(0)),
     st.builds(AttemptStarted, st.just(0), st.integers(0, 2), st.sampled_from(["", "runner"])),
     st.builds(AttemptReady, st.just(0), st.integers(0, 2)),
     st.builds(TurnPaid, st.just(0), st.integers(0, 2), st.integers(0, 2), st.just(0.5)),

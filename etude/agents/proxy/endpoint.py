@@ -39,8 +39,8 @@ from etude.store.states import LIVE, Status
 
 __all__ = ["Endpoint", "EndpointConfig", "no_model"]
 
-SWEEP = 15.0
-"""Seconds between two looks for attempts that have ended."""
+SWEEP, FAR_SWEEP = 15.0, 2.0
+"""Seconds between two looks for attempts that have ended; and where nobody tells of them."""
 SILENT = 30.0
 """Seconds without a call, after which it is asked whether an attempt has ended."""
 FARTHEST = 64
@@ -81,14 +81,16 @@ class Endpoint:
         val: SamplingParams | None = None,
         seeds: Seeds | None = None,
         config: EndpointConfig | None = None,
+        told: bool = True,
     ) -> None:
         """context: the model's longest sequence, where the upstream does not say it. train, val: what answers are
-        drawn with in attempts of either use; validation's are training's unless they are given."""
+        drawn with in attempts of either use; validation's are training's unless they are given. told: whether somebody
+        tells of attempts that are over, by `over`; else the desk is asked often."""
         self.config = config or EndpointConfig()
         self.desk, self.keyring, self.chat, self.upstream, self.model = desk, keyring, chat, upstream, model
         training = train or SamplingParams()
         self._policy = Policy(training, val or training, self.config.parameters)
-        self._context = context
+        self._context, self._told = context, told
         self._gate = Gate(self.config.max_running, self.config.max_waiting)
         self._meter = Meter()
         self._notary = Notary(desk, model, self._meter, self.forget)
@@ -298,9 +300,9 @@ class Endpoint:
     async def _tend(self) -> None:
         """From time to time, let go of attempts that have ended."""
         while True:
-            await asyncio.sleep(SWEEP)
+            await asyncio.sleep(SWEEP if self._told else FAR_SWEEP)
             try:
-                await self.sweep(SILENT)
+                await self.sweep(SILENT if self._told else 0.0)
             except Exception as error:  # a store that is away for a while
                 get_log("agents").warning(f"The endpoint could not ask which attempts have ended: {error}")
 

@@ -51,6 +51,19 @@ def test_an_attempt_that_ends_is_forgotten_at_once_and_its_calls_with_it() -> No
         assert told["endpoint/running"] == told["endpoint/attempts"] == 0
 
 
+def test_where_nobody_tells_of_ends_they_are_soon_found_out() -> None:
+    with (
+        serving(scripted("so " * 900, pause=30), chat_of(), told=False) as world,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        claim = world.attempt()
+        call = pool.submit(posted, world, "/v1/chat/completions", CHAT, claim.model_key)
+        _until(lambda: world.endpoint.metrics()["endpoint/running"] == 1)
+        world.do(world.desk.cancel([claim.key.rollout], "nobody wants it"))
+        answer = call.result(10)
+        assert answer.status_code == 403 and "has ended" in answer.text
+
+
 def test_a_call_that_is_cancelled_as_another_leaves_ends_as_cancelled() -> None:
     """Whoever leaves passes over a call that was cancelled a moment before, and has not yet heard of it."""
 

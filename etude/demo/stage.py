@@ -1,0 +1,45 @@
+"""What the demonstrations that train share: a world of their own, which a command line does not change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.config.env import etude_command
+from etude.errors import ConfigError
+
+__all__ = ["make_world", "places", "refuse_another_world"]
+
+
+def refuse_another_world(overrides: Sequence[str], own: Sequence[str], what: str, yours: str) -> None:
+    """Refuse options that a demonstration brings itself. what: these, in words. yours: how one trains one's own."""
+    for option in overrides:
+        name = option.partition("=")[0].strip("+ ")
+        if any(name == each or name.startswith(f"{each}.") for each in own):
+            raise ConfigError(
+                f"The demonstration brings its own {what}: `{name}` has no place in it. To train yours: "
+                f"`{etude_command()} train grpo {yours}`."
+            )
+
+
+def make_world(
+    directory: Path, tasks: int, held_out: int, rows: Callable[[int, bool], Iterable[Mapping[str, Any]]]
+) -> Path:
+    """The tasks: what is trained on, and what is only ever scored on. rows: so many of either kind."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, count, scored in (("train", tasks, False), ("held_out", held_out, True)):
+        lines = (json.dumps(row) for row in rows(count, scored))
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def places(world: Path, directory: Path) -> list[str]:
+    """The options that say where all of it is."""
+    return [
+        f"model.path='{world / 'model'}'",
+        f"data.train=['{world / 'train.jsonl'}']",
+        f"data.val=['{world / 'held_out.jsonl'}']",
+        f"directory='{directory}'",
+    ]

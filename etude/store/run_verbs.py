@@ -1,0 +1,161 @@
+"""Verbs of a run that keeps a desk, and of what everybody shares there: `verbs` lists them with the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from etude.store import wire
+from etude.store.desk import Desk, Keeper
+from etude.store.forms import Id, Json, Name, Text, Verb
+from etude.store.states import RolloutState
+
+__all__ = ["LONGEST_LEASE", "History", "Keep", "Put", "ResourceForm", "Runners", "Seal", "Statistics"]
+
+LONGEST_LEASE = 3600.0
+"""Seconds for which a run may say at most that it is there."""
+
+
+# -- of a run ----------------------------------------------------------------------------------------------------------
+
+
+class Keep(Verb):
+    """A run takes the store up, or says that it is still there. Without a life it begins one: what was under way is
+    over and made again, and what was queued waits until it is asked for again. While the run is not known to be there,
+    nothing is lent."""
+
+    class KeepReply(BaseModel):
+        """The number of the life."""
+
+        life: int
+
+    name, reply, once = "keep", KeepReply, True
+    run: Name = Field(description="which run it is")
+    where: Text = Field(min_length=1, description="its directory, by which it is told apart from a copy")
+    life: Id | None = Field(None, description="null begins one")
+    lease_s: float | None = Field(
+        None, ge=0, le=LONGEST_LEASE, description="for how long that holds; null is until the store is closed"
+    )
+
+    async def at(self, desk: Desk) -> dict[str, Any]:
+        """Say so."""
+        return {"life": await desk.keep(Keeper(self.run, self.where), self.life, self.lease_s)}
+
+
+class Seal(Verb):
+    """Rollouts that have ended are about to be read, and earn nothing more."""
+
+    class SealReply(BaseModel):
+        """How they stand, in the order asked for."""
+
+        rollouts: list[RolloutState]
+
+    name, reply = "seal", SealReply
+    rollouts: list[Id] = Field(max_length=1000)
+
+    async def at(self, desk: Desk) -> dict[str, Any]:
+        """Seal them."""
+        return {"rollouts": [state.document() for state in await desk.seal(self.rollouts)]}
+
+
+class History(Verb):
+    """All that happened to a rollout, in order, as the journal keeps it."""
+
+    class HistoryReply(BaseModel):
+        """In order."""
+
+        class Happened(BaseModel):
+            """Something that happened: of which kind it is, its fields, and the bytes that belong to it, in base64."""
+
+            kind: str
+            rollout: int | None
+            body: dict[str, Any]
+            payload: str = Field(json_schema_extra={"contentEncoding": "base64"})
+
+        events: list[Happened]
+
+    name, reply = "history", HistoryReply
+    rollout: Id
+
+    async def at(self, desk: Desk) -> dict[str, Any]:
+        """Read it."""
+        return {"events": [wire.event_document(event) for event in await desk.history(self.rollout)]}
+
+
+# -- what is shared ----------------------------------------------------------------------------------------------------
+
+
+class Put(Verb):
+    """A new version of a resource; any JSON."""
+
+    class PutReply(BaseModel):
+        """Its number, from 1."""
+
+        version: int
+
+    name, reply, once = "put", PutReply, True
+    resource: Name
+    value: Json
+
+    async def at(self, desk: Desk) -> dict[str, Any]:
+        """Put it there."""
+        return {"version": await desk.put(self.resource, self.value)}
+
+
+class ResourceForm(Verb):
+    """A resource, by default its newest version."""
+
+    class ResourceReply(BaseModel):
+        """What it is."""
+
+        version: int
+        value: Any
+
+    name, reply = "resource", ResourceReply
+    opens = frozenset({"admin", "runner"})
+    resource: Name
+    version: int | None = Field(None, ge=1, lt=2**31)
+
+    async def at(self, desk: Desk) -> dict[str, Any]:
+        """Look at it."""
+        version, value = await desk.resource(self.resource, self.version)
+        return {"version": version, "value": value}
+
+
+class Runners(Verb):
+    """The runners that spoke within the last minutes."""
+
+    class RunnersReply(BaseModel):
+        """Each as it last spoke."""
+
+        class Runner(BaseModel):
+            """What it has under way, and for how long it has said nothing."""
+
+            name: str
+            running: list[dict[str, int]]
+            silent_s: float
+            told: dict[str, Any]
+
+        runners: list[Runner]
+
+    name, reply = "runners", RunnersReply
+
+    async def at(self, desk: Desk) -> dict[str, Any]:
+        """Look around."""
+        return {"runners": [wire.runner_document(runner) for runner in await desk.runners()]}
+
+
+class Statistics(Verb):
+    """How many rollouts stand where, retries, late results, and the age of the oldest one queued."""
+
+    class StatisticsReply(BaseModel):
+        """By name."""
+
+        statistics: dict[str, float]
+
+    name, reply = "statistics", StatisticsReply
+
+    async def at(self, desk: Desk) -> dict[str, Any]:
+        """Count."""
+        return {"statistics": await desk.statistics()}

@@ -1,0 +1,106 @@
+"""Who keeps a desk: the run whose rollouts are played there, in which of its lives, and for how long it is known to be
+there.
+
+A run that takes a desk up begins a life of its keeping. What counts of an earlier life is what ended in it; its words
+are refused from then on. A life lasts for as long as it is renewed: while it does not, nothing is lent, since whoever
+plays needs the model that the run serves.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from etude.errors import IllegalMoveError
+from etude.store.desk import Keeper
+from etude.store.states import ResourceState
+
+__all__ = ["KEEPER", "Tenure"]
+
+KEEPER = "keeper"
+"""The resource that says so. Its version is the number of the life; it is none that agents are given."""
+
+
+class Tenure:
+    """Of the present life, or of none. It is told the time."""
+
+    def __init__(self) -> None:
+        self.life = 0
+        """Its number, from 1; 0 where nobody has ever kept the desk, which then lends to everybody."""
+        self._keeper: Keeper | None = None
+        self._lease_s: float | None = None
+        self._until = -math.inf
+
+    def stand(self, written: ResourceState | None, now: float) -> None:
+        """Stand as it is written. A desk that is opened again gives its keeper time to say that it is there."""
+        if written is None:
+            self.life, self._keeper = 0, None
+        elif written.version != self.life:
+            told = written.value
+            self.life = written.version
+            self._keeper = Keeper(told["run"], told["where"])
+            self._lease_s = told["lease_s"]
+            self._until = -math.inf if self._lease_s is None else now + self._lease_s
+
+    def begun(self, keeper: Keeper, lease_s: float | None, now: float, *, empty: bool) -> dict[str, Any]:
+        """Begin another life, unless that is refused; what is to be written of it. empty: whether the desk has no
+        rollouts."""
+        self._refuse(keeper, now, empty)
+        self.life, self._keeper = self.life + 1, keeper
+        self.renew(lease_s, now)
+        return {"run": keeper.run, "where": keeper.where, "lease_s": lease_s}
+
+    def given_over(self) -> dict[str, Any] | None:
+        """End the life, so that the same run may begin another in another place; what is to be written of it."""
+        if self._keeper is None:
+            return None
+        self.life, self._keeper, self._lease_s, self._until = (
+            self.life + 1,
+            Keeper(self._keeper.run, ""),
+            None,
+            -math.inf,
+        )
+        return {"run": self._keeper.run, "where": "", "lease_s": None}
+
+    def check(self, life: int) -> None:
+        """Refuse the word of another life than the present one."""
+        if life != self.life:
+            where = self._keeper.where if self._keeper is not None and self._keeper.where else "another place"
+            raise IllegalMoveError(
+                f"This is said in life {life} of a run whose rollouts are kept here, and it was taken up in {where} "
+                f"since: that is life {self.life}. Let that one go on, and end this one."
+            )
+
+    def renew(self, lease_s: float | None, now: float) -> None:
+        """The keeper is there, for so long from now on; None is until the desk is closed."""
+        self._lease_s = lease_s
+        self._until = math.inf if lease_s is None else now + lease_s
+
+    def forgive(self, seconds: float) -> None:
+        """Nobody could be heard for so long."""
+        self._until += seconds
+
+    def lends(self, now: float) -> bool:
+        """Whether anything may be lent now."""
+        return self.life == 0 or now < self._until
+
+    @property
+    def renewed(self) -> bool:
+        """Whether it lasts only as long as it is renewed."""
+        return self.life > 0 and self._lease_s is not None
+
+    def _refuse(self, keeper: Keeper, now: float, empty: bool) -> None:
+        known = self._keeper
+        if known is None or known == keeper or (known.run == keeper.run and not known.where):
+            return
+        if known.run == keeper.run:
+            raise IllegalMoveError(
+                f"This run was taken up in {known.where}, and now in {keeper.where}. Two that train the same run would "
+                "each train on half of its rollouts: go on with the other; or, if the run has moved here, begin the "
+                "store once with `etude store … --give-over`."
+            )
+        if not empty or now < self._until:
+            raise IllegalMoveError(
+                f"The store keeps the rollouts of another run, {known.where or known.run}. Give this one a store of "
+                "its own: `etude store DIRECTORY`."
+            )

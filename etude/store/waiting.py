@@ -1,0 +1,105 @@
+"""Those who come to a desk: runners that wait for work, trainers that wait for ends, and who was heard when."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from etude.records import Task
+from etude.store.clerk import Promise
+from etude.store.desk import Key, RunnerState
+from etude.store.limits import Limits, Use
+
+__all__ = ["Claimant", "Ends", "Lent", "Runners", "Watch"]
+
+LAST_ID = 2**63 - 1
+"""The largest number of a journal."""
+KEPT_ENDS = 4096
+"""How many of the last ends are found without reading the journal."""
+REMEMBERED_S = 300.0
+"""For how long a runner is known after its last word."""
+
+
+class Lent(NamedTuple):
+    """What a claim comes to."""
+
+    key: Key
+    task: Task
+    use: Use
+    limits: Limits
+
+
+@dataclass(slots=True, eq=False)
+class Claimant:
+    """A runner that waits for work."""
+
+    runner: str
+    n: int
+    until: float
+    promise: Promise | None = None
+    lent: list[Lent] = field(default_factory=list)
+    left: bool = False
+    """Whether it no longer waits."""
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """Somebody who waits for rollouts to end."""
+
+    cursor: int
+    limit: int
+    until: float
+    promise: Promise | None = None
+
+
+class Runners:
+    """The runners: when each was heard last, and what it said of itself."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, tuple[float, Mapping[str, Any]]] = {}
+
+    def spoke(self, runner: str, told: Mapping[str, Any] | None = None) -> None:
+        """One was heard."""
+        _, known = self._heard.get(runner, (0.0, {}))
+        self._heard[runner] = time.monotonic(), known if told is None else told
+
+    def states(self, has: Iterable[tuple[str, Key]], now: float) -> list[RunnerState]:
+        """All that are known. has: what is played, and by whom."""
+        running: dict[str, list[Key]] = {name: [] for name in self._heard}
+        for runner, key in has:
+            if runner in running:
+                running[runner].append(key)
+        return [
+            RunnerState(name, tuple(running[name]), now - at, told) for name, (at, told) in sorted(self._heard.items())
+        ]
+
+    def forget(self, now: float) -> None:
+        """Those that have not spoken for long."""
+        for name in [name for name, (at, _) in self._heard.items() if now - at > REMEMBERED_S]:
+            del self._heard[name]
+
+
+class Ends:
+    """The last rollouts that came to their end, by the position at which that is written."""
+
+    def __init__(self, floor: int) -> None:
+        self.floor = floor
+        """Ends up to here are found in the journal only."""
+        self._ends: deque[tuple[int, int]] = deque()
+
+    def add(self, position: int, rollout: int) -> None:
+        """One more."""
+        self._ends.append((position, rollout))
+        if len(self._ends) > KEPT_ENDS:
+            self.floor, _ = self._ends.popleft()
+
+    def after(self, watch: Watch) -> list[tuple[int, int]]:
+        """The first that somebody waits for."""
+        if not self._ends or self._ends[-1][0] <= watch.cursor:
+            return []
+        first = bisect_right(self._ends, (watch.cursor, LAST_ID))
+        return [self._ends[place] for place in range(first, min(len(self._ends), first + watch.limit))]
