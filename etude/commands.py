@@ -152,6 +152,9 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
     plot = commands.add_parser("plot", help="draw the curves of runs, here and as a PNG", parents=[debug])
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of runs, drawn over each other")
     plot.add_argument("--metrics", default="", metavar="A,B", help="which metrics; by default the most telling ones")
+    plot.add_argument(
+        "--out", type=Path, metavar="FILE", help="of the picture; by default RUN/plot.png, or here of several"
+    )
     plot.set_defaults(command=_plot)
 
     answers = commands.add_parser("answers", help="look at the answers that a step was trained on", parents=[debug])
@@ -385,4 +388,4 @@ def _add_runner(commands: Any, debug: argparse.ArgumentParser) -> None:
 def _plot(arguments: argparse.Namespace) -> None:
     from etude.tools.plot import plot
 
-    plot(arguments.runs, [name for name in arguments.metrics.split(",") if name])
+    plot(arguments.runs, [name for name in arguments.metrics.split(",") if name], into=arguments.out)

@@ -47,8 +47,8 @@ TEMPLATE = (
 )
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, CONTEXT = 1, 48, 4, 2, 16, 96, 96
 SPREAD = 0.1
-"""Of the first weights. With the 0.02 of large models, one this small may not find in 600 steps that what it was told is
-to be said again, and what it cannot do no reward teaches it."""
+"""Of the first weights. With the 0.02 of large models, one this small may not find in 600 steps that what it was told
+is to be said again, and what it cannot do no reward teaches it."""
 STEPS, BATCH = 300, 64
 DILIGENT, HALFWAY = 0.25, 0.25
 """How often the teacher does it right, and how often it guesses once it knows the shelf."""

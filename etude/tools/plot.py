@@ -46,10 +46,13 @@ SPARSE = 30
 """A curve of so few points is drawn with its points."""
 
 
-def plot(runs: Sequence[Path], metrics: Sequence[str] = (), console: Console | None = None) -> Path:
-    """Draw these runs: a picture in the directory of the first, whose path is returned, and lines on the console.
+def plot(
+    runs: Sequence[Path], metrics: Sequence[str] = (), console: Console | None = None, into: Path | None = None
+) -> Path:
+    """Draw these runs: a picture, whose path is returned, and lines on the console.
 
-    `metrics` names what to draw, `*` standing for any letters; without it, whatever is there of `HEADLINE`.
+    `metrics` names what to draw, `*` standing for any letters; without it, whatever is there of `HEADLINE`. `into` is
+    the picture's file; without it, that of one run lies in its directory, and that of several where one is.
     """
     console = make_console() if console is None else console
     if len(runs) > MOST_RUNS:
@@ -57,7 +60,8 @@ def plot(runs: Sequence[Path], metrics: Sequence[str] = (), console: Console | N
     histories = [read(run) for run in dict.fromkeys(runs)]
     chosen = _chosen(histories, metrics)
     names = _names([history.directory for history in histories])
-    path = histories[0].directory / PICTURE
+    path = into or (histories[0].directory / PICTURE if len(histories) == 1 else Path(PICTURE))
+    path.parent.mkdir(parents=True, exist_ok=True)
     draw(histories, names, chosen, path)
     console.print(_table(histories, names, chosen, console))
     console.print(Text.assemble(("picture  ", "dim"), str(path)), soft_wrap=True)

@@ -27,11 +27,11 @@ def run(directory: Path, steps: int = 40, *, rate: float = 0.1, **others: float)
     return written(directory, *logged)
 
 
-def told(runs: list[Path], *metrics: str, encoding: str = "utf-8", width: int = 100) -> str:
+def told(runs: list[Path], *metrics: str, encoding: str = "utf-8", width: int = 100, into: Path | None = None) -> str:
     """What `etude plot` prints."""
     buffer = io.BytesIO()
     file = io.TextIOWrapper(buffer, encoding=encoding)
-    plot(runs, metrics, Console(file=file, width=width))
+    plot(runs, metrics, Console(file=file, width=width), into)
     file.flush()
     return buffer.getvalue().decode(encoding)
 
@@ -46,11 +46,13 @@ def test_a_run_is_drawn_and_told(tmp_path: Path) -> None:
     assert imread(tmp_path / "first" / PICTURE).std() > 0.01
 
 
-def test_runs_are_told_apart(tmp_path: Path) -> None:
+def test_runs_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     runs = [run(tmp_path / "a" / "slow", rate=0.02), run(tmp_path / "b" / "fast", 30)]
     lines = told(runs, "reward").splitlines()
     assert lines[0].split()[:2] == ["reward", "a/slow"] and lines[1].split()[0] == "b/fast"
-    assert (runs[0] / PICTURE).exists() and not (runs[1] / PICTURE).exists()
+    assert (tmp_path / PICTURE).exists(), "where one is"
+    assert not any((run / PICTURE).exists() for run in runs), "the picture of a run is its own"
 
 
 def drawn_in(path: Path, red: int, green: int, blue: int) -> bool:
@@ -61,14 +63,16 @@ def drawn_in(path: Path, red: int, green: int, blue: int) -> bool:
 
 def test_each_run_has_its_colour(tmp_path: Path) -> None:
     runs = [run(tmp_path / "a", rate=0.02), run(tmp_path / "b")]
-    told(runs, "reward")
-    assert drawn_in(runs[0] / PICTURE, 0x0F, 0x76, 0x6E) and drawn_in(runs[0] / PICTURE, 0xC2, 0x41, 0x0C)
+    both = tmp_path / "pictures" / "both.png"
+    told(runs, "reward", into=both)
+    assert drawn_in(both, 0x0F, 0x76, 0x6E) and drawn_in(both, 0xC2, 0x41, 0x0C)
     told([runs[0]], "reward")
     assert drawn_in(runs[0] / PICTURE, 0x0F, 0x76, 0x6E) and not drawn_in(runs[0] / PICTURE, 0xC2, 0x41, 0x0C)
 
 
 def test_a_run_without_the_metric_is_left_out_of_its_panel(tmp_path: Path) -> None:
-    lines = told([run(tmp_path / "a"), run(tmp_path / "b", entropy=1.5)], "entropy", "reward").splitlines()
+    runs = [run(tmp_path / "a"), run(tmp_path / "b", entropy=1.5)]
+    lines = told(runs, "entropy", "reward", into=tmp_path / PICTURE).splitlines()
     assert lines[0].split()[:2] == ["entropy", "b"] and len(lines) == 4
 
 
