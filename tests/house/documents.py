@@ -89,7 +89,10 @@ def commands(page: Path) -> list[list[str]]:
 
 @cache
 def _folders(root: Path) -> frozenset[str]:
-    return frozenset(path.name for base in (root, root / "etude") for path in base.iterdir() if path.is_dir())
+    """Those of the repository, and none that runs or builds leave behind."""
+    left = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
+    folders = (path.name for base in (root, root / "etude") for path in base.iterdir() if path.is_dir())
+    return frozenset(folders) - left
 
 
 def _looks_like_path(code: str, root: Path) -> bool:

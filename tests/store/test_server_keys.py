@@ -18,7 +18,7 @@ KEYS = ("none", "garbage", "another store's", "expired", "model", "another attem
 STRANGERS = ("none", "garbage", "another store's", "expired")
 OPENS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("enqueue", "cancel", "wait", "find", "turns", "events", "turn", "put"), ("admin",)),
-    **dict.fromkeys(("runners", "statistics"), ("admin",)),
+    **dict.fromkeys(("keep", "seal", "history", "runners", "statistics"), ("admin",)),
     **dict.fromkeys(("claim", "heartbeat", "ready", "finish", "resource"), ("admin", "runner")),
     **dict.fromkeys(("reward", "note"), ("admin", "runner", "reward")),
 }
@@ -51,6 +51,9 @@ def body_of(verb: str, key: Key) -> dict[str, Any]:
     bodies: dict[str, dict[str, Any]] = {
         "enqueue": {"wanted": []},
         "cancel": {"rollouts": [], "why": "nobody wants it"},
+        "keep": {"run": "a run", "where": "its directory"},
+        "seal": {"rollouts": []},
+        "history": {"rollout": key.rollout},
         "turns": {"rollout": key.rollout},
         "events": {"rollout": key.rollout},
         "claim": {"runner": "another"},
