@@ -3,20 +3,28 @@
 The clients of OpenAI and Anthropic, httpx and requests all say in their errors which request came to nothing. One to
 the model endpoint that got no answer, or was told to come again, or met a defect, says nothing of the agent. One to
 anybody else is the agent's to handle.
+
+Some agents handle all errors, and end well without ever having had an answer. So where nobody listens at the endpoint
+once an attempt has ended, what the attempt came to is not believed.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from etude.errors import EngineError, IllegalMoveError, StoreError
 from etude.records import Outcome
+from etude.store.desk import Ended
 
-__all__ = ["outcome_of"]
+__all__ = ["excused", "outcome_of"]
 
 BUSY, DEFECT = 429, 500
+REACHING = 2.0
+"""Seconds that it may take to connect to the endpoint, where it is asked whether somebody is there."""
 
 
 def outcome_of(error: BaseException, resources: Mapping[str, Any]) -> Outcome:
@@ -25,6 +33,28 @@ def outcome_of(error: BaseException, resources: Mapping[str, Any]) -> Outcome:
     root = str(endpoint.get("base_url", "")).removesuffix("/v1") if isinstance(endpoint, Mapping) else ""
     ours = any(_of_machines(each, root) for each in _chain(error))
     return Outcome.INFRA_ERROR if ours else Outcome.FAILED
+
+
+async def excused(ended: Ended, resources: Mapping[str, Any]) -> Ended:
+    """How an attempt ended that was given the model: nobody's failure, and no success, where that is gone."""
+    endpoint = resources.get("endpoint")
+    judged = ended.outcome in (Outcome.SUCCEEDED, Outcome.FAILED)
+    if not judged or endpoint is None or await _reached(endpoint["base_url"]):
+        return ended
+    return Ended(Outcome.INFRA_ERROR, f"The model's endpoint could not be reached. {ended.error or ''}".rstrip())
+
+
+async def _reached(url: str) -> bool:
+    """Whether somebody listens there."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        async with asyncio.timeout(REACHING):
+            _, writer = await asyncio.open_connection(parts.hostname, port)
+        writer.close()
+    except (OSError, TimeoutError):
+        return False
+    return True
 
 
 def _of_machines(error: BaseException, root: str) -> bool:

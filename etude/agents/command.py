@@ -29,9 +29,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
-from urllib.parse import urlsplit
 
 from etude.agents.agent import Agent, Wants, llm_of
+from etude.agents.blame import excused
 from etude.agents.guard import Guard
 from etude.agents.scope import current
 from etude.config.env import for_a_program
@@ -43,8 +43,6 @@ __all__ = ["Command", "command", "guard"]
 
 TaskIn = Literal["stdin", "file", "env"]
 
-REACHING = 2.0
-"""Seconds that it may take to connect to the endpoint, where a program failed and it is asked why."""
 CLOSING = 2.0
 """Seconds that pipes may stay open once all that the program started is killed."""
 LONGEST_VARIABLE = 100_000
@@ -146,10 +144,7 @@ class Command(Agent):
                 code = await run.over()
             finally:
                 run.note()
-        ended = self._ended(code, run)
-        if ended.outcome is Outcome.FAILED and (llm := llm_of(claim)) is not None and not await _reached(llm.base_url):
-            return Ended(Outcome.INFRA_ERROR, f"The model's endpoint could not be reached. {ended.error}")
-        return ended
+        return await excused(self._ended(code, run), claim.resources)
 
     def _variables(self, claim: Claim, store_url: str) -> dict[str, str]:
         added = {"ETUDE_ROLLOUT": str(claim.key.rollout), "ETUDE_ATTEMPT": str(claim.key.attempt)}
@@ -304,18 +299,6 @@ class _Run:
         scope = current()
         if told and scope is not None:
             scope.say(lambda desk, key: desk.note(key, "output", told))
-
-
-async def _reached(url: str) -> bool:
-    """Whether somebody listens there: a program whose model is away fails by nothing of its own."""
-    parts = urlsplit(url)
-    try:
-        async with asyncio.timeout(REACHING):
-            _, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
-        writer.close()
-    except (OSError, TimeoutError):
-        return False
-    return True
 
 
 async def _reader(pipe: IO[bytes]) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:

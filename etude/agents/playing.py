@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.agents.agent import Agent, RolloutInfo, llm_of
-from etude.agents.blame import outcome_of
+from etude.agents.blame import excused, outcome_of
 from etude.agents.earned import earned
 from etude.agents.hands import Hands
 from etude.agents.scope import Scope
@@ -103,7 +103,8 @@ class Playing:
                 if inspect.isawaitable(result):
                     with self._scope.entered():
                         result = await result
-            return self._ending or self._valued(result)
+            ended = self._ending or self._valued(result)
+            return await excused(ended, self.claim.resources) if "llm" in wants.names else ended
         except _NoEndpointError as error:
             return Ended(Outcome.INFRA_ERROR, str(error))
         except BaseException as error:

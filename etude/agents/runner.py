@@ -239,13 +239,20 @@ class Runner:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._beat_soon.wait(), self._interval)
             if loop.time() - due > BLOCKED:
-                told = (
-                    "%s: its loop was blocked for %.1f s. Either this machine has more to do than it can, or %s is a "
-                )
-                told += (
-                    "coroutine that computes or waits without `await`: make it a plain function, which has a thread."
-                )
-                log.warning(told, self.name, loop.time() - due, self._agent.title)
+                self._tell_blocked(loop.time() - due)
+
+    def _tell_blocked(self, seconds: float) -> None:
+        """Say that nothing was heard or said here for so long, and what it may have come of."""
+        if self._agent.wants().waits:
+            told = (
+                "%s: its loop was blocked for %.1f s. Either this machine has more to do than it can, or %s is a "
+                "coroutine that computes or waits without `await`: make it a plain function, which has a thread."
+            )
+            log.warning(told, self.name, seconds, self._agent.title)
+        else:
+            log.warning(
+                "%s: its loop was blocked for %.1f s: this machine has more to do than it can.", self.name, seconds
+            )
 
     def _told(self) -> dict[str, Any]:
         return {

@@ -23,8 +23,8 @@ from rich.text import Text
 from etude.config.compose import compose
 from etude.config.env import etude_command
 from etude.demo import novice, storeroom
-from etude.demo.stage import make_world, places, refuse_another_world
-from etude.observe import format_seconds, make_console, progress
+from etude.demo.stage import make_world, places, refuse_another_world, warm_up
+from etude.observe import format_seconds, make_console
 from etude.recipes.build import build
 from etude.recipes.folder import new_directory, read_metrics
 from etude.recipes.loop import practise
@@ -72,14 +72,14 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str,
         directory / "world", TASKS, HELD_OUT, lambda n, held: storeroom.rows(asked.seed, n, held_out=held)
     )
     torch.set_num_threads(asked.threads or torch.get_num_threads())
-    with progress("warming up: imitating the teacher", novice.STEPS, console) as bar:
-        novice.warm_up(world / "model", asked.seed, bar.advance)
+    warm_up(world, "warming up: imitating the teacher", novice.STEPS, asked.seed, novice.warm_up, console)
     warmed = time.perf_counter() - began
     console.print(Text(f"Warmed up in {warmed:.0f} s. Now {asked.steps} steps of GRPO over the agent's rollouts.\n"))
     run = compose(Run, [*overrides, *places(world, directory)], file=file, preset=PRESET)
     with build(run) as parts:
         practise(parts)
-        before, after = (_scored(directory, step) for step in (0, parts.checkpoint.steps))
+        if parts.checkpoint.step == parts.checkpoint.steps:  # else it was stopped, which `build` tells and raises
+            before, after = (_scored(directory, step) for step in (0, parts.checkpoint.steps))
     seconds = time.perf_counter() - began
     steps = read_metrics(directory)
     told = _told(before, after, steps) | {

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from etude.config.env import etude_command
 from etude.errors import ConfigError
+from etude.observe import progress
 
-__all__ = ["make_world", "places", "refuse_another_world"]
+__all__ = ["make_world", "places", "refuse_another_world", "warm_up"]
 
 
 def refuse_another_world(overrides: Sequence[str], own: Sequence[str], what: str, yours: str) -> None:
@@ -33,6 +36,26 @@ def make_world(
         lines = (json.dumps(row) for row in rows(count, scored))
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return directory
+
+
+def warm_up(
+    world: Path,
+    what: str,
+    steps: int,
+    seed: int,
+    make: Callable[[Path, int, Callable[[], None]], object],
+    console: Console,
+) -> None:
+    """The model that learns: the one that an earlier start of the same made here, or one made now. make: makes it in a
+    directory by a seed, and tells of each of so many steps."""
+    made = world / "made.json"
+    told = json.dumps({"seed": seed, "steps": steps})
+    if made.exists() and made.read_text(encoding="utf-8") == told:
+        return
+    made.unlink(missing_ok=True)
+    with progress(what, steps, console) as bar:
+        make(world / "model", seed, bar.advance)
+    made.write_text(told, encoding="utf-8")
 
 
 def places(world: Path, directory: Path) -> list[str]:

@@ -33,7 +33,7 @@ from etude.chat import Chat
 from etude.config.env import etude_command
 from etude.observe import Last, Metrics, get_log
 from etude.recipes.agents import place_of
-from etude.recipes.joining import FarDesk, Keeping, keeper_of, kept_by, key_of, left
+from etude.recipes.joining import FarDesk, Keeping, keeper_of, kept_by, key_of, left, refuse_alone
 from etude.recipes.run import Run
 from etude.records import SamplingParams
 from etude.store import Journal
@@ -144,6 +144,7 @@ def _desks(run: Run, journal: Journal, directory: Path, stack: ExitStack, loop: 
     """The desk, here or elsewhere, taken up by this run: nothing is lent any more that an earlier life of it left."""
     url = run.agent.store
     if url is None:
+        refuse_alone(directory, journal)
         keyring = Keyring.kept(directory)
         desk = LocalDesk(journal, keyring)
         stack.callback(lambda: asyncio.run(desk.close()))
@@ -152,7 +153,7 @@ def _desks(run: Run, journal: Journal, directory: Path, stack: ExitStack, loop: 
     keyring = Keyring(admin=key_of(url))
     there, keeper = RemoteDesk(url, keyring.admin), keeper_of(directory, journal)
     life = asyncio.run(kept_by(there, keeper))
-    stack.callback(lambda: asyncio.run(left(there, keeper, life)))
+    stack.callback(lambda: asyncio.run(left(url, keyring.admin, keeper, life)))
     far = FarDesk(url, keyring.admin, journal, life)
     stack.callback(lambda: loop.run(far.close()))
     return _Desks(keyring, there.in_life(life), far, [Keeping(url, keyring.admin, keeper, life)])

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +32,7 @@ from etude.store import Event, Journal, Phase, RolloutQueued, RolloutState, Stat
 from etude.store.client import RemoteDesk
 from etude.store.desk import Find, Keeper, Page, Wanted
 
-__all__ = ["LEASE_S", "FarDesk", "Keeping", "keeper_of", "kept_by", "key_of", "left"]
+__all__ = ["LEASE_S", "FarDesk", "Keeping", "keeper_of", "kept_by", "key_of", "left", "refuse_alone"]
 
 JOINED = "joined.json"
 """A file that says which run this is to a store."""
@@ -55,6 +56,16 @@ def key_of(url: str) -> str:
             "where it is kept."
         )
     return key
+
+
+def refuse_alone(directory: Path, journal: Journal) -> None:
+    """Refuse to go on without the store where rollouts of this run are open there: what becomes of them here, it would
+    never hear of, and could not be joined again."""
+    if (directory / JOINED).exists() and journal.rollouts(Phase.QUEUED, Phase.RUNNING):
+        raise ConfigError(
+            f"The run in {directory} has its rollouts kept by a store elsewhere, and some are open: go on with the "
+            "`agent.store` that it had."
+        )
 
 
 def keeper_of(directory: Path, journal: Journal) -> Keeper:
@@ -82,8 +93,9 @@ async def kept_by(desk: RemoteDesk, keeper: Keeper) -> int:
         await desk.close()
 
 
-async def left(desk: RemoteDesk, keeper: Keeper, life: int) -> None:
+async def left(url: str, key: str, keeper: Keeper, life: int) -> None:
     """Tell the store that the run is not there any more."""
+    desk = RemoteDesk(url, key, patience_s=PATIENCE_S, timeout_s=RENEW_S)
     with suppress(EtudeError):  # it will find out by itself
         await desk.keep(keeper, life, 0.0)
     await desk.close()
@@ -97,7 +109,7 @@ class Keeping:
 
     def __init__(self, url: str, key: str, keeper: Keeper, life: int) -> None:
         self._keeper, self._life = keeper, life
-        self._desk = RemoteDesk(url, key, patience_s=PATIENCE_S)
+        self._desk = RemoteDesk(url, key, patience_s=PATIENCE_S, timeout_s=RENEW_S)
         self._telling: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -112,14 +124,23 @@ class Keeping:
         await self._desk.close()
 
     async def _tell(self) -> None:
+        log, told = get_log("recipes"), time.monotonic()
         while True:
             try:
                 await self._desk.keep(self._keeper, self._life, LEASE_S)
             except IllegalMoveError as error:
-                get_log("recipes").error("%s", error)
+                log.error("%s", error)
                 return
-            except EtudeError as error:
-                get_log("recipes").debug("The store was not told that the run is there: %s", error)
+            except Exception as error:  # whatever it was, the next word may get through
+                log.debug("The store was not told that the run is there: %s", error)
+            else:
+                silent, told = time.monotonic() - told, time.monotonic()
+                if silent > LEASE_S:
+                    log.warning(
+                        "The store heard nothing of the run for %.0f s: it stopped what was under way after %g s, and "
+                        "has it made again. Where this happens often, nothing gets done.",
+                        *(silent, LEASE_S),
+                    )
             await asyncio.sleep(RENEW_S)
 
 

@@ -82,7 +82,8 @@ def _operation(
             "in": "header",
             "required": False,
             "schema": {"type": "string", "pattern": "^[0-9]{1,19}$"},
-            "description": "the life of the run that keeps the store in which this is said; in another it is refused",
+            "description": "the life of the run that keeps the store in which this is said; in another, what would "
+            "change something is refused",
         }
     ]
     if form is Batch or (issubclass(form, Verb) and form.once):

@@ -125,6 +125,11 @@ class Verb(Form):
     """Whether doing it twice differs from doing it once, so that the answer is kept for those who ask again."""
 
     @property
+    def kept(self) -> bool:
+        """Whether this one's answer is kept so."""
+        return self.once
+
+    @property
     def adds(self) -> bool:
         """Whether it must on no account be done twice, not even where the server was restarted in between."""
         return False

@@ -306,8 +306,8 @@ class Ledger:
         """End what passed its limits, lend what waits to who waits, and answer those whose wait is over."""
         if (stalled := now - self._attended - TICK_S) > TICK_S:
             self._work.forgive(stalled)  # this process stood still, and nobody was heard
-            self.tenure.forgive(stalled)
-        if self._work.leases and not self.tenure.lends(now):
+            self.tenure.forgive(stalled, self._attended)
+        if self._work.leases and not self.tenure.lasts(now):
             get_log("store").warning("Nobody has heard of the run: %d attempts are stopped.", len(self._work.leases))
             for key in list(self._work.leases):
                 self._end(writing, key, Outcome.INFRA_ERROR, INTERRUPTED, watched=True)

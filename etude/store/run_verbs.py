@@ -38,6 +38,11 @@ class Keep(Verb):
         None, ge=0, le=LONGEST_LEASE, description="for how long that holds; null is until the store is closed"
     )
 
+    @property
+    def kept(self) -> bool:
+        """A life is begun once; that a run is there is said anew each time, and not answered from memory."""
+        return self.life is None
+
     async def at(self, desk: Desk) -> dict[str, Any]:
         """Say so."""
         return {"life": await desk.keep(Keeper(self.run, self.where), self.life, self.lease_s)}

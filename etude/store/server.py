@@ -167,7 +167,7 @@ class _Door:
         if verb is ClaimForm:
             return await self._claim(request, name or (object(),), form)
         desk = self._desk_of(request)
-        if verb.once and name is not None:
+        if form.kept and name is not None:
             if form.adds and self._stale(request, name):
                 raise _RestartedError(RESTARTED)
             return await self._once.answer(name, lambda: _done(form, desk))
@@ -222,7 +222,8 @@ class _Door:
     async def _claim(self, request: Request, name: tuple[object, ...], form: Verb) -> Answer:
         """Claim, unless the runner goes away: then nothing is claimed for it, or it is handed back."""
         try:
-            answer = await self._while_there(request, self._once.answer(name, lambda: _done(form, self._desk)))
+            desk = self._desk_of(request)
+            answer = await self._while_there(request, self._once.answer(name, lambda: _done(form, desk)))
         except asyncio.CancelledError:
             await self._once.abandon(name, self._hand_back)
             raise

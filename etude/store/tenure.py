@@ -3,7 +3,8 @@ there.
 
 A run that takes a desk up begins a life of its keeping. What counts of an earlier life is what ended in it; its words
 are refused from then on. A life lasts for as long as it is renewed: while it does not, nothing is lent, since whoever
-plays needs the model that the run serves.
+plays needs the model that the run serves. A desk that is opened again lends only once its keeper was heard there; what
+is under way may go on for as long as the keeper has to say so.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ class Tenure:
         self._keeper: Keeper | None = None
         self._lease_s: float | None = None
         self._until = -math.inf
+        self._heard = -math.inf
+        """When it was last heard at this desk, since that was opened."""
 
     def stand(self, written: ResourceState | None, now: float) -> None:
-        """Stand as it is written. A desk that is opened again gives its keeper time to say that it is there."""
+        """Stand as it is written."""
         if written is None:
             self.life, self._keeper = 0, None
         elif written.version != self.life:
             told = written.value
-            self.life = written.version
+            self.life, self._heard = written.version, -math.inf
             self._keeper = Keeper(told["run"], told["where"])
             self._lease_s = told["lease_s"]
             self._until = -math.inf if self._lease_s is None else now + self._lease_s
@@ -73,16 +76,21 @@ class Tenure:
 
     def renew(self, lease_s: float | None, now: float) -> None:
         """The keeper is there, for so long from now on; None is until the desk is closed."""
-        self._lease_s = lease_s
+        self._lease_s, self._heard = lease_s, now
         self._until = math.inf if lease_s is None else now + lease_s
 
-    def forgive(self, seconds: float) -> None:
-        """Nobody could be heard for so long."""
-        self._until += seconds
+    def forgive(self, seconds: float, since: float) -> None:
+        """Nobody could be heard for so long since then; whoever was heard afterwards is not given more."""
+        if self._heard <= since:
+            self._until += seconds
+
+    def lasts(self, now: float) -> bool:
+        """Whether what is under way may go on."""
+        return self.life == 0 or now < self._until
 
     def lends(self, now: float) -> bool:
         """Whether anything may be lent now."""
-        return self.life == 0 or now < self._until
+        return self.life == 0 or (self._heard > -math.inf and now < self._until)
 
     @property
     def renewed(self) -> bool:

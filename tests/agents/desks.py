@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +17,23 @@ from etude.store.local_desk import LocalDesk
 
 QUICK = Pace(heartbeat_s=0.05, poll_s=1.0, drain_s=5.0, cancel_s=0.5, patience_s=5.0, setup_s=5.0)
 ONCE = Limits(timeout_s=20.0, max_attempts=1)
-ENDPOINT = {"base_url": "http://127.0.0.1:1/v1", "model": "policy"}
+AWAY = {"base_url": "http://127.0.0.1:1/v1", "model": "policy"}
+"""An endpoint where nobody listens."""
+
+
+def _listened_to() -> str:
+    """An address where somebody listens, and says nothing, until the tests end."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        while True:
+            listening.accept()[0].close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    return f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+
+
+ENDPOINT = {"base_url": _listened_to(), "model": "policy"}
 
 
 def wanted(count: int, limits: Limits = ONCE, fields: Mapping[str, Any] | None = None) -> list[Wanted]:

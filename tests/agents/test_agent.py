@@ -21,7 +21,7 @@ from etude.agents.runner import Pace
 from etude.errors import AgentError, PlugInError
 from etude.records import Task
 from etude.store.states import Status
-from tests.agents.desks import ENDPOINT, played, wanted
+from tests.agents.desks import AWAY, ENDPOINT, played, wanted
 
 
 @etude.agent
@@ -233,3 +233,20 @@ except MissingPackageError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install 'etude[agents]'" in done.stdout
+
+
+def test_what_came_of_it_while_the_model_was_away_is_not_believed() -> None:
+    """An agent that handles every error ends well, with a reward, without ever having had an answer."""
+
+    @etude.agent
+    async def handles(llm: LLM) -> float:
+        return 0.0
+
+    @etude.agent
+    async def needs_none() -> float:
+        return 0.0
+
+    assert played(handles, wanted(1)).only.status is Status.SUCCEEDED
+    found = played(handles, wanted(1), endpoint=AWAY)
+    assert found.only.status is Status.INFRA_ERROR and "could not be reached" in found.error
+    assert played(needs_none, wanted(1), endpoint=AWAY).only.status is Status.SUCCEEDED

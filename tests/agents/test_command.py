@@ -23,7 +23,7 @@ from etude.errors import AgentError
 from etude.store.desk import Limits
 from etude.store.local_desk import LocalDesk
 from etude.store.states import Status
-from tests.agents.desks import ENDPOINT, Played, played, wanted
+from tests.agents.desks import AWAY, ENDPOINT, Played, played, wanted
 from tests.processes import gone
 
 
@@ -91,8 +91,9 @@ def there() -> Iterator[Mapping[str, str]]:
 
 
 def test_a_program_that_fails_while_its_model_is_away_is_not_to_blame(there: Mapping[str, str]) -> None:
-    found = ran("exit 1")
+    found = ran("exit 1", endpoint=AWAY)
     assert found.only.status is Status.INFRA_ERROR and "could not be reached. The command" in found.error
+    assert ran("exit 0", endpoint=AWAY).only.status is Status.INFRA_ERROR, "it may handle all errors"
     assert ran("exit 1", endpoint=there).only.status is Status.FAILED
 
 

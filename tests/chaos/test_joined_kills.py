@@ -53,6 +53,8 @@ class Kept:
     def __init__(self, place: Path, stack: ExitStack) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             listen = f"127.0.0.1:{free.getsockname()[1]}"
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
         self._place, self._stack = place, stack
         self._words = ["store", str(place / "store"), "--listen", listen]
         self.serve()
@@ -68,6 +70,7 @@ class Kept:
         self.options: dict[str, Any] = {
             "agent.runners": 0,
             "agent.store": url,
+            "agent.listen": f"127.0.0.1:{port}",  # where a life is found by whoever plays what an earlier one asked for
             "agent.path": "tests.chaos.agents:asks_openai",
             "environment": {"ETUDE_STORE_KEY": KEY},
         }
@@ -133,7 +136,7 @@ def test_a_joined_trainer_that_is_killed_trains_with_the_weights_of_each_step(
     """It is killed in the middle of the third step, and there again, and the store once before, while runners and
     their agents go on."""
     with kept(tmp_path) as there:
-        acts = [Act(Life("judging", 9)), Act(0.0), Act(Life("published", 2))]
+        acts = [Act(Life("judging", 10)), Act(0.0), Act(Life("published", 2))]
         falling = threading.Thread(target=_once_begun, args=(tmp_path / "run", there))
         falling.start()
         found = company.perform(tmp_path / "run", world, acts, there.pids, **there.options)

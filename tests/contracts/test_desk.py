@@ -325,6 +325,7 @@ def test_a_run_that_takes_a_desk_up_begins_another_life_of_it(tell: Callable[[St
             first.wait(0, 0.0),
             first.put("endpoint", {}),
             first.seal([1]),
+            first.claim("runner", 1, 0.1),
             first.turn(lent[0].key, turn()),
             first.reward(lent[0].key, 1.0),
             first.keep(RUN, 1, 60.0),

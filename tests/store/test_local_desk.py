@@ -204,9 +204,11 @@ def test_a_desk_that_is_opened_again_knows_in_which_life_what_was_asked(tmp_path
 
     async def after(desk: LocalDesk) -> None:
         assert await desk.heartbeat("runner", [Key(0, 0)]) == {}
+        assert await desk.claim("runner", 3, 0.1) == [], "its run was not heard here yet, and may have gone"
+        await desk.keep(run, 2, 60.0)
+        assert await desk.heartbeat("runner", [Key(0, 0)]) == {}
         (second,) = await desk.claim("runner", 3, 0.1)
         assert second.key == Key(1, 0) and (await desk.statistics())["queued"] == 1
-        await desk.keep(run, 2, 60.0)
         await desk.enqueue(wanted(0, 3))
         assert [got.key for got in await claim(desk)] == [Key(2, 0)]
 

@@ -169,6 +169,7 @@ class _Member:
         self.lost = ""
         """Why there is none, and will be none."""
         self._body, self._again, self._due = body, Again(), 0.0
+        self._first = True
         self._from = 0  # where its log begins, behind those of the processes before it
 
     @property
@@ -231,9 +232,12 @@ class _Member:
         how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         told = f"The process of {self.name} ({self.process.pid}) ended ({how}). {self._last_words()}"
         self.kill()
-        wait = None if code == UNFIT else self._again.ended(now)
+        # One whose agent was understood before may meet a file that is being written, or a hub that is away.
+        unfit = code == UNFIT and self._first
+        self._first = False
+        wait = None if unfit else self._again.ended(now)
         if wait is None:
-            self.lost = told if code == UNFIT else f"{told} It ended again and again, and is given up."
+            self.lost = told if unfit else f"{told} It ended again and again, and is given up."
             log.error("%s", self.lost)
         else:
             self._due = now + wait

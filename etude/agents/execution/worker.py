@@ -35,7 +35,7 @@ log = logging.getLogger("etude.agents")
 
 REFUSED = 2
 """The exit code of a process that had something to say against what it was asked, in the last line it wrote."""
-UNFIT = 3
+UNFIT = 113
 """That of one which cannot play its agent at all, because it cannot be loaded."""
 STOP = b"stop\n"
 
