@@ -134,6 +134,11 @@ class Verb(Form):
         """Whether it must on no account be done twice, not even where the server was restarted in between."""
         return False
 
+    async def again(self, desk: Desk) -> dict[str, Any] | None:  # noqa: ARG002
+        """What came of one that must not be done twice, where an earlier life of the server may have done it: its
+        answer, if the desk tells what was done, and it is done now if it was not. None where nobody can tell."""
+        return None
+
     def nothing(self) -> dict[str, Any]:
         """What is answered to one who waited for what did not happen."""
         raise NotImplementedError(f"{type(self).__name__} waits, and does not say what for.")

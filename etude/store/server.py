@@ -168,9 +168,8 @@ class _Door:
             return await self._claim(request, name or (object(),), form)
         desk = self._desk_of(request)
         if form.kept and name is not None:
-            if form.adds and self._stale(request, name):
-                raise _RestartedError(RESTARTED)
-            return await self._once.answer(name, lambda: _done(form, desk))
+            stale = self._stale(request, name)
+            return await self._once.answer(name, lambda: _done(form, desk, stale))
         if verb.waits:
             return await self._while_there(request, _done(form, desk)) or _nothing(form)
         return await _done(form, desk)
@@ -207,9 +206,7 @@ class _Door:
                 try:
                     _opens(grant, writings[place].opens)
                     _own(grant, writings[place])
-                    if stale and writings[place].adds:
-                        raise _RestartedError(RESTARTED)
-                    replies[place] = {"done": await writings[place].at(desk)}
+                    replies[place] = {"done": await _said(writings[place], desk, stale)}
                 except EtudeError as error:
                     status, kind = _status(error)
                     replies[place] = {"status": status, "error": {"kind": kind, "message": str(error)}}
@@ -387,8 +384,18 @@ def _read(form: type[F], body: bytes) -> F:
         raise DataError(f"The body does not say what it must: {told}{more}.") from None
 
 
-async def _done(form: Verb, desk: Desk) -> Answer:
-    return 200, wire.to_json(await form.at(desk))
+async def _done(form: Verb, desk: Desk, stale: bool = False) -> Answer:
+    return 200, wire.to_json(await _said(form, desk, stale))
+
+
+async def _said(form: Verb, desk: Desk, stale: bool) -> dict[str, Any]:
+    """What is answered. stale: whether an earlier life of the server may have done it."""
+    if not (stale and form.adds):
+        return await form.at(desk)
+    answer = await form.again(desk)
+    if answer is None:
+        raise _RestartedError(RESTARTED)
+    return answer
 
 
 def _name(request: Request, verb: str, body: bytes) -> tuple[object, ...] | None:

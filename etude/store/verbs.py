@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from etude.records import Outcome
 from etude.store import wire
+from etude.store.blobs import pack_turn
 from etude.store.desk import Desk, Ended, Find, Limits, Use
 from etude.store.forms import (
     LONGEST_POLL,
@@ -329,6 +330,15 @@ class TurnForm(Writing):
     async def at(self, desk: Desk) -> dict[str, Any]:
         """Write it."""
         return {"index": await desk.turn(self.key, wire.turn_of(self.turn.model_dump()))}
+
+    async def again(self, desk: Desk) -> dict[str, Any] | None:
+        """A turn is known by its tokens and log-probs: two that are alike to the last bit are taken for one."""
+        sent = wire.turn_of(self.turn.model_dump())
+        payload = pack_turn(sent)
+        for turn in reversed(await desk.turns(self.rollout, self.attempt)):
+            if turn.model == sent.model and pack_turn(turn) == payload:
+                return {"index": turn.index}
+        return await self.at(desk)
 
 
 # -- many at once ------------------------------------------------------------------------------------------------------

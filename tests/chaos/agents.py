@@ -141,7 +141,7 @@ class Company(Theatre):
             kills += 1
         else:
             raise AssertionError("the last life of the run did not come to its end")
-        return examined(directory, kills, falls, seconds, unheard="agent.store" in changes)
+        return examined(directory, kills, falls, seconds)
 
 
 class _Seen:
@@ -239,9 +239,8 @@ def options_of(directory: Path, world: Path, timeout: float, **changes: Any) -> 
     }
 
 
-def examined(directory: Path, kills: int, falls: int, seconds: float, *, unheard: bool) -> Played:
-    """What the journal says of a run that is done, held against what every such run has to keep. unheard: whether an
-    answer may be written that no agent got, as its store fell before it said so; the client then asks once more."""
+def examined(directory: Path, kills: int, falls: int, seconds: float) -> Played:
+    """What the journal says of a run that is done, held against what every such run has to keep."""
     store = open_store(directory / "journal.sqlite", read_only=True)
     try:
         admitted = store.admitted()
@@ -250,8 +249,8 @@ def examined(directory: Path, kills: int, falls: int, seconds: float, *, unheard
         assert not store.rollouts(Phase.QUEUED, Phase.RUNNING), "nothing is left open"
         for step, ids in admitted.items():
             for id in ids:
-                _trained_on(store, step, store.rollout(id), unheard=unheard)
-        _told_is_written(store, directory, unheard=unheard)
+                _trained_on(store, step, store.rollout(id))
+        _told_is_written(store, directory)
         derived = store.replay()
         assert [*store.rollouts()] == [state for state in _ordered(derived) if isinstance(state, RolloutState)]
         assert [*store.tasks()] == [state for state in _ordered(derived) if isinstance(state, TaskState)]
@@ -270,18 +269,17 @@ def _ordered(derived: dict[tuple[str, int], Any]) -> list[Any]:
     return [state for _, state in sorted(derived.items())]
 
 
-def _trained_on(store: Journal, step: int, state: RolloutState, *, unheard: bool) -> None:
+def _trained_on(store: Journal, step: int, state: RolloutState) -> None:
     """A rollout that a step trained on was played to its end with the weights of that step."""
     last = state.last
     assert last is not None and last.status is Status.SUCCEEDED and last.reward is not None and state.sealed
     turns = store.turns(state.id)
-    assert [turn.index for turn in turns] == list(range(len(turns))), "every answer, once and in order"
-    assert len(turns) == 2 + state.id % 2 or (unheard and len(turns) > 2), "no answer more, and none less"
+    assert [turn.index for turn in turns] == list(range(2 + state.id % 2)), "every answer, once and in order"
     assert {int(version) for turn in turns for version in turn.completion.version} == {step - 1}
 
 
-def _told_is_written(store: Journal, directory: Path, *, unheard: bool) -> None:
-    """Every answer that an agent was given is in the journal, word for word, and in its place."""
+def _told_is_written(store: Journal, directory: Path) -> None:
+    """Every answer that an agent was given is in the journal, word for word."""
     written = {
         (event.rollout, event.attempt, event.turn.index): event.turn.completion.text
         for _, event in store.read(kinds=(TurnRecorded,))
@@ -289,12 +287,8 @@ def _told_is_written(store: Journal, directory: Path, *, unheard: bool) -> None:
     }
     told = answers_told(directory)
     assert told
-    before: Counter[tuple[int, int]] = Counter()
     for line in told:
-        attempt = (line["rollout"], line["attempt"])
-        while unheard and written[*attempt, line["turn"] + before[attempt]] != line["text"]:
-            before[attempt] += 1
-        assert written[*attempt, line["turn"] + before[attempt]] == line["text"]
+        assert written[line["rollout"], line["attempt"], line["turn"]] == line["text"]
 
 
 def some_acts(count: int, seed: int, whole: Played, *, falls: bool) -> list[Act]:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
-from etude.errors import IllegalMoveError
+from etude.errors import ConfigError, IllegalMoveError
 from etude.recipes import joining
 from etude.recipes.joining import FarDesk
 from etude.records import Outcome, Task
-from etude.store import Admitted, Journal, Phase, RolloutQueued, RolloutState, Status, open_store
+from etude.store import Admitted, Journal, Phase, RolloutQueued, RolloutState, Status, TaskIssued, open_store
 from etude.store.desk import Ended, Find, Keeper, Key, Wanted
 from etude.store.keys import Keyring
 from etude.store.local_desk import LocalDesk
@@ -241,6 +241,20 @@ def test_a_store_is_joined_by_its_key_and_only_while_it_is_there(
     words = ["train", *options, f"directory={tmp_path / 'run'}", "agent.store=http://127.0.0.1:9"]
     assert main(words) == 2
     assert "ETUDE_STORE_KEY does not tell it" in capsys.readouterr().err
+
+
+def test_a_run_whose_rollouts_are_open_elsewhere_does_not_go_on_alone(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path / "journal.sqlite")) as mine:
+        joining.refuse_alone(tmp_path, mine)  # it never joined anything
+        joining.keeper_of(tmp_path, mine)
+        joining.refuse_alone(tmp_path, mine)  # nothing of it is open
+        mine.append([TaskIssued(0, 0, "", {}), RolloutQueued(0, 0, 0)])
+        with pytest.raises(ConfigError, match=r"go on with the `agent\.store` that it had"):
+            joining.refuse_alone(tmp_path, mine)
+    with closing(open_store()) as mine:
+        mine.append([TaskIssued(0, 0, "", {}), RolloutQueued(0, 0, 0)])
+        with pytest.raises(ConfigError, match="kept its rollouts itself so far"):
+            joining.keeper_of(tmp_path / "elsewhere", mine)
 
 
 def test_the_page_says_for_how_long_a_store_believes_in_a_run() -> None:

@@ -40,6 +40,8 @@ class Road(httpx2.AsyncBaseTransport):
     def __init__(self, to: Any) -> None:
         self.way = httpx2.ASGITransport(to)
         self.lose_answers = self.lose_requests = 0
+        self.arrives = True
+        """Whether a request whose answer gets lost is done."""
         self.sent: list[httpx2.Request] = []
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
@@ -47,10 +49,14 @@ class Road(httpx2.AsyncBaseTransport):
             self.lose_requests -= 1
             raise httpx2.ConnectError("nobody is there", request=request)
         self.sent.append(request)
+        dead = httpx2.ReadError("the line went dead", request=request)
+        if self.lose_answers and not self.arrives:
+            self.lose_answers -= 1
+            raise dead
         answer = await self.way.handle_async_request(request)
         if self.lose_answers:
             self.lose_answers -= 1
-            raise httpx2.ReadError("the line went dead", request=request)
+            raise dead
         return answer
 
 
@@ -112,9 +118,12 @@ def test_what_was_lost_in_a_restart_is_not_added_again() -> None:
             road.way = httpx2.ASGITransport(app(store.desk, store.ring))
             return await task
 
-        with pytest.raises(StoreError, match="before the store was restarted"):
-            await restarted(desk.turn(key, turn()))
-        assert len(await desk.turns(0)) == 1
+        assert await desk.turn(key, turn(seed=1)) == 0
+        assert await restarted(desk.turn(key, turn(seed=2))) == 1, "known again by its tokens"
+        road.arrives = False
+        assert await restarted(desk.turn(key, turn(seed=3))) == 2, "that one never came"
+        road.arrives = True
+        assert len(await desk.turns(0)) == 3
         with pytest.raises(StoreError, match="before the store was restarted"):
             await restarted(desk.reward(key, 1.0, turn=0))
         assert (await desk.turns(0))[0].reward == 1.0
