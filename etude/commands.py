@@ -160,7 +160,7 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
     answers = commands.add_parser("answers", help="look at the answers that a step was trained on", parents=[debug])
     answers.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, which may be going on")
     answers.add_argument("--step", type=int, metavar="K", help="which step; by default the last one")
-    answers.add_argument("-n", type=int, default=3, metavar="N", help="how many of its tasks (default 3)")
+    answers.add_argument("-n", type=int, metavar="N", help="how many of its tasks (default 3, and all with --json)")
     answers.add_argument("--whole", action="store_true", help="answers in full, however long")
     answers.add_argument("--json", action="store_true", help="print every answer of the step, a JSON object a line")
     answers.set_defaults(command=_answers)
@@ -330,7 +330,7 @@ def _answers(arguments: argparse.Namespace) -> None:
     if not arguments.json:
         show(arguments.run, step=arguments.step, tasks=arguments.n, whole=arguments.whole)
         return
-    for answer in answers(arguments.run, arguments.step)[1]:
+    for answer in answers(arguments.run, arguments.step, arguments.n)[1]:
         print(json.dumps(answer, default=str))
 
 

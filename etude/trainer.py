@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from etude.agents.agent import Agent, as_agent, spec_of
 from etude.config.compose import compose
 from etude.config.env import role
 from etude.config.plugin import being_run
-from etude.errors import ConfigError, UnknownChoiceError
+from etude.errors import CollectionError, ConfigError, UnknownChoiceError
 from etude.observe import make_console
 from etude.recipes import folder
 from etude.recipes.agents import ADDED
@@ -104,7 +104,13 @@ class RL(Algorithm):
         few |= {"agent.store": None, "agent.listen": "127.0.0.1:0"}  # a store is for a run, and would keep what is not
         with TemporaryDirectory() as place, self._parts(tasks, None, Path(place) / "dev", few) as parts:
             parts.publish(parts.checkpoint.step)
-            shown(parts, parts.source.next(1), console)
+            try:
+                groups = parts.source.next(1)
+            except CollectionError:
+                failed(parts, (), console)
+                raise
+            shown(parts, groups, console)
+            failed(parts, [rollout.id for rollout in groups.rollouts], console)
             console.print(Text("Nothing was trained, and nothing is kept."))
 
     @contextmanager
@@ -248,6 +254,16 @@ def shown(parts: Parts, groups: Groups, console: Console) -> None:
             row = f"row {number} of {len(samples)}: {len(sample.ids)} tokens, {learned} of them written by the model"
             console.print(Text(row))
         console.print(Text(_lesson(advantages.get(rollout.id, []))))
+
+
+def failed(parts: Parts, others: Collection[int], console: Console) -> None:
+    """The tries that came to nothing, as far as they came. others: those that are shown already."""
+    for state in parts.store.rollouts():
+        if state.id not in others and state.last is not None:
+            console.rule(Text(f"task {state.task}, try {state.id % 2 + 1}: {state.last.status}", style="bold red"))
+            _conversation(parts, state.id, console)
+            why = state.last.error or "nothing would be learned from it"
+            console.print(Text(why, style="red"), soft_wrap=True)
 
 
 def _report(found: Mapping[str, float], directory: Path, console: Console) -> None:

@@ -83,10 +83,14 @@ def test_dev_shows_what_was_said_what_it_earned_and_what_would_be_learned(
         (unpaid, [{"q": "x"}], "ended without a reward, and the run's `reward` could not judge"),
     ],
 )
-def test_an_agent_that_comes_to_nothing_is_told_why(agent: Any, tasks: Any, told: str, options: dict[str, Any]) -> None:
+def test_an_agent_that_comes_to_nothing_is_told_why(
+    agent: Any, tasks: Any, told: str, options: dict[str, Any], capsys: Captured
+) -> None:
     with pytest.raises(EtudeError, match="nothing to train on") as error:
         trainer(options).dev(agent, tasks)
     assert told in str(error.value)
+    shown = capsys.readouterr().out
+    assert "try 1: " in shown and ("turn 0: " in shown) == (agent is unpaid), "what was said before it failed"
 
 
 @pytest.mark.parametrize(

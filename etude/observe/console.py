@@ -45,6 +45,7 @@ def make_console(style: ConsoleStyle = "auto", file: TextIO | None = None) -> Co
 
 def format_number(value: float) -> str:
     """About four digits, as a rule in seven characters or fewer: `0.4310`, `-12.34`, `31250`, `1.2e-5`, `nan`."""
+    value += 0.0  # as nobody wants to read of a zero that it is negative
     size = abs(value)
     if not size < float("inf"):
         return str(value)

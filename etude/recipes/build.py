@@ -97,7 +97,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     judge = stack.enter_context(Judge(live(run.reward, device_of(run)), run.judging))
     crew, engine = _crew(run, chat, directory, stack)
     runner = stack.enter_context(asyncio.Runner())
-    store = stack.enter_context(closing(open_store(directory / "journal.sqlite")))
+    store = stack.enter_context(closing(open_store(directory / folder.JOURNAL)))
     longest = crew.call(PolicyWorker.longest)
     order = run.data.sampler.start(len(train), run.seed, train.sources)
     common: dict[str, Any] = {"seed": run.seed, "dataset": train, "order": order, "judge": judge, "store": store}

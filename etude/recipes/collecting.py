@@ -180,7 +180,7 @@ class Collector(ABC):
             between = "\n" if "\n" in error else " "  # a traceback ends its line
             raise CollectionError(
                 f"Step {step} has nothing to train on: each of {self._tally.dropped.total()} tasks failed. "
-                f"The last failure: {error}{between}Mend that and start the run again: it goes on from here."
+                f"The last failure: {error}{between}Mend that; a run that is started again goes on from here."
             )
         self._store.append([events.Admitted(step, tuple(ids))])
         scored, level, groups = [self._scored.pop(rollout) for rollout in ids], admit.spare, len(admit.tasks)

@@ -54,6 +54,8 @@ __all__ = [
 ]
 
 OPTIONS, LOCK, RANKS, TASKS = "run.yaml", ".lock", "ranks", "tasks"
+JOURNAL, JOINED = "journal.sqlite", "joined.json"
+"""What was sampled; and, where a store elsewhere keeps that, which run this is to it."""
 R = TypeVar("R", bound=Recipe)
 
 
@@ -97,14 +99,15 @@ def occupy(directory: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        nothing = {LOCK, RANKS, TASKS}
+        nothing = {LOCK, RANKS, TASKS, JOINED}
         try:
             yield
         except CrewError:
-            nothing = {LOCK, TASKS}
+            nothing = {LOCK, TASKS, JOINED}
             raise
         finally:
-            if new and {path.name for path in directory.iterdir()} <= nothing:
+            left = {path.name for path in directory.iterdir()}
+            if new and {name for name in left if not name.startswith(JOURNAL)} <= nothing:  # a journal without options
                 shutil.rmtree(directory)
 
 

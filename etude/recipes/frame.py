@@ -10,6 +10,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -58,7 +59,7 @@ def framed(
     before anything is made. looks: the commands that look at what came of it. kept: what a step leaves that is cut off.
     """
     configure(run.observe.level, mask=mask_text)
-    with ExitStack() as stack:
+    with ExitStack() as last, ExitStack() as stack:
         asked = interrupt or stack.enter_context(Interrupt(get_log("recipes").warning))
         announce(run)
         checked(run)
@@ -82,10 +83,10 @@ def framed(
             if saver.step < saver.steps:
                 saved = f"Step {saver.saved} is the last that was saved" if saver.saved else "No step was saved yet"
                 told = f"Stopped at once, in step %d. {saved}{kept}."
-                _tell_how_to_go_on(run, told, saver.step + 1)
+                _tell_how_to_go_on(last, run, told, saver.step + 1)
             raise
         if asked.asked and saver.step < saver.steps:
-            _tell_how_to_go_on(run, "Stopped after step %d of %d.", saver.step, saver.steps)
+            _tell_how_to_go_on(last, run, "Stopped after step %d of %d.", saver.step, saver.steps)
             raise KeyboardInterrupt
         if first < saver.step == saver.steps:
             _conclude(run, saver.steps, time.perf_counter() - began, looks)
@@ -107,14 +108,16 @@ def introduce(run: Recipe, size: int, trained: int, what: str, saver: Saver, wri
         log.info("What follows up to step %d was measured before; it is done again, and not written again.", written)
 
 
-def _tell_how_to_go_on(run: Recipe, told: str, *numbers: int) -> None:
+def _tell_how_to_go_on(last: ExitStack, run: Recipe, told: str, *numbers: int) -> None:
+    """Say so when all else is over, where it is read. last: is left last."""
+    tell = partial(last.callback, get_log("recipes").warning)
     agent = run.agent.path if isinstance(run, Run) else None
     if agent is not None and not named(agent):
-        told += " Go on by running the program again: `fit` with the directory %s."
-        get_log("recipes").warning(told, *numbers, run.directory)
+        tell(f"{told} Go on by running the program again: `fit` with the directory %s.", *numbers, run.directory)
         return
-    again = f"{etude_command()} {run.recipe} --resume {_from_here(run)}"
-    get_log("recipes").warning(f"{told} Go on with: %s", *numbers, again)
+    key = "ETUDE_STORE_KEY=… " if isinstance(run, Run) and run.agent.store else ""
+    again = f"{key}{etude_command()} {run.recipe} --resume {_from_here(run)}"
+    tell(f"{told} Go on with: %s", *numbers, again)
 
 
 def _from_here(run: Recipe) -> str:

@@ -27,6 +27,7 @@ from typing import Self
 from etude.config.env import store_address
 from etude.errors import ConfigError, EtudeError, IllegalMoveError
 from etude.observe import get_log
+from etude.recipes.folder import JOINED
 from etude.records import Turn
 from etude.store import Event, Journal, Phase, RolloutQueued, RolloutState, Status, TaskIssued, TaskState, wire
 from etude.store.client import RemoteDesk
@@ -34,8 +35,6 @@ from etude.store.desk import Find, Keeper, Page, Wanted
 
 __all__ = ["LEASE_S", "FarDesk", "Keeping", "keeper_of", "kept_by", "key_of", "left", "refuse_alone"]
 
-JOINED = "joined.json"
-"""A file that says which run this is to a store."""
 LEASE_S, RENEW_S = 20.0, 4.0
 """Seconds for which a store believes that the run is there; and after which it is told again."""
 PATIENCE_S = 3.0

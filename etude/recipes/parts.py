@@ -94,10 +94,14 @@ class Scoring:
     failure: Exception | None = None
     """What ended the last evaluation, until it is raised."""
 
+    def due(self, step: int) -> bool:
+        """Whether to score after this step."""
+        return self.evaluator is not None and self.evaluator.due(step, self.steps)
+
     def maybe_run(self, step: int) -> Metrics:
         """Score the policy if this step asks for it. Should that fail, the step itself is still to be saved: what
         happened is kept until `raise_failed`."""
-        if self.evaluator is None or not self.evaluator.due(step, self.steps):
+        if self.evaluator is None or not self.due(step):
             return Metrics()
         scored = self._known(step)
         metrics = Metrics()
@@ -181,11 +185,10 @@ class Parts:
         step = self.checkpoint.step
         self.publish(step)
         self.engine.stats()
-        found = self.evaluate.maybe_run(step)
-        self.evaluate.raise_failed()
-        if found:
-            with self.log.step(step) as at:
-                at.add(found)
+        if self.evaluate.due(step):
+            with self.log.step(step) as at, at.timer("evaluate"):
+                at.add(self.evaluate.maybe_run(step))
+                self.evaluate.raise_failed()
 
     def collate(self, groups: Groups) -> Batch:
         """One batch of a step's groups."""

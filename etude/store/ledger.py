@@ -7,6 +7,7 @@ journal, of which it is never more than a part: what waits, what runs, and the l
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +74,7 @@ class Ledger:
         """The newest version of each, and its number. It is read by other threads, and nobody changes a value."""
         self._seats: deque[Claimant] = deque()
         self._watches: list[Watch] = []
-        self._runners = Runners()
+        self._runners = Runners(self._say)
         self._attended = time.monotonic()
         self._over: list[Key] = []
         self.tell: Callable[[Sequence[Key]], None] | None = None
@@ -115,13 +116,21 @@ class Ledger:
         if life is None:
             told = self.tenure.begun(keeper, lease_s, now, empty=self._next_id == 0)
             self._next_life(writing, told)
+            self._say("The run in %s is here; this is its life %d.", keeper.where, self.tenure.life)
         else:
             self.tenure.check(life)
+            if lease_s == 0:
+                self._say("The run in %s has left; nothing is lent until it is back.", keeper.where)
             self.tenure.renew(lease_s, now)
             held, self._work.held = self._work.held, []
             for id in held:
                 self._work.wait(id, limits_of(rollout_of(writing, id)), now)
         return self.tenure.life
+
+    def _say(self, told: str, *words: object) -> None:
+        """Tell of who comes and goes, where that is a store's whole business; a run that keeps its own has more."""
+        own = self.tenure.life > 0 and not self.tenure.renewed
+        get_log("store").log(logging.DEBUG if own else logging.INFO, told, *words)
 
     def give_over(self, writing: Writing) -> None:
         """The run that keeps the desk has moved: it may be taken up in another place."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -59,11 +59,15 @@ class Watch:
 class Runners:
     """The runners: when each was heard last, and what it said of itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Callable[..., None]) -> None:
+        """log: is told who comes, and who is not there any more."""
         self._heard: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        self._log = log
 
     def spoke(self, runner: str, told: Mapping[str, Any] | None = None) -> None:
         """One was heard."""
+        if runner not in self._heard:
+            self._log("The runner '%s' is here.", runner)
         _, known = self._heard.get(runner, (0.0, {}))
         self._heard[runner] = time.monotonic(), known if told is None else told
 
@@ -81,6 +85,7 @@ class Runners:
         """Those that have not spoken for long."""
         for name in [name for name, (at, _) in self._heard.items() if now - at > REMEMBERED_S]:
             del self._heard[name]
+            self._log("Nothing was heard of the runner '%s' for %d minutes.", name, REMEMBERED_S // 60)
 
 
 class Ends:

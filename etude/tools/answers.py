@@ -39,29 +39,36 @@ def show(
     directory: Path,
     *,
     step: int | None = None,
-    tasks: int = 3,
+    tasks: int | None = None,
     whole: bool = False,
     console: Console | None = None,
 ) -> None:
     """Show what a step was trained on, by default the last one: some of its tasks, the best answers first."""
-    if tasks < 1:
-        raise ConfigError(f"-n {tasks} asks for no task. Ask for 1 or more.")
+    shown = 3 if tasks is None else _at_least_one(tasks)
     step, found = answers(directory, step)
     console = make_console() if console is None else console
     groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for each in found:
         groups[each["task"]].append(each)
     console.print(Text(f"Step {step}: {len(found)} answers to {len(groups)} tasks."), soft_wrap=True)
-    for group in list(groups.values())[:tasks]:
+    for group in list(groups.values())[:shown]:
         console.print()
         console.print(Text(_spoken(group[0]["prompt"]), "bold"), soft_wrap=True)
         console.print(_table(sorted(group, key=lambda each: -each["reward"]), whole))
-    if len(groups) > tasks:
-        console.print(Text(f"{len(groups) - tasks} more tasks: -n {len(groups)} shows all, --json prints them."))
+    if len(groups) > shown:
+        console.print(Text(f"{len(groups) - shown} more tasks: -n {len(groups)} shows all, --json prints them."))
 
 
-def answers(directory: Path, step: int | None = None) -> tuple[int, list[dict[str, Any]]]:
-    """Which step, by default the last that was collected, and its answers as plain data, task by task."""
+def _at_least_one(tasks: int) -> int:
+    if tasks < 1:
+        raise ConfigError(f"-n {tasks} asks for no task. Ask for 1 or more.")
+    return tasks
+
+
+def answers(directory: Path, step: int | None = None, tasks: int | None = None) -> tuple[int, list[dict[str, Any]]]:
+    """Which step, by default the last that was collected, and its answers as plain data, task by task. tasks: how many
+    of its tasks; None is all."""
+    most = None if tasks is None else _at_least_one(tasks)
     file = directory / JOURNAL
     if not file.is_file():
         raise ConfigError(
@@ -78,7 +85,9 @@ def answers(directory: Path, step: int | None = None) -> tuple[int, list[dict[st
                 f"{max(admitted)}. Give one of them with --step."
             )
         counts = counting(directory)
-        return wanted, list(_of(store, wanted, admitted[wanted], counts, partial(_tokenizer, directory)))
+        found = list(_of(store, wanted, admitted[wanted], counts, partial(_tokenizer, directory)))
+        first = list(dict.fromkeys(each["task"] for each in found))[:most]
+        return wanted, [each for each in found if each["task"] in first]
 
 
 @cache
@@ -113,10 +122,17 @@ def _of(
         } | ({"conversation": _conversation(speaks(), turns)} if len(turns) > 1 else {})
 
 
-def _conversation(tokenizer: Tokenizer | None, turns: Sequence[Turn]) -> list[dict[str, str]]:
+def _conversation(tokenizer: Tokenizer | None, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """What was said, and what a turn earned by itself."""
+    told: list[dict[str, Any]]
     if tokenizer is None:
-        return [{"by": "model", "text": turn.completion.text} for turn in turns]
-    return retold(tokenizer, turns)
+        told = [{"by": "model", "text": turn.completion.text} for turn in turns]
+    else:
+        told = [*retold(tokenizer, turns)]
+    for said, turn in zip((each for each in told if each["by"] == "model"), turns, strict=True):
+        if turn.reward is not None:
+            said["reward"] = turn.reward
+    return told
 
 
 def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
@@ -139,11 +155,13 @@ def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
 
 
 def _told(answer: Mapping[str, Any]) -> str:
-    """What was answered; of several turns, each, and behind a bar what came of it."""
+    """What was answered; of several turns, each and what it earned, and behind a bar what came of it."""
     if "conversation" not in answer:
         return str(answer["answer"])
     return "\n".join(
-        each["text"] if each["by"] == "model" else "\n".join(f"│ {line}" for line in each["text"].strip().splitlines())
+        each["text"] + (f"  [earned {format_number(each['reward'])}]" if "reward" in each else "")
+        if each["by"] == "model"
+        else "\n".join(f"│ {line}" for line in each["text"].strip().splitlines())
         for each in answer["conversation"]
     )
 

@@ -134,7 +134,7 @@ def _introduce(
             lines.append(f"Its admin key is {keyring.admin}, and that of runners {keyring.runner}.")
     lines += [
         f"Runners join:  {runner} {command} runner my_agent.py:solve --url {address}",
-        f"A trainer:     {admin} {command} train … agent.path=my_agent.py:solve agent.store={address}",
+        f"A trainer:     {admin} {command} train … agent.path=my_agent.py:solve agent.runners=0 agent.store={address}",
     ]
     for line in lines:
         console.print(Text(line), soft_wrap=True)

@@ -13,6 +13,8 @@ from pydantic import Field
 from etude.config.compose import compose
 from etude.errors import ConfigError, CrewError, RunError
 from etude.recipes.folder import (
+    JOINED,
+    JOURNAL,
     LOCK,
     OPTIONS,
     RANKS,
@@ -28,6 +30,7 @@ from etude.recipes.folder import (
 from etude.recipes.run import FREE, Run
 from etude.records import Task
 from etude.rewards import RewardFunction
+from etude.store import open_store
 from tests.recipes.runs import options, run_of
 
 HOLD = """
@@ -71,6 +74,11 @@ def test_the_system_lets_go_of_it_when_its_process_is_killed(tmp_path: Path) -> 
 def test_a_directory_in_which_nothing_came_to_be_is_removed_again(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="before anything"), occupy(tmp_path / "new"):
         raise ValueError("before anything was written")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="refused"), occupy(tmp_path / "new"):
+        open_store(tmp_path / "new" / JOURNAL).close()
+        (tmp_path / "new" / JOINED).touch()
+        raise ValueError("refused before its options were written")
     assert not (tmp_path / "new").exists()
     (tmp_path / "mine").mkdir()
     with occupy(tmp_path / "mine"):

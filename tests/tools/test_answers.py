@@ -75,6 +75,11 @@ def test_programs_get_every_answer_in_full(run: Path, capsys: Captured) -> None:
     assert main(["answers", str(run), "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 4 and {line["step"] for line in lines} == {2}
+    assert [main(["answers", str(run), "--json", "-n", "1"]), main(["answers", str(run), "--json", "-n", "0"])] == [
+        0,
+        2,
+    ]
+    assert len(capsys.readouterr().out.splitlines()) == 2
     assert lines[1]["answer"] == "right " * 100 and lines[1]["parts"] == {"form": 0.5} and lines[1]["tokens"] == 3
 
 
@@ -88,6 +93,23 @@ def test_a_task_without_a_prompt_is_shown_by_its_fields(tmp_path: Path, capsys: 
     shown = capsys.readouterr().out
     assert 'question: How many?\nshelf: {"A": 4}\n' in shown and "row" not in shown
     assert answers(tmp_path)[1][0]["answer"] == ""
+
+
+def test_what_a_turn_earned_stands_beside_it(tmp_path: Path, capsys: Captured) -> None:
+    ids = np.zeros(1, np.int32)
+    turns = [
+        Turn(ids, Completion(ids, np.zeros(1, np.float32), ids, "stop", text), n, reward=paid)
+        for n, (text, paid) in enumerate([("first", 0.25), ("second", None)])
+    ]
+    (tmp_path / "run.yaml").write_text("model: {path: nowhere, tokenizer: null}")
+    with closing(open_store(tmp_path / "journal.sqlite")) as store:
+        store.append([TaskIssued(0, 0, "", {"prompt": "?"}), RolloutQueued(0, 0, 0), AttemptStarted(0, 0)])
+        store.append([*(TurnRecorded(0, 0, turn) for turn in turns), Rewarded(0, 0, -0.0, {}, False)])
+        store.append([AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False), Admitted(1, (0,))])
+    assert main(["answers", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "first  [earned 0.2500]" in shown and "second" in shown and "-0.0000" not in shown
+    assert [each.get("reward") for each in answers(tmp_path)[1][0]["conversation"]] == [0.25, None]
 
 
 def test_a_journal_that_is_being_written_is_read(run: Path) -> None:

@@ -99,9 +99,9 @@ def export(asked: Export, console: Console | None = None) -> Exported:
                 file.write(row)
                 advance()
                 count += 1
-        left_out = Counter() if chosen is None else +chosen.left_out
-        if not count:
-            raise ConfigError(_nothing(asked, left_out))
+            left_out = Counter() if chosen is None else +chosen.left_out
+            if not count:
+                raise ConfigError(_nothing(asked, left_out))
     done = Exported(asked.to, count, dict(left_out), 0 if chosen is None else chosen.changed)
     _show(asked, done, console)
     return done
