@@ -26,7 +26,8 @@ def test_a_run_in_parts_is_one_of_strands_or_of_one_rank_later(
     steps = measured(run)
     assert [step["step"] for step in steps] == [1, 2]
     for step, alone in zip(steps, measured(whole), strict=False):
-        assert step.keys() >= EVERY_STEP | {"exchange_seconds"} and "imbalance" not in step
+        of_parts = {name for name in EVERY_STEP if name.startswith("reward/")}
+        assert step.keys() >= EVERY_STEP - of_parts | {"exchange_seconds"} and "imbalance" not in step
         for name in ("rollouts", "tokens", "trained_tokens", "action_tokens", "optimizer_steps", "engine/finished"):
             assert step[name] == alone[name], name
         assert step["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-3)
