@@ -3,6 +3,7 @@
     batch ──► shares of whole rollouts or groups, about equal ──► ranks ──► answers ──► in the order of the batch
 
 A rank may get no rollout at all: it is called like the others, because they may want to exchange something with it.
+Ranks in a row may compute the same share together: each of them is given it, and one answer of theirs counts.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ class Division:
     """One for each rank; where all get the same, one for all."""
     cut: tuple[Batch, Sequence[Sequence[int]]] | None = None
     """The one batch that was cut, and which of its rollouts went where."""
+    repeats: int = 1
+    """How many ranks in a row were given the same share."""
 
     def join(self, answers: Sequence[Callable[[], Any]]) -> Any:
         """One answer of the ranks', each of which is read only if it is wanted."""
         if self.gather is Gather.FIRST:
             return answers[0]()
-        told = [answer() for answer in answers]
         if self.gather is Gather.ALL:
-            return told
+            return [answer() for answer in answers]
+        told = [answer() for answer in answers[:: self.repeats]]
         if self.gather is Gather.METRICS:
             metrics = Metrics()
             for each in told:
@@ -51,26 +54,31 @@ class Division:
         return joined.select(back).replace(group=batch.group)
 
 
-def divide(spread: Spread, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int, share: Share) -> Division:
-    """The call of each rank. Batches are cut, also those in a list; everything else goes to all."""
+def divide(
+    spread: Spread, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int, share: Share, repeats: int = 1
+) -> Division:
+    """The call of each rank. Batches are cut, also those in a list, for as many ranks in a row as `repeats` says at
+    once; everything else goes to all."""
     if spread.split is Split.SAME:
         return Division(spread.gather, [(args, kwargs)])
+    holders = ranks // repeats
     by: Literal["rollout", "group"] = "rollout" if spread.split is Split.ROLLOUTS else "group"
     cuts: list[tuple[Batch, Sequence[Sequence[int]]]] = []
 
     def parts(value: Any) -> list[Any]:
         if isinstance(value, Batch):
-            places = share(value, ranks, by)
+            places = share(value, holders, by)
             cuts.append((value, places))
             return [value.select(each) for each in places]
         if isinstance(value, list | tuple) and any(isinstance(each, Batch) for each in value):
             return [list(each) for each in zip(*(parts(each) for each in value), strict=True)]
-        return [value] * ranks
+        return [value] * holders
 
     by_place = [parts(value) for value in args]
     by_name = {name: parts(value) for name, value in kwargs.items()}
     arguments = [
-        ([each[rank] for each in by_place], {name: each[rank] for name, each in by_name.items()})
-        for rank in range(ranks)
+        ([each[holder] for each in by_place], {name: each[holder] for name, each in by_name.items()})
+        for holder in range(holders)
+        for _ in range(repeats)
     ]
-    return Division(spread.gather, arguments, cuts[0] if len(cuts) == 1 else None)
+    return Division(spread.gather, arguments, cuts[0] if len(cuts) == 1 else None, repeats)

@@ -73,13 +73,15 @@ class ProcessCrew:
         threads: int = 1,
         device: Literal["cpu", "cuda"] = "cpu",
         level: LogLevel = "warning",
+        repeats: int = 1,
     ) -> None:
         """Start the ranks, each with `make(*args)` for a worker, and return once all of them are there.
 
-        `share` says which rollouts each of them gets, `logs` is where each writes what it says, and `threads` is with
-        how many it computes.
+        `share` says which rollouts each of them gets, `logs` is where each writes what it says, `threads` is with how
+        many it computes, and `repeats` how many ranks in a row get the same rollouts.
         """
         self._config, self._share, self._level = config or CrewConfig(), share, level
+        self._repeats = repeats
         self._threads, self._device = threads, device
         self._members = [Member(rank, logs / f"rank-{rank}.log", self._said) for rank in range(ranks)]
         self._numbers = itertools.count(1)
@@ -111,7 +113,7 @@ class ProcessCrew:
 
     def call(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Call `Worker.method` (the function on the class) on all ranks, divided and joined as it declares."""
-        division = divide(spread_of(method), args, kwargs, self.ranks, self._share)
+        division = divide(spread_of(method), args, kwargs, self.ranks, self._share, self._repeats)
         bodies = [_packed(method, *each) for each in division.arguments]
         with self._calling:
             number = next(self._numbers)

@@ -9,21 +9,25 @@ from etude.errors import MissingPackageError
 from etude.models.attention import PackedAttention
 from etude.models.body import Attend
 from etude.models.config import Lora
+from etude.models.divided import Divided
 from etude.models.head import logp_and_entropy, over_chunks, token_logp
 from etude.models.layout import Layout
 from etude.models.load import Head, context_of, create, load, save
 from etude.models.model import Model
 from etude.models.resident import Resident
+from etude.models.strand import Side
 from etude.models.tiny import tiny
 
 __all__ = [
     "Attend",
+    "Divided",
     "Head",
     "Layout",
     "Lora",
     "Model",
     "PackedAttention",
     "Resident",
+    "Side",
     "adapt",
     "adapter_config",
     "context_of",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from etude.models.layout import Multiplied
+
+if TYPE_CHECKING:
+    from etude.models.strand import Side
 
 __all__ = ["Attend", "Body"]
 
@@ -46,4 +49,8 @@ class Body(Protocol):
 
     def compile(self) -> None:
         """Outside of inference, run the small steps between products by what torch.compile makes of them."""
+        ...
+
+    def parted(self, tensor: Side) -> Body:
+        """What one of these ranks computes of it, with the same weights; refused where it cannot be cut."""
         ...

@@ -20,12 +20,13 @@ from torch.utils.checkpoint import checkpoint as again
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from etude.errors import ConfigError
-from etude.models.body import Attend
+from etude.models.body import Attend, Body
 from etude.models.layout import Multiplied
 from etude.models.lowrank import switchable
 
 if TYPE_CHECKING:
     from etude.models.model import Model
+    from etude.models.strand import Side
 
 __all__ = ["ATTENTION", "Generic", "examine", "offer", "refuse"]
 
@@ -73,6 +74,14 @@ class Generic:
         raise ConfigError(
             f"`train.compile` compiles the steps of the Llama, Mistral, Qwen2 and Qwen3 families, and this is a "
             f"{_kind(self.module)} model, which runs transformers' own code. Leave it out."
+        )
+
+    def parted(self, tensor: Side) -> Body:
+        """See `Body`: refused, its layers are the model's own code."""
+        raise ConfigError(
+            f"`mesh.tensor={tensor.count}` divides the layers of the Llama, Mistral, Qwen2 and Qwen3 families, and "
+            f"this is a {_kind(self.module)} model, which runs transformers' own code. Leave it out; `mesh.sequence` "
+            f"divides the tokens of any model."
         )
 
 

@@ -20,8 +20,10 @@ from etude.models.body import Attend
 from etude.models.compiled import compiled
 from etude.models.layout import Multiplied, product
 from etude.models.lowrank import LowRank, adapted_linear, adapters_are_off, base_of, is_adapted
+from etude.models.part import Columns, Rows, key_heads, refuse_uneven
 from etude.models.steps import BY_HAND, Steps
 from etude.models.storage import one_storage
+from etude.models.strand import Side, own
 
 __all__ = ["Fused", "FusedLinear", "fits"]
 
@@ -114,7 +116,7 @@ def _linear(part: nn.Module) -> FusedLinear | _Linear:
 
 @dataclass(frozen=True)
 class _Heads:
-    """The sizes that every layer's attention shares."""
+    """The sizes that every layer's attention shares: of the whole, or of a rank's part."""
 
     query: int
     key: int
@@ -126,25 +128,41 @@ class _Heads:
 class _Layer:
     """One decoder layer: attention and a gated MLP, each added to what it reads."""
 
-    def __init__(self, layer: Any, index: int, heads: _Heads) -> None:
+    def __init__(self, layer: Any, index: int, heads: _Heads, tensor: Side | None = None) -> None:
+        """`tensor`: the ranks that have a part of it each, if this is a part."""
         attention, mlp = layer.self_attn, layer.mlp
         self.index, self.heads = index, heads
         # Mistral windows every layer and reads the window from its config; the others say which layers.
         source = attention.config if attention.config.model_type == "mistral" else attention
         self.window: int | None = getattr(source, "sliding_window", None)
         self.before, self.between = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-        self.qkv = FusedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = _linear(attention.o_proj)
         has_norms = hasattr(attention, "q_norm")
         self.q_norm: Tensor | None = attention.q_norm.weight if has_norms else None
         self.k_norm: Tensor | None = attention.k_norm.weight if has_norms else None
-        self.gate_up = FusedLinear(mlp.gate_proj, mlp.up_proj)
-        self.down = _linear(mlp.down_proj)
+        if tensor is None:
+            self.qkv: FusedLinear | Columns = FusedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+            self.out: FusedLinear | _Linear | Rows = _linear(attention.o_proj)
+            self.gate_up: FusedLinear | Columns = FusedLinear(mlp.gate_proj, mlp.up_proj)
+            self.down: FusedLinear | _Linear | Rows = _linear(mlp.down_proj)
+        else:
+            self._take_part(layer, heads, tensor)
+
+    def _take_part(self, layer: Any, heads: _Heads, tensor: Side) -> None:
+        """The linear maps, as far as they are this rank's."""
+        attention, mlp = layer.self_attn, layer.mlp
+        asked = slice(tensor.rank * heads.query * heads.width, (tensor.rank + 1) * heads.query * heads.width)
+        read = key_heads(attention.config.num_key_value_heads, tensor)
+        keys = slice(read.start * heads.width, read.stop * heads.width)
+        self.qkv = Columns(tensor, [(attention.q_proj, asked), (attention.k_proj, keys), (attention.v_proj, keys)])
+        self.out = Rows(tensor, attention.o_proj, asked)
+        inner = own(attention.config.intermediate_size, tensor)
+        self.gate_up = Columns(tensor, [(mlp.gate_proj, inner), (mlp.up_proj, inner)])
+        self.down = Rows(tensor, mlp.down_proj, inner)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, steps: Steps) -> Tensor:
         """[P, H] → [P, H]."""
         heads = self.heads
-        heads_apart = self.qkv(steps.normed(x, self.before, heads.eps)).view(len(x), -1, heads.width)
+        heads_apart = self.qkv(steps.normed(x, self.before, heads.eps)).unflatten(1, (-1, heads.width))
         if torch.is_grad_enabled() or steps is not BY_HAND:
             q, k, v = torch.split(heads_apart, [heads.query, heads.key, heads.key], 1)
             if self.q_norm is not None and self.k_norm is not None:
@@ -154,7 +172,7 @@ class _Layer:
             asking, v = torch.split(heads_apart, [heads.query + heads.key, heads.key], 1)
             q, k = torch.split(self._turned(asking, cos, sin), [heads.query, heads.key], 1)
         seen = attend(self.index, q, k, v, scale=heads.scale, window=self.window, softcap=None)
-        x = x + self.out(seen.reshape(len(x), -1))
+        x = x + self.out(seen.flatten(1))
         return x + self.down(steps.gated_silu(self.gate_up(steps.normed(x, self.between, heads.eps))))
 
     def _turned(self, asking: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -179,21 +197,36 @@ def _signs(sin: Tensor) -> Tensor:
 
 
 class Fused:
-    """A whole model of these families; see `Body`."""
+    """A whole model of these families, or a rank's part of it; see `Body`.
 
-    def __init__(self, module: PreTrainedModel) -> None:
+    A part is called with the ids of the rank's own tokens, and the positions of all tokens that its heads attend to.
+    """
+
+    def __init__(self, module: PreTrainedModel, tensor: Side | None = None) -> None:
+        """`tensor`: the ranks that have a part of each layer, if this is a part."""
         body: Any = module.base_model
         config = module.config
         width = body.layers[0].self_attn.head_dim
-        eps = config.rms_norm_eps
-        heads = _Heads(config.num_attention_heads, config.num_key_value_heads, width, width**-0.5, eps)
+        query, keys, eps = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
+        if tensor is not None:
+            refuse_uneven(query, keys, config.intermediate_size, tensor.count)
+            read = key_heads(keys, tensor)
+            query, keys = query // tensor.count, read.stop - read.start
+        heads = _Heads(query, keys, width, width**-0.5, eps)
+        self._module = module
         self.embedding, self.rotary, self.norm, self.eps = body.embed_tokens, body.rotary_emb, body.norm, eps
-        self.layers = [_Layer(layer, index, heads) for index, layer in enumerate(body.layers)]
+        self.layers = [_Layer(layer, index, heads, tensor) for index, layer in enumerate(body.layers)]
         self._compiled: Steps | None = None
 
     def compile(self) -> None:
         """See `Body`."""
         self._compiled = compiled(self.embedding.weight.device)
+
+    def parted(self, tensor: Side) -> Fused:
+        """See `Body`."""
+        made = Fused(self._module, tensor)
+        made._compiled = self._compiled
+        return made
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, *, checkpoint: bool) -> Tensor:
         """See `Body`."""

@@ -19,6 +19,7 @@ from etude.models.layout import Multiplied, product
 from etude.models.lowrank import adapted_layers, is_adapted, merged, published, without_adapters
 from etude.models.naming import names_part, refuse_unmatched
 from etude.models.retain import retain_memory
+from etude.models.strand import Side
 
 __all__ = ["Model"]
 
@@ -122,6 +123,10 @@ class Model:
     def compile(self) -> None:
         """Have the trainer's small steps compiled. Whoever shares the model in inference runs those written by hand."""
         self._body.compile()
+
+    def parted(self, tensor: Side) -> Body:
+        """What lies between ids and hidden states, as far as it is this rank's; see `Divided`."""
+        return self._body if tensor.count == 1 else self._body.parted(tensor)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter once."""

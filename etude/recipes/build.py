@@ -386,13 +386,19 @@ def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
     """The learner, and what stands beside it."""
     from etude.recipes import checks, models
 
-    warmth = run.sampling.temperature
+    warmth, mesh = run.sampling.temperature, models.mesh_of(run)
+    reference, teacher = None, None
+    if checks.compares(run):
+        reference = models.reference(run, model, run.reference.path, warmth, mesh=mesh)
+    if checks.imitates(run):
+        teacher = models.frozen(run, model, "teacher", run.teacher.path, warmth, mesh=mesh)
     return models.worker_of(
         run,
         model,
         engine,
-        reference=models.reference(run, model, run.reference.path, warmth) if checks.compares(run) else None,
-        teacher=models.frozen(run, model, "teacher", run.teacher.path, warmth) if checks.imitates(run) else None,
+        mesh=mesh,
+        reference=reference,
+        teacher=teacher,
         critic=models.critic(run, model) if checks.foresees(run) else None,
     )
 

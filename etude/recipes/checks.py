@@ -138,10 +138,16 @@ def of_ranks(run: Recipe, groups: int, told_by: str) -> list[str]:
             f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has {cores}: "
             f"they will get in each other's way. Lower `ranks` or `threads`."
         )
-    if groups < run.ranks:
+    holders = run.ranks // run.mesh.size
+    if groups < holders:
+        one, there = (
+            ("one rank trains", f"{holders} ranks")
+            if run.mesh.size == 1
+            else (f"{run.mesh.size} ranks train together", f"{run.ranks}")
+        )
         told.append(
-            f"A step has {groups} groups, each of which one rank trains on, and there are {run.ranks} ranks: some will "
-            f"be idle. Lower `ranks`, or raise `{told_by}`."
+            f"A step has {groups} groups, each of which {one} on, and there are {there}: some will be idle. Lower "
+            f"`ranks`, or raise `{told_by}`."
         )
     return told
 

@@ -15,22 +15,29 @@ from etude.recipes.run import Run
 from etude.recipes.supervised import Supervised
 from etude.recipes.workers import Beside, Minimise, PolicyWorker
 from etude.rollout import TorchEngine
-from etude.train import Frozen, Learner
+from etude.train import Frozen, Learner, Mesh
 from etude.train.optim import PRECISIONS
 
-__all__ = ["critic", "frozen", "reference", "worker_of"]
+__all__ = ["critic", "frozen", "mesh_of", "reference", "worker_of"]
 
 
-def reference(run: Recipe, policy: Model, path: Path | None, temperature: float = 1.0) -> Frozen:
+def mesh_of(run: Recipe) -> Mesh:
+    """How this rank shares the work with the others. All ranks ask it together, once."""
+    return Mesh(run.mesh, timeout=run.crew.timeout)
+
+
+def reference(
+    run: Recipe, policy: Model, path: Path | None, temperature: float = 1.0, *, mesh: Mesh | None = None
+) -> Frozen:
     """What the policy is held to: by default the model that the run began with, whatever it has learned since.
 
     A new adapter begins as nothing, so that this is the policy without it. One that goes on is read once more. Where
     whole distributions are compared, it is asked in the midst of each update, and stays where that is made.
     """
     if path is None and run.lora.rank:
-        return Frozen(policy, run.train.micro_tokens, temperature=temperature, unadapted=True)
+        return Frozen(policy, run.train.micro_tokens, temperature=temperature, unadapted=True, mesh=mesh)
     whole = isinstance(run, Run) and "full_kl" in run.outputs()
-    return frozen(run, policy, "reference", path, temperature, stays=whole)
+    return frozen(run, policy, "reference", path, temperature, mesh=mesh, stays=whole)
 
 
 def critic(run: Run, policy: Model) -> Model:
@@ -48,6 +55,7 @@ def worker_of(
     policy: Model,
     engine: TorchEngine,
     *,
+    mesh: Mesh | None = None,
     reference: Frozen | None = None,
     teacher: Frozen | None = None,
     critic: Model | None = None,
@@ -61,10 +69,11 @@ def worker_of(
         steps=(run.steps - alone) * updates,
         peak=peak_of(policy),
         reference=reference if "full_kl" in run.outputs() else None,
+        mesh=mesh,
     )
     foresees = None
     if critic is not None:
-        foresees = Learner(critic, run.critic.train, steps=run.steps * updates, option="critic.train")
+        foresees = Learner(critic, run.critic.train, steps=run.steps * updates, mesh=mesh, option="critic.train")
     asked = {"ref_logp": reference, "teacher_logp": teacher}
     held = {column: model for column, model in asked.items() if model is not None}
     beside = Beside(held, foresees, Minimise(run.critic.loss), alone)
@@ -73,7 +82,14 @@ def worker_of(
 
 
 def frozen(
-    run: Recipe, policy: Model, role: str, path: Path | None, temperature: float = 1.0, *, stays: bool = False
+    run: Recipe,
+    policy: Model,
+    role: str,
+    path: Path | None,
+    temperature: float = 1.0,
+    *,
+    mesh: Mesh | None = None,
+    stays: bool = False,
 ) -> Frozen:
     """A model beside the policy that never learns: the policy's own as it was at first, unless another is named. Under
     `train.offload` it rests in the processor's memory, unless it `stays`."""
@@ -84,7 +100,7 @@ def frozen(
     if path is None and run.lora.path is not None:
         model = adapt(model, run.lora, seed=run.seed)
     home = policy.device if rests else None
-    return Frozen(model, run.train.micro_tokens, temperature=temperature, home=home)
+    return Frozen(model, run.train.micro_tokens, temperature=temperature, home=home, mesh=mesh)
 
 
 def _checked(run: Recipe, role: str, path: Path | None) -> Path:

@@ -19,7 +19,7 @@ from etude.dispatch import CrewConfig
 from etude.errors import ConfigError
 from etude.models import Head, Lora
 from etude.observe import Observe
-from etude.train import Train
+from etude.train import MeshConfig, Train
 
 __all__ = ["ModelSource", "Recipe", "Reference", "Teacher"]
 
@@ -78,6 +78,7 @@ class Recipe(Config):
     )
     seed: int = Field(0, ge=0, lt=2**63, description="what all chance in the run is derived from")
     ranks: int = Field(1, ge=1, description="processes that share the work, each with the whole model")
+    mesh: MeshConfig = Field(MeshConfig(), description="how many ranks work on the same rollouts, and divide that how")
     crew: CrewConfig = Field(CrewConfig(), description="how long they may be silent, and wait for each other")
     threads: int | None = Field(
         None, ge=1, description="CPU threads that compute in each process; null shares out what torch would take"
@@ -103,6 +104,11 @@ class Recipe(Config):
         if given != mine:
             raise ConfigError(f"These options are of `etude {given}`, and this is `etude {mine}`: give them there.")
         return given
+
+    @model_validator(mode="after")
+    def _ranks_are_meshes(self) -> Self:
+        self.mesh.refuse(self.ranks)
+        return self
 
     @model_validator(mode="after")
     def _trains_one_way(self) -> Self:

@@ -39,6 +39,7 @@ def start(rank: Callable[[R], object], run: R, logs: Path) -> ProcessCrew:
         threads=threads_of(run),
         device="cuda" if device_of(run).type == "cuda" else "cpu",
         level=run.observe.level,
+        repeats=run.mesh.size,
     )
 
 

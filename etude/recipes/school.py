@@ -30,7 +30,7 @@ from etude.recipes.replicas import start
 from etude.recipes.saving import Saver, Unwritten, taken_up
 from etude.recipes.study import Measuring, Study, learn
 from etude.recipes.supervised import Supervised, Validation
-from etude.train import Learner
+from etude.train import Learner, Mesh
 
 __all__ = ["build", "rank", "study"]
 
@@ -154,16 +154,17 @@ def rank(run: Supervised) -> PupilWorker:
 
 def _worker(run: Supervised, chat: Chat) -> PupilWorker:
     model = model_of(run, chat, trained=True)
-    learner = Learner(model, run.train, temperature=_temperature(run), steps=run.steps, peak=peak_of(model))
-    return PupilWorker(run.loss, learner, _others(run, model))
+    warmth, mesh = _temperature(run), models.mesh_of(run)
+    learner = Learner(model, run.train, temperature=warmth, steps=run.steps, peak=peak_of(model), mesh=mesh)
+    return PupilWorker(run.loss, learner, _others(run, model, mesh))
 
 
-def _others(run: Supervised, model: Model) -> Annotate | None:
+def _others(run: Supervised, model: Model, mesh: Mesh) -> Annotate | None:
     """Who tells what the loss reads and the model itself does not tell."""
     if isinstance(run, DPORun) and "ref_logp" in run.loss.needs():
-        return by_reference(models.reference(run, model, run.reference.path))
+        return by_reference(models.reference(run, model, run.reference.path, mesh=mesh))
     if isinstance(run, DistillRun):
-        teacher = models.frozen(run, model, "teacher", run.teacher.path, run.temperature)
+        teacher = models.frozen(run, model, "teacher", run.teacher.path, run.temperature, mesh=mesh)
         among = min(model.vocabulary, teacher.model.vocabulary)
         if run.teacher.top > among and run.teacher.top != Tutor.model_fields["top"].default:
             raise ConfigError(

@@ -131,7 +131,7 @@ class PolicyWorker:
         """engine: what samples from the learner's model. longest: the tokens that both have room for, prompt and
         answers together."""
         self._algorithm, self._learner, self._beside, self._engine = algorithm, learner, beside or Beside(), engine
-        self._seed, self._epochs, self._ranks = seed, epochs, of_group()
+        self._seed, self._epochs, self._ranks = seed, epochs, learner.ranks
         self._longest = longest
         self._meter = Meter(learner.model.device)
         self._objective = Improve(algorithm)
@@ -258,7 +258,7 @@ class PolicyWorker:
     def sampled(self) -> Metrics:
         """What the engine did since this was last asked. It is busy beside those of the other ranks."""
         seen = dict(self._hosted.stats())
-        seen["engine/busy_seconds"] = Sum.of((seen["engine/busy_seconds"].value() or 0.0) / count(self._ranks))
+        seen["engine/busy_seconds"] = Sum.of((seen["engine/busy_seconds"].value() or 0.0) / count(of_group()))
         return Metrics(seen)
 
     @spread(gather=Gather.METRICS)

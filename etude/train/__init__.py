@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from etude.train.config import Train
+from etude.train.config import MeshConfig, Train
 from etude.train.cost import matmul_rate
 from etude.train.frozen import Frozen
 from etude.train.fsdp import Learner, Objective, load_weights, read_weights
+from etude.train.mesh import Mesh
 from etude.train.score import ModelScorer
 
-__all__ = ["Frozen", "Learner", "ModelScorer", "Objective", "Train", "load_weights", "matmul_rate", "read_weights"]
+__all__ = [
+    "Frozen",
+    "Learner",
+    "Mesh",
+    "MeshConfig",
+    "ModelScorer",
+    "Objective",
+    "Train",
+    "load_weights",
+    "matmul_rate",
+    "read_weights",
+]

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from etude.config import Config
 from etude.errors import ConfigError
 
-__all__ = ["Precision", "Train"]
+__all__ = ["MeshConfig", "Precision", "Train"]
 
 Precision = Literal["bf16", "fp32", "fp16", "fp64"]
 
@@ -47,3 +47,28 @@ class Train(Config):
                 f"and 0.999."
             )
         return self
+
+
+class MeshConfig(Config):
+    """How many ranks work on the same rollouts, and how they divide that. The others work on other rollouts."""
+
+    tensor: int = Field(
+        1, ge=1, description="ranks that have a part of each layer: some of its heads, and some of its inner width"
+    )
+    sequence: int = Field(
+        1, ge=1, description="ranks that have a part of each sequence, and trade tokens for heads where they attend"
+    )
+
+    @property
+    def size(self) -> int:
+        """The ranks that compute the same rollouts together."""
+        return self.tensor * self.sequence
+
+    def refuse(self, ranks: int) -> None:
+        """Refuse so many ranks, if they are not whole meshes."""
+        if ranks % self.size:
+            whole = max(self.size, ranks - ranks % self.size)
+            raise ConfigError(
+                f"`mesh.tensor={self.tensor}` times `mesh.sequence={self.sequence}` are {self.size} ranks to the same "
+                f"rollouts, and `ranks={ranks}` is no multiple of that. Set `ranks={whole}`, or a smaller mesh."
+            )

@@ -19,7 +19,7 @@ from etude.algorithms.view import places
 from etude.batch import Batch, Column, Kind, Pack
 from etude.data.pack import micro_batches
 from etude.errors import BatchError
-from etude.models import Model, PackedAttention, logp_and_entropy, over_chunks, token_logp
+from etude.models import Divided, Model, PackedAttention, logp_and_entropy, over_chunks, token_logp
 
 __all__ = ["JUDGED", "TOKEN_OF_BATCH", "Compared", "ForwardPass", "Passed", "cut"]
 
@@ -71,6 +71,8 @@ class ForwardPass:
     temperature: float
     reference: Compared | None = None
     """Whose distributions the model's are compared with, where whole ones are."""
+    divided: Divided | None = None
+    """The same model, where other ranks compute the same packs: each judges some of the tokens, and all are told."""
 
     def __call__(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> Passed:
         """Judge the action tokens, and the tool output too if asked."""
@@ -84,11 +86,14 @@ class ForwardPass:
         of_tokens = wanted - found.keys() - OF_ROLLOUTS
         if wanted == found.keys():
             return Passed(found, pack, 0)
-        hidden = self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
+        hidden = self._hidden(pack)
         if of_tokens:
-            top = batch.need("teacher_topk_ids", by="Distillation")[at] if "topk_logp" in wanted else None
-            theirs = self._theirs(pack, source) if "full_kl" in wanted else None
-            judged = self._judged(hidden.index_select(0, source), batch.ids[at], top, of_tokens, theirs)
+            own = self._own(len(at))
+            rows, before = at[own], source[own]
+            top = batch.need("teacher_topk_ids", by="Distillation")[rows] if "topk_logp" in wanted else None
+            theirs = self._theirs(pack, before) if "full_kl" in wanted else None
+            judged = self._judged(hidden.index_select(0, before), batch.ids[rows], top, of_tokens, theirs)
+            judged = {name: self._told(values, len(at)) for name, values in judged.items()}
             found |= {name: _spread(values, at, batch.tokens) for name, values in judged.items()}
         if "score" in wanted - found.keys():
             found["score"] = self._score(hidden, pack, batch)
@@ -103,13 +108,27 @@ class ForwardPass:
         logp = torch.full((batch.tokens, count), torch.nan, dtype=dtype, device=batch.device)
         if not len(at):
             return ids, logp
-        hidden = self.model.hidden(pack.ids, pack.positions, PackedAttention(pack)).index_select(0, source)
+        hidden = self._hidden(pack).index_select(0, source[self._own(len(at))])
 
         def judge(logits: Tensor, _start: int, _stop: int) -> tuple[Tensor, ...]:
             return of_logits.likeliest(logits[:, :among], count, self.temperature)
 
-        found, told = over_chunks(self.model, hidden, judge)
+        found, told = (self._told(each, len(at)) for each in over_chunks(self.model, hidden, judge))
         return ids.index_copy(0, at, found), logp.index_copy(0, at, told)
+
+    def _hidden(self, pack: Pack) -> Tensor:
+        """[P, H]: of every token of the pack."""
+        if self.divided is not None:
+            return self.divided.hidden(pack)
+        return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
+
+    def _own(self, rows: int) -> slice:
+        """Which of so many rows are judged here."""
+        return slice(0, rows) if self.divided is None else self.divided.own(rows)
+
+    def _told(self, values: Tensor, rows: int) -> Tensor:
+        """What was said of every row, here or elsewhere."""
+        return values if self.divided is None else self.divided.told(values, rows)
 
     def _placed(self, batch: Batch, mask: Tensor) -> tuple[Tensor, Pack, Tensor]:
         """[N]: where the tokens stand that are judged; what is passed over; [N]: what there predicts each of them."""
@@ -135,7 +154,8 @@ class ForwardPass:
         rows = batch.unit_rows
         empty = rows[1:] == rows[:-1]
         last = torch.where(empty, -1, pack.ends[rows[1:] - 1])
-        scores = self.model.logits(hidden.index_select(0, last.clamp(min=0)))[:, 0]
+        judged = hidden.index_select(0, last[self._own(len(last))].clamp(min=0))
+        scores = self._told(self.model.logits(judged)[:, 0], len(last))
         return torch.where(last < 0, torch.nan, scores)
 
     def _nothing(self, name: str, batch: Batch) -> Tensor:

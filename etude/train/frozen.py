@@ -12,6 +12,7 @@ from etude.batch import Batch, Kind, Pack
 from etude.data.pack import tree
 from etude.models import Model, PackedAttention
 from etude.train.forward import ForwardPass, cut
+from etude.train.mesh import Mesh
 
 __all__ = ["Frozen"]
 
@@ -28,21 +29,22 @@ class Frozen:
         pack: Callable[[Batch], Pack] = tree,
         unadapted: bool = False,
         home: torch.device | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         """temperature: the sampler's, under which the policy's own log-probs are taken too. unadapted: the model is
         another's, who trains its adapters; it is asked without them. home: where it computes, if it rests elsewhere:
-        a copy goes there for each question."""
+        a copy goes there for each question. mesh: the ranks that ask it the same, and answer together."""
         if not unadapted:
             for weight in model.parameters():
                 weight.requires_grad_(False)
         self.model, self._micro_tokens = model, micro_tokens
         self._apart = model.without_adapters if unadapted else nullcontext
-        self._pack, self._temperature, self._home = pack, temperature, home
+        self._pack, self._temperature, self._home, self._mesh = pack, temperature, home, mesh or Mesh()
+        self._divided = self._mesh.over(model) if home is None else None
 
     def logp(self, batch: Batch) -> Tensor:
         """[T]: the log-prob of each action token, NaN elsewhere."""
-        model = self.model if self._home is None else self.model.copy(device=self._home)
-        forward = ForwardPass(model, self._pack, self._temperature)
+        model, forward = self._at_home()
         found = torch.full((batch.tokens,), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32))
         for micro, at in cut(batch, self._micro_tokens, "rollout", model.device):
             with torch.no_grad(), self._apart():
@@ -51,8 +53,7 @@ class Frozen:
 
     def likeliest(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
         """[T, k] of each: what it thinks likeliest at every action token, of the first `among` of its vocabulary."""
-        model = self.model if self._home is None else self.model.copy(device=self._home)
-        forward = ForwardPass(model, self._pack, self._temperature)
+        model, forward = self._at_home()
         ids = torch.zeros((batch.tokens, count), dtype=torch.int64)
         logp = torch.full((batch.tokens, count), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32))
         for micro, at in cut(batch, self._micro_tokens, "rollout", model.device):
@@ -65,9 +66,18 @@ class Frozen:
         """[P, H]: the hidden states that its `logits` are made of, of a model that is where it computes."""
         assert self._home is None, "what rests is asked for log-probs: one copy for all of a batch, none for each pack"
         with torch.no_grad(), self._apart():
+            if self._divided is not None:
+                return self._divided.hidden(pack)
             return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] → [N, V]."""
         with torch.no_grad():
             return self.model.logits(hidden)
+
+    def _at_home(self) -> tuple[Model, ForwardPass]:
+        """The model where it computes, and how it is run there."""
+        if self._home is None:
+            return self.model, ForwardPass(self.model, self._pack, self._temperature, divided=self._divided)
+        model = self.model.copy(device=self._home)
+        return model, ForwardPass(model, self._pack, self._temperature, divided=self._mesh.over(model))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import Denominators, LossValue, Outputs, View
+from etude.algorithms.view import Ranks
 from etude.batch import COLUMNS as KINDS
 from etude.batch import Batch, Kind, Pack
 from etude.checkpoint import Checkpoint, Checkpoints, Tree, flat
@@ -32,6 +33,7 @@ from etude.protocols import Gather, Split, spread
 from etude.train.config import Train
 from etude.train.cost import Cost
 from etude.train.forward import Compared, ForwardPass, cut
+from etude.train.mesh import Mesh
 from etude.train.offload import Resting
 from etude.train.optim import PRECISIONS, Masters, rate
 from etude.train.ranks import count, everywhere, most, of_group
@@ -83,13 +85,14 @@ class Learner:
         peak: float | None = None,
         pack: Callable[[Batch], Pack] = tree,
         reference: Compared | None = None,
+        mesh: Mesh | None = None,
         option: str = "train",
     ) -> None:
         """`temperature` is the sampler's; `steps` is how many updates the schedule is for; `peak` is what the device
         can do in operations a second, where the share of it that is used shall be told. Without `steps` there is no
         schedule to follow, as for a learner that only annotates. `reference` is who its whole distributions are
-        compared with, where an objective does that. `option` is what its configuration is called by whoever gave
-        it."""
+        compared with, where an objective does that. `mesh` is how ranks share the work; by default each has rollouts
+        of its own. `option` is what its configuration is called by whoever gave it."""
         if model.dtype != PRECISIONS[config.precision]:
             raise ConfigError(
                 f"`{option}.precision={config.precision}` computes in {PRECISIONS[config.precision]}, and the model "
@@ -109,12 +112,13 @@ class Learner:
             model.compile()
         model.activation_checkpointing = config.activation_checkpointing
         self._config, self._option, self._steps, self._peak = config, option, steps, peak
-        self._forward = ForwardPass(model, pack, temperature, reference)
+        self._mesh = mesh or Mesh()
+        self._forward = ForwardPass(model, pack, temperature, reference, self._mesh.over(model))
         self._columns = SCORING if model.scores else LANGUAGE
         self._outputs = {"value", "score"} if model.scores else {"logp", "entropy", "topk_logp"}
         self._outputs |= set() if reference is None else {"full_kl"}
-        self._ranks = of_group()
-        self._masters = Masters(model.trained_weights(), config, model.take_exact(), ranks=self._ranks, option=option)
+        self._ranks = self._mesh.data
+        self._masters = Masters(model.trained_weights(), config, model.take_exact(), ranks=of_group(), option=option)
         self._version = torch.tensor(0)
         self._cost = Cost.of(model)
         if config.offload and model.device.type == "cpu":
@@ -128,6 +132,11 @@ class Learner:
     def columns(self) -> frozenset[str]:
         """The batch columns that its model can tell."""
         return frozenset(self._columns)
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that hold the rest of a batch."""
+        return self._ranks
 
     @property
     def version(self) -> int:
@@ -284,6 +293,7 @@ class Learner:
     def _begin(self) -> float:
         """Forget the last gradient, and start the clock."""
         self._masters.begin()
+        self._mesh.waited()  # what exchanges took before is not of this update
         if self.model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.model.device)
         return self._now()
@@ -309,11 +319,20 @@ class Learner:
                 "peak_memory_gb": Max.of(peak / 1e9),
             }
         )
+        if count(of_group()) > 1:
+            waited = self._masters.waited() + self._mesh.waited()
+            metrics.add("exchange_seconds", Sum.of(waited / count(self._ranks)))
         if count(self._ranks) > 1:
-            metrics.add("exchange_seconds", Sum.of(self._masters.waited() / count(self._ranks)))
+            metrics.add("imbalance", Mean.of(_imbalance(flops, self._ranks)))
         if self._peak is not None:
-            metrics.add("mfu", Mean.over(flops / self._peak, seconds))
+            metrics.add("mfu", Mean.over(flops / self._mesh.size / self._peak, seconds))
         return metrics
+
+
+def _imbalance(work: float, ranks: Ranks) -> float:
+    """How much more than the mean the rank has to do that has most: 0 where all have as much."""
+    every = ranks.gather(torch.tensor([work], dtype=torch.float64))
+    return float(every.max() / every.mean()) - 1 if float(every.max()) else 0.0
 
 
 def _unknown(name: str, batch: Batch, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,7 @@
 """The ranks of a run: processes that each hold the whole model and some of the rollouts, and learn as one.
 
+Some of them may hold the same rollouts and compute them together: see `mesh`.
+
 Whatever is summed over them is summed in the order of ranks, on every rank alike: all of them then hold the same number
 in every bit, and so does the next run.
 """
@@ -7,6 +9,7 @@ in every bit, and so does the next run.
 from __future__ import annotations
 
 from dataclasses import astuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +22,11 @@ __all__ = ["Together", "count", "everywhere", "most", "of_group"]
 
 
 class Together:
-    """The `Ranks` of torch's process group. Each of them makes the same calls in the same order."""
+    """The `Ranks` of torch's process group, or of some of it. Each makes the same calls in the same order."""
 
-    def __init__(self) -> None:
-        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over ranks, entry by entry."""
@@ -38,7 +42,7 @@ class Together:
     def _told(self, values: Tensor) -> list[Tensor]:
         """What each rank has, all of one shape."""
         heard = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.count)]
-        dist.all_gather(heard, values.detach().contiguous())
+        dist.all_gather(heard, values.detach().contiguous(), group=self._group)
         return heard
 
 

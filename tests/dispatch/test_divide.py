@@ -21,9 +21,9 @@ from etude.protocols import Gather, Split, Spread
 from tests.batches import batches, random_batch, same, with_extras
 
 
-def through(spread: Spread, ranks: int, work: Any, *args: Any, **kwargs: Any) -> Any:
+def through(spread: Spread, ranks: int, work: Any, *args: Any, repeats: int = 1, **kwargs: Any) -> Any:
     """A call to so many ranks, in this process, over the wire."""
-    division = divide(spread, args, kwargs, ranks, shares)
+    division = divide(spread, args, kwargs, ranks, shares, repeats)
     bodies = [pack(each) for each in division.arguments] * (ranks // len(division.arguments))
     answers = []
     for body in bodies:
@@ -46,6 +46,29 @@ def test_a_batch_that_was_divided_is_itself_again(batch: Batch, ranks: int, spli
     assert len(seen) == ranks and sum(share.rollouts for share in seen) == batch.rollouts
     if split is Split.GROUPS:
         assert sum(len(share.group.unique()) for share in seen) == len(batch.group.unique())
+
+
+@given(batch=batches, holders=st.integers(1, 3), repeats=st.integers(1, 3))
+def test_ranks_in_a_row_are_given_the_same_and_one_of_them_answers(batch: Batch, holders: int, repeats: int) -> None:
+    seen: list[Batch] = []
+
+    def count(share: Batch) -> Metrics:
+        seen.append(share)
+        return Metrics({"rollouts": Sum.of(share.rollouts)})
+
+    def double(share: Batch) -> Batch:
+        return share.replace(reward=share.need("reward") * 2)
+
+    ranks, batch = holders * repeats, with_extras(batch)
+    told = through(Spread(Split.GROUPS, Gather.METRICS), ranks, count, batch, repeats=repeats)
+    assert told.reduce()["rollouts"] == batch.rollouts
+    assert all(same(seen[rank], seen[rank - rank % repeats]) for rank in range(ranks))
+    found = through(Spread(Split.GROUPS, Gather.CONCAT), ranks, double, batch, repeats=repeats)
+    assert same(found, double(batch))
+    every = through(Spread(Split.GROUPS, Gather.ALL), ranks, lambda share: share.rollouts, batch, repeats=repeats)
+    assert len(every) == ranks and sum(every) == repeats * batch.rollouts
+    said = through(Spread(Split.SAME, Gather.METRICS), ranks, lambda: Metrics({"n": Sum.of(1)}), repeats=repeats)
+    assert said.reduce()["n"] == ranks, "what is not divided every rank says for itself"
 
 
 def test_each_batch_of_a_list_is_shared_out_by_itself() -> None:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from etude.algorithms import Algorithm
+from etude.algorithms import Algorithm, Loss
 from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
 from etude.checkpoint import Checkpoint, Checkpoints
+from etude.models import Lora, Model, adapt, create, tiny
 from etude.observe import Metrics
 from etude.protocols import Gather, Split, spread
-from etude.recipes.checks import BY_THE_MODEL
-from etude.recipes.workers import PolicyWorker
-from etude.train import Learner, Train
-from etude.train.optim import Masters
+from etude.recipes.checks import BY_THE_MODEL, BY_THE_REFERENCE
+from etude.recipes.workers import Beside, PolicyWorker
+from etude.train import Frozen, Learner, Mesh, MeshConfig, Train
+from etude.train.optim import PRECISIONS, Masters
 from etude.train.ranks import of_group
-from tests.train.tasks import Imitate, model
+from tests.train.tasks import VOCABULARY, Imitate, model
 
 
 class Pupil:
@@ -31,13 +32,24 @@ class Pupil:
 
     @spread()
     def begin(
-        self, precision: str = "fp64", algorithm: Algorithm | None = None, epochs: int = 1, **options: Any
+        self,
+        precision: str = "fp64",
+        algorithm: Algorithm | None = None,
+        epochs: int = 1,
+        *,
+        policy: Callable[[str], Model] = model,
+        mesh: MeshConfig | None = None,
+        **options: Any,
     ) -> None:
         """A policy that has learned nothing yet; the rate is high enough to see."""
         config = Train(precision=precision, **{"learning_rate": 1e-2, "clip": 0.5, **options})
-        self.learner = Learner(model(precision), config, steps=20, peak=1e12)
-        self.worker = PolicyWorker(algorithm or Algorithm(), self.learner, seed=0, epochs=epochs)
-        self.wanted = (algorithm or Algorithm()).needs() & BY_THE_MODEL | {"old_logp"}
+        shape = Mesh(mesh, timeout=60)
+        reference = Frozen(model(precision, seed=7), 50, mesh=shape)
+        held = reference if "full_kl" in (algorithm or Algorithm()).outputs() else None
+        self.learner = Learner(policy(precision), config, steps=20, peak=1e12, reference=held, mesh=shape)
+        beside = Beside({"ref_logp": reference})
+        self.worker = PolicyWorker(algorithm or Algorithm(), self.learner, seed=0, epochs=epochs, beside=beside)
+        self.wanted = (algorithm or Algorithm()).needs() & (BY_THE_MODEL | BY_THE_REFERENCE) | {"old_logp"}
         self.step = 0
 
     @spread(Split.GROUPS, Gather.CONCAT)
@@ -53,10 +65,22 @@ class Pupil:
         return self.worker.update(parts)
 
     @spread(Split.GROUPS, Gather.METRICS)
-    def imitate(self, batch: Batch, seen: int | None = None) -> Metrics:
+    def imitate(self, batch: Batch, seen: int | None = None, loss: Loss | None = None) -> Metrics:
         """A step of supervised learning, from so many of the actions."""
         action = batch.action & (batch.action.cumsum(0) <= (batch.tokens if seen is None else seen))
-        return self.learner.update(batch.replace(action=action), Imitate(SFT()))
+        return self.learner.update(batch.replace(action=action), Imitate(loss or SFT()))
+
+    @spread(Split.GROUPS, Gather.CONCAT)
+    def tell(self, batch: Batch, columns: frozenset[str]) -> Batch:
+        """What the model says of a batch."""
+        return self.learner.annotate(batch, columns)
+
+    @spread()
+    def gradient(self) -> dict[str, Tensor]:
+        """Of the first update, if it was not clipped: whole, whoever has which rows of it."""
+        moments = self.learner.state()["exp_avg"]
+        assert isinstance(moments, Mapping)
+        return {name: _whole(moment) / (1 - 0.9) for name, moment in moments.items()}
 
     @spread(gather=Gather.ALL)
     def weights(self) -> list[dict[str, Tensor]]:
@@ -101,6 +125,25 @@ class Pupil:
         found["gradients"] = _peak(masters.gather) / bucket
         found["weights"] = _peak(masters.refresh) / bucket
         return found  # type: ignore[return-value]
+
+
+def adapted(precision: str) -> Model:
+    """A policy with adapters that do something already."""
+    made = adapt(model(precision), Lora(rank=4), seed=0)
+    chance = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, weight in made.trained_weights():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=chance).to(weight.dtype))
+    return made
+
+
+def judge(precision: str) -> Model:
+    """One that gives scores."""
+    return create(tiny(VOCABULARY, layers=2, hidden=32), seed=0, dtype=PRECISIONS[precision], head="score")
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 def _local(tensor: Any) -> Tensor:

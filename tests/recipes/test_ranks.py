@@ -113,7 +113,8 @@ def test_five_steps_are_those_of_one_rank(many: ProcessCrew, algorithm: Algorith
     assert apart(one, many) <= tolerance
     assert max(float((w - before[name]).abs().max()) for name, w in one.call(Pupil.weights)[0].items()) > 0.05
     for mine, theirs in zip(wanted, found, strict=True):
-        assert mine.keys() | {"exchange_seconds"} == theirs.keys()
+        assert mine.keys() | {"exchange_seconds", "imbalance"} == theirs.keys()
+        assert 0 <= theirs["imbalance"] < 2
         for name in ("loss", "grad_norm", "policy_loss"):
             assert theirs[name] == pytest.approx(mine[name], rel=50 * tolerance, abs=tolerance), name
         for name in mine.keys() - TIMES:  # what the sampler said is in float32 always

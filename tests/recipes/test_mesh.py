@@ -1,0 +1,206 @@
+"""Ranks that compute the same rollouts together learn what one learns: parts of layers, strands of sequences, both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etude.algorithms import Algorithm
+from etude.algorithms.kl import KLS
+from etude.algorithms.losses.pairs import RewardModel
+from etude.checkpoint import Checkpoints
+from etude.data.share import shares
+from etude.dispatch import CrewConfig
+from etude.dispatch.processes import ProcessCrew
+from etude.errors import ConfigError
+from etude.train import MeshConfig
+from tests.components import require
+from tests.recipes.ranked import Pupil, adapted, judge
+from tests.recipes.test_ranks import EVERYTHING, TIMES, alone, apart, practised, same
+from tests.train.tasks import model, rollouts
+from tests.train.test_scoring import pairs
+
+TENSOR, SEQUENCE = MeshConfig(tensor=2), MeshConfig(sequence=2)
+BOTH, PARTS, STRANDS = MeshConfig(tensor=2, sequence=2), MeshConfig(tensor=4), MeshConfig(sequence=4)
+SHAPES = {
+    "tp2": (2, TENSOR),
+    "sp2": (2, SEQUENCE),
+    "tp2 x dp2": (4, TENSOR),
+    "sp2 x dp2": (4, SEQUENCE),
+    "tp2 x sp2": (4, BOTH),
+    "tp4": (4, PARTS),
+    "sp4": (4, STRANDS),
+}
+"""tp4 and sp4 have fewer key heads than ranks."""
+LEARNERS: dict[str, dict[str, Any]] = {
+    "everything": {"algorithm": EVERYTHING, "epochs": 2, "micro_tokens": 60},
+    "biases, and activations made twice": {"policy": partial(model, family="qwen2"), "activation_checkpointing": True},
+    "windows": {"policy": partial(model, family="mistral", sliding_window=4)},
+    "adapters": {"policy": adapted},
+    "whole distributions": {"algorithm": Algorithm(kl=KLS["full"](coefficient=0.3)), "micro_tokens": 40},
+}
+NEAR = 1e-10
+SHORT = [
+    *((shape, "everything") for shape in ("tp2", "sp2", "tp2 x dp2", "sp2 x dp2", "tp2 x sp2")),
+    *(("tp2 x sp2", learner) for learner in LEARNERS if learner != "everything"),
+]
+EVERY = [
+    pytest.param(shape, learner, marks=() if (shape, learner) in SHORT else pytest.mark.soak)
+    for shape in SHAPES
+    for learner in LEARNERS
+]
+
+
+@pytest.fixture(scope="module")
+def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, ProcessCrew]]:
+    """Of two ranks, and of four."""
+    made: dict[int, ProcessCrew] = {}
+    try:
+        for ranks in (2, 4):
+            logs, config = tmp_path_factory.mktemp("ranks"), CrewConfig(timeout=120)
+            made[ranks] = ProcessCrew(Pupil, ranks=ranks, share=shares, logs=logs, config=config)
+        yield made
+    finally:
+        for crew in made.values():
+            with closing(crew):
+                pass
+
+
+def meshed(crews: dict[int, ProcessCrew], shape: str, **options: Any) -> ProcessCrew:
+    """So many ranks, which begin anew as such a mesh."""
+    ranks, mesh = SHAPES[shape]
+    crew = crews[ranks]
+    crew._repeats = mesh.size
+    crew.call(Pupil.begin, mesh=mesh, **options)
+    return crew
+
+
+@pytest.mark.parametrize("shape", [*SHAPES][:5])
+def test_a_gradient_is_that_of_one_rank(crews: dict[int, ProcessCrew], shape: str) -> None:
+    """And its norm, clipped or not."""
+    for clip in (None, 1e-3):
+        one, many = alone(clip=clip), meshed(crews, shape, clip=clip)
+        told = []
+        for crew in (one, many):
+            batch = crew.call(Pupil.ready, rollouts())
+            told.append(crew.call(Pupil.update, [batch]).reduce())
+        wanted, found = one.call(Pupil.gradient), many.call(Pupil.gradient)
+        assert wanted.keys() == found.keys()
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(found[name], gradient, rtol=0, atol=NEAR, msg=name)
+        assert max(float(gradient.abs().max()) for gradient in wanted.values()) > 1e3 * NEAR
+        assert told[1]["grad_norm"] == pytest.approx(told[0]["grad_norm"], rel=NEAR)
+        assert told[1]["loss"] == pytest.approx(told[0]["loss"], abs=NEAR)
+
+
+@pytest.mark.parametrize(("shape", "learner"), EVERY)
+def test_some_steps_are_those_of_one_rank(crews: dict[int, ProcessCrew], shape: str, learner: str) -> None:
+    """In loss, gradient norm and weights, and in every other number that is measured of the learning."""
+    if learner == "adapters":
+        require("lora")
+    one, many = alone(**LEARNERS[learner]), meshed(crews, shape, **LEARNERS[learner])
+    wanted, found = practised(one, 2), practised(many, 2)
+    assert apart(one, many) <= NEAR
+    spread = {"imbalance"} if "dp2" in shape else set()
+    for mine, theirs in zip(wanted, found, strict=True):
+        assert mine.keys() | {"exchange_seconds"} | spread == theirs.keys()
+        assert theirs["loss"] == pytest.approx(mine["loss"], abs=NEAR)
+        assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-9)
+        for name in mine.keys() - TIMES:  # what the sampler said is in float32 always
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-6), name
+        assert theirs["exchange_seconds"] < theirs["update_seconds"]
+        assert 0 <= theirs.get("imbalance", 0) < 1
+
+
+@pytest.mark.parametrize("shape", ["tp2 x sp2", pytest.param("tp2 x dp2", marks=pytest.mark.soak)])
+def test_scores_and_values_are_those_of_one_rank(crews: dict[int, ProcessCrew], shape: str) -> None:
+    one, many = alone(policy=judge), meshed(crews, shape, policy=judge)
+    told = [crew.call(Pupil.tell, rollouts(), frozenset({"value", "final_value"})) for crew in (one, many)]
+    for name in ("value", "final_value"):
+        mine, theirs = (each.need(name) for each in told)
+        torch.testing.assert_close(theirs, mine, rtol=0, atol=NEAR, equal_nan=True)
+    for crew in (one, many):
+        crew.call(Pupil.imitate, pairs(), loss=RewardModel())
+    assert apart(one, many) <= NEAR
+
+
+def test_a_micro_batch_of_a_few_tokens_leaves_some_ranks_without_any(crews: dict[int, ProcessCrew]) -> None:
+    """One action among all, or none, and update batches with nothing for some of the blocks."""
+    for shape in ("sp4", "tp2 x dp2"):
+        one, many = alone(micro_tokens=1), meshed(crews, shape, micro_tokens=1)
+        for crew in (one, many):
+            practised(crew, 1, groups=1, updates=3)
+            for seen in () if "dp2" in shape else (1, 0):
+                crew.call(Pupil.imitate, rollouts(), seen=seen)
+        assert apart(one, many) <= NEAR
+
+
+def test_models_of_other_families_are_cut_along_the_sequence_alone(crews: dict[int, ProcessCrew]) -> None:
+    for family in ("gemma2", "gpt2"):
+        policy = partial(model, family=family)
+        one, many = alone(policy=policy, clip=None), meshed(crews, "sp2", policy=policy, clip=None)
+        for crew in (one, many):
+            crew.call(Pupil.update, [crew.call(Pupil.ready, rollouts())])
+        wanted, found = one.call(Pupil.gradient), many.call(Pupil.gradient)
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(found[name], gradient, rtol=0, atol=NEAR, msg=name)
+    with pytest.raises(ConfigError, match=r"`mesh\.tensor=2` divides the layers of the Llama.* a gpt2 model"):
+        meshed(crews, "tp2", policy=policy)
+
+
+def test_a_checkpoint_of_one_mesh_is_one_of_any(crews: dict[int, ProcessCrew], tmp_path: Path) -> None:
+    """And its weights are whole on every rank."""
+    four = meshed(crews, "tp2 x sp2")
+    practised(four, 2)
+    four.call(Pupil.save, Checkpoints(tmp_path), 2)
+    one, two = alone(), meshed(crews, "sp2")
+    for other in (one, two):
+        other.call(Pupil.resume, tmp_path)
+        assert apart(four, other) == 0
+        practised(other, 1, first=2)
+    practised(four, 1, first=2)
+    assert apart(four, one) <= NEAR and apart(four, two) <= NEAR
+
+
+def test_half_precision_and_the_same_bits_again(crews: dict[int, ProcessCrew]) -> None:
+    weights = []
+    for _ in range(2):
+        four = meshed(crews, "tp2 x sp2", precision="bf16")
+        practised(four, 2)
+        each = four.call(Pupil.weights)
+        assert all(same(each[0], other) for other in each)
+        weights.append(each[0])
+    assert same(*weights)
+    one = alone("bf16")
+    practised(one, 2)
+    assert apart(one, four) < 0.1  # a weight moves by up to 0.04, and the sign of a small gradient is chance
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "told"),
+    [
+        ("tp2", {"heads": 3, "kv_heads": 3}, "3 query heads over 2 ranks are 1.5 each"),
+        ("tp4", {"heads": 12, "kv_heads": 6}, "6 key heads over 4 ranks are 1.5 each.* such as 3"),
+        ("tp4", {"intermediate": 30}, "an inner width of 30 over 4 ranks is 7.5 each.* such as 2"),
+        ("sp4", {"heads": 6, "kv_heads": 3}, "the 6 over 4 ranks are 1.5 each.* such as 3"),
+        ("tp2 x sp2", {"heads": 2}, "the 1 that `mesh.tensor=2` leaves each rank over 2 ranks are 0.5 each"),
+    ],
+)
+def test_shapes_that_do_not_divide_are_refused_with_the_arithmetic(
+    crews: dict[int, ProcessCrew], shape: str, sizes: dict[str, int], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        meshed(crews, shape, policy=partial(model, head_dim=8, **sizes))
+
+
+def test_ranks_that_make_no_whole_meshes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"are 4 ranks to the same rollouts, and `ranks=6` is no multiple.*`ranks=4`"):
+        BOTH.refuse(6)
+    with pytest.raises(ConfigError, match=r"Set `ranks=2`"):
+        TENSOR.refuse(1)
