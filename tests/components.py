@@ -13,6 +13,7 @@ COMPONENTS: dict[str, str] = {
     "lora": "peft",
     "mlflow": "mlflow",
     "postgres": "pgserver",
+    "ray": "ray",
     "tensorboard": "tensorboardX",
     "wandb": "wandb",
 }

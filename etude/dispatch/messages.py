@@ -10,17 +10,42 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from etude.batch import Batch
 from etude.batch.wire import from_bytes, to_bytes
 from etude.errors import EtudeError
 from etude.observe import LogLevel, Metrics
 
-__all__ = ["Ask", "At", "Beat", "Begin", "Begun", "Done", "Drop", "Failed", "Job", "Line", "Said", "pack", "unpack"]
+__all__ = [
+    *("Ask", "At", "Beat", "Begin", "Begun", "Body", "Channel", "Done", "Drop", "Failed", "Job", "Line", "Said"),
+    *("pack", "unpack"),
+]
+
+SMALL = 4096
+"""Bytes of one value that are not worth a place of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A value as bytes: what is small in `told`, and beside it what is large, each as it lay in memory."""
+
+    told: bytes
+    large: tuple[NDArray[np.uint8], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+        return len(self.told) + sum(each.nbytes for each in self.large)
+
+
+Sent = Any
+"""A `Body`, or where one lies: what a `Channel` makes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +54,19 @@ class Begin:
 
     rank: int
     ranks: int
+    host: str
     port: int
+    """Where the ranks meet."""
     listener: int | None
     """The descriptor that the ranks' meeting point listens at, for the rank that keeps it."""
     threads: int
     device: str
+    gpu: int
+    """Which of the GPUs that it sees is its own, where it computes on one."""
     timeout: float
     beat: float
     level: LogLevel
-    body: bytes
+    body: Sent
     """A function and its arguments."""
 
 
@@ -46,7 +75,7 @@ class Job:
     """To a rank: make this call, after those before it."""
 
     number: int
-    body: bytes
+    body: Sent
     """A method of the worker's, its arguments, and those by name."""
 
 
@@ -55,7 +84,7 @@ class Ask:
     """To a rank: answer this beside everything else, by a coroutine method."""
 
     number: int
-    body: bytes
+    body: Sent
     """The method and its arguments."""
 
 
@@ -83,7 +112,7 @@ class Done:
     """From a rank: what came of a call."""
 
     number: int
-    body: bytes
+    body: Sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +142,22 @@ class Said:
     text: str
 
 
+class Channel(Protocol):
+    """How a rank answers: what it says, and what a call brought or is to take back."""
+
+    def send(self, message: object) -> None:
+        """Send it; any thread may."""
+        ...
+
+    def pack(self, value: object) -> Sent:
+        """A value, as an answer carries it."""
+        ...
+
+    def unpack(self, sent: Sent) -> Any:
+        """The value that a call carried."""
+        ...
+
+
 class Line:
     """One end of the pipe: any thread sends, one receives."""
 
@@ -138,22 +183,47 @@ class Line:
         """Let go of it."""
         self._connection.close()
 
+    def pack(self, value: object) -> Body:
+        """A value, as it goes through the pipe."""
+        return pack(value)
+
+    def unpack(self, sent: Body) -> Any:
+        """What came through the pipe."""
+        return unpack(sent)
+
 
 class _Packer(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Batches and metrics have wires of their own."""
         if isinstance(value, Batch):
-            return from_bytes, (to_bytes(value),)
+            return _batch, (pickle.PickleBuffer(to_bytes(value)),)
         if isinstance(value, Metrics):
             return Metrics.from_wire, (value.to_wire(),)
         return NotImplemented
 
 
-def pack(value: object) -> bytes:
+def _batch(wire: Any) -> Batch:
+    """The batch, which looks into the buffer that it came in."""
+    view = memoryview(wire)
+    return from_bytes(view, shared=view.readonly)
+
+
+def pack(value: object) -> Body:
     """A value as bytes, which `unpack` reads in another process."""
     buffer = io.BytesIO()
-    _Packer(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    return buffer.getvalue()
+    large: list[NDArray[np.uint8]] = []
+
+    def aside(found: pickle.PickleBuffer) -> bool:
+        raw = found.raw()
+        if raw.nbytes < SMALL:
+            return True
+        large.append(np.frombuffer(raw, np.uint8))
+        return False
+
+    _Packer(buffer, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=aside).dump(value)
+    return Body(buffer.getvalue(), tuple(large))
 
 
-unpack: Callable[[bytes], Any] = pickle.loads
+def unpack(body: Body) -> Any:
+    """The value again. What was large in it looks into the body, which it keeps: it is read-only if that is."""
+    return pickle.loads(body.told, buffers=body.large)

@@ -125,8 +125,18 @@ def of_ranks(run: Recipe, groups: int, told_by: str) -> list[str]:
     """What more ranks than one may not be good for. groups: how many a step has, as an option tells."""
     if run.ranks == 1:
         alone = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
-        return [alone] if run.crew != CrewConfig() else []
-    told: list[str] = []
+        return [alone] if run.crew != CrewConfig() and run.cluster == "local" else []
+    told = _crowded(run) if run.cluster == "local" else []
+    if groups < run.ranks:
+        told.append(
+            f"A step has {groups} groups, each of which one rank trains on, and there are {run.ranks} ranks: some will "
+            f"be idle. Lower `ranks`, or raise `{told_by}`."
+        )
+    return told
+
+
+def _crowded(run: Recipe) -> list[str]:
+    """Refuse more ranks than this machine can move, and say if they are in each other's way."""
     cores, threads = os.cpu_count() or 1, threads_of(run)
     if run.ranks > MOST_RANKS * cores:
         raise ConfigError(
@@ -134,16 +144,11 @@ def of_ranks(run: Recipe, groups: int, told_by: str) -> list[str]:
             f"processors: nothing would move. Lower it."
         )
     if run.ranks * threads > cores:
-        told.append(
+        return [
             f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has {cores}: "
             f"they will get in each other's way. Lower `ranks` or `threads`."
-        )
-    if groups < run.ranks:
-        told.append(
-            f"A step has {groups} groups, each of which one rank trains on, and there are {run.ranks} ranks: some will "
-            f"be idle. Lower `ranks`, or raise `{told_by}`."
-        )
-    return told
+        ]
+    return []
 
 
 def _idle_options(run: Run) -> list[str]:
@@ -201,6 +206,11 @@ def of_agents(run: Run) -> None:
         room, _, option = name.partition(".")
         if value != type(getattr(run, room)).model_fields[option].default:
             raise ConfigError(f"`{name}={value}` does nothing where an agent plays: {why}. Leave it out.")
+    if run.cluster != "local":
+        raise ConfigError(
+            f"`cluster={run.cluster}` puts the engine into another process, and the endpoint that agents call has it in "
+            f"this one so far. Leave `cluster` out."
+        )
     if run.ranks > 1:
         raise ConfigError(
             f"`ranks={run.ranks}` have an engine each, and the endpoint that agents call has one: agents are trained "
