@@ -122,14 +122,19 @@ class Joint(Generic[M]):
         found: R = division.join([partial(self._unpack, sent) for sent in self._answers(method, division)])
         return found
 
-    def _answers(self, method: Callable[..., Any], division: Division) -> list[Sent]:
-        """What each rank answers to a call, as it came."""
+    def hold(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """As `call`, of a method that gives a batch; where another rank can look at it, it may stay where it was made,
+        and what is returned stands for it: it can be split, and given to other calls."""
+        return self.call(method, *args, **kwargs)
+
+    def _answers(self, method: Callable[..., Any], division: Division, *, keep: bool = False) -> list[Sent]:
+        """What each rank answers to a call, as it came; or keeps, and tells of."""
         bodies = [self._packed(method, *each) for each in division.arguments]
         with self._calling:
             number = next(self._numbers)
             call = self._call = _Call(method.__qualname__, {m: self._owe(m, number) for m in self._members})
             for member, body in zip(self._members, bodies * (self.ranks // len(bodies)), strict=True):
-                member.send(Job(number, body))
+                member.send(Job(number, body, keep))
             answers = [future.result() for future in call.owed.values()]  # each comes, or the keeper's error
         if call.raised is not None:
             raise call.raised.error(call.what)

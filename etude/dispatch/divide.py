@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from etude.batch import Batch
+from etude.batch import Batch, Outline
+from etude.dispatch.held import Held
 from etude.observe import Metrics
 from etude.protocols import Gather, Split, Spread
 
 __all__ = ["Division", "Share", "divide"]
 
-Share = Callable[[Batch, int, Literal["rollout", "group"]], Sequence[Sequence[int]]]
+Share = Callable[[Batch | Outline, int, Literal["rollout", "group"]], Sequence[Sequence[int]]]
 """Which rollouts of a batch each of so many ranks gets, by whole rollouts or whole groups; each one's in order."""
 
 
@@ -28,7 +29,7 @@ class Division:
     gather: Gather
     arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
     """One for each rank; where all get the same, one for all."""
-    cut: tuple[Batch, Sequence[Sequence[int]]] | None = None
+    cut: tuple[Batch | Held, Sequence[Sequence[int]]] | None = None
     """The one batch that was cut, and which of its rollouts went where."""
 
     def join(self, answers: Sequence[Callable[[], Any]]) -> Any:
@@ -48,7 +49,8 @@ class Division:
         order = [place for share in places for place in share]
         joined = Batch.concat([each for each in told if each.rollouts] or told[:1])
         back = sorted(range(len(order)), key=order.__getitem__)
-        return joined.select(back).replace(group=batch.group)
+        group = batch.group if isinstance(batch, Batch) else batch.outline.group
+        return joined.select(back).replace(group=group)
 
 
 def divide(spread: Spread, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int, share: Share) -> Division:
@@ -56,14 +58,14 @@ def divide(spread: Spread, args: Sequence[Any], kwargs: Mapping[str, Any], ranks
     if spread.split is Split.SAME:
         return Division(spread.gather, [(args, kwargs)])
     by: Literal["rollout", "group"] = "rollout" if spread.split is Split.ROLLOUTS else "group"
-    cuts: list[tuple[Batch, Sequence[Sequence[int]]]] = []
+    cuts: list[tuple[Batch | Held, Sequence[Sequence[int]]]] = []
 
     def parts(value: Any) -> list[Any]:
-        if isinstance(value, Batch):
-            places = share(value, ranks, by)
+        if isinstance(value, Batch | Held):
+            places = share(value.outline if isinstance(value, Held) else value, ranks, by)
             cuts.append((value, places))
             return [value.select(each) for each in places]
-        if isinstance(value, list | tuple) and any(isinstance(each, Batch) for each in value):
+        if isinstance(value, list | tuple) and any(isinstance(each, Batch | Held) for each in value):
             return [list(each) for each in zip(*(parts(each) for each in value), strict=True)]
         return [value] * ranks
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -23,8 +24,8 @@ from etude.errors import EtudeError
 from etude.observe import LogLevel, Metrics
 
 __all__ = [
-    *("Ask", "At", "Beat", "Begin", "Begun", "Body", "Channel", "Done", "Drop", "Failed", "Job", "Line", "Said"),
-    *("pack", "unpack"),
+    *("Ask", "At", "Beat", "Begin", "Begun", "Body", "Channel", "Done", "Drop", "Failed", "Job", "Kept"),
+    *("Lent", "Line", "Said", "Sent", "pack", "unpack"),
 ]
 
 SMALL = 4096
@@ -37,6 +38,8 @@ class Body:
 
     told: bytes
     large: tuple[NDArray[np.uint8], ...] = ()
+    lent: tuple[Lent, ...] = ()
+    """What stays where it lies, and is to be looked at there."""
 
     @property
     def size(self) -> int:
@@ -46,6 +49,26 @@ class Body:
 
 Sent = Any
 """A `Body`, or where one lies: what a `Channel` makes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A batch that stays where it lies."""
+
+    pieces: tuple[Sent, ...]
+    places: NDArray[np.int64]
+    """[U, 2]: the piece that each rollout is in, and which one of it."""
+    group: NDArray[np.int64]
+    """[U]: the group of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """From a rank, in place of a batch that stays there."""
+
+    sent: Sent
+    tokens_of: NDArray[np.int64]
+    """[U]: the tokens of each rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +100,8 @@ class Job:
     number: int
     body: Sent
     """A method of the worker's, its arguments, and those by name."""
+    keep: bool = False
+    """Whether the batch that comes of it is to stay there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +167,10 @@ class Said:
     text: str
 
 
+Lend = Callable[[object], Lent | None]
+Borrow = Callable[[Lent], Any]
+
+
 class Channel(Protocol):
     """How a rank answers: what it says, and what a call brought or is to take back."""
 
@@ -149,8 +178,8 @@ class Channel(Protocol):
         """Send it; any thread may."""
         ...
 
-    def pack(self, value: object) -> Sent:
-        """A value, as an answer carries it."""
+    def pack(self, value: object, *, keep: bool = False) -> Sent:
+        """A value, as an answer carries it; or a batch that is kept, as it is told of."""
         ...
 
     def unpack(self, sent: Sent) -> Any:
@@ -183,8 +212,9 @@ class Line:
         """Let go of it."""
         self._connection.close()
 
-    def pack(self, value: object) -> Body:
+    def pack(self, value: object, *, keep: bool = False) -> Body:
         """A value, as it goes through the pipe."""
+        assert not keep, "what a process keeps, no other can look at"
         return pack(value)
 
     def unpack(self, sent: Body) -> Any:
@@ -193,6 +223,19 @@ class Line:
 
 
 class _Packer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, lend: Lend, aside: Callable[[pickle.PickleBuffer], bool]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=aside)
+        self._lend = lend
+        self.lent: list[Lent] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        """What is lent is told by its number."""
+        lent = self._lend(value)
+        if lent is None:
+            return None
+        self.lent.append(lent)
+        return len(self.lent) - 1
+
     def reducer_override(self, value: Any) -> Any:
         """Batches and metrics have wires of their own."""
         if isinstance(value, Batch):
@@ -208,8 +251,18 @@ def _batch(wire: Any) -> Batch:
     return from_bytes(view, shared=view.readonly)
 
 
-def pack(value: object) -> Body:
-    """A value as bytes, which `unpack` reads in another process."""
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, body: Body, borrow: Borrow) -> None:
+        super().__init__(io.BytesIO(body.told), buffers=body.large)
+        self._body, self._borrow = body, borrow
+
+    def persistent_load(self, number: Any) -> Any:
+        """What was lent."""
+        return self._borrow(self._body.lent[number])
+
+
+def pack(value: object, lend: Lend = lambda _: None) -> Body:
+    """A value as bytes, which `unpack` reads in another process. lend: what is to stay where it lies."""
     buffer = io.BytesIO()
     large: list[NDArray[np.uint8]] = []
 
@@ -220,10 +273,12 @@ def pack(value: object) -> Body:
         large.append(np.frombuffer(raw, np.uint8))
         return False
 
-    _Packer(buffer, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=aside).dump(value)
-    return Body(buffer.getvalue(), tuple(large))
+    packer = _Packer(buffer, lend, aside)
+    packer.dump(value)
+    return Body(buffer.getvalue(), tuple(large), tuple(packer.lent))
 
 
-def unpack(body: Body) -> Any:
-    """The value again. What was large in it looks into the body, which it keeps: it is read-only if that is."""
-    return pickle.loads(body.told, buffers=body.large)
+def unpack(body: Body, borrow: Borrow | None = None) -> Any:
+    """The value again. What was large in it looks into the body, which it keeps: it is read-only if that is. borrow:
+    how one looks at what was lent."""
+    return pickle.loads(body.told, buffers=body.large) if borrow is None else _Unpacker(body, borrow).load()

@@ -90,7 +90,7 @@ def _done(line: Channel, job: Job, worker: object) -> Done | Failed:
     """Make a call."""
     try:
         method, args, kwargs = line.unpack(job.body)
-        return Done(job.number, line.pack(method(worker, *args, **kwargs)))
+        return Done(job.number, line.pack(method(worker, *args, **kwargs), keep=job.keep))
     except BaseException as error:
         return _failed(job.number, error)
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -30,7 +30,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from etude.dispatch.config import CrewConfig
 from etude.dispatch.crew import TELL, TICK, Joint, Meeting
-from etude.dispatch.divide import Share
+from etude.dispatch.divide import Share, divide
+from etude.dispatch.held import held, lend
 from etude.dispatch.member import ENDING, Member, ending
 from etude.dispatch.messages import Body, Said, Sent, pack, unpack
 from etude.dispatch.pools import Pool, lacking
@@ -38,8 +39,11 @@ from etude.dispatch.ray_cluster import Cluster
 from etude.dispatch.ray_rank import Here, Rank, machine
 from etude.errors import CrewError
 from etude.observe import LogLevel, format_seconds, get_log
+from etude.protocols import spread_of
 
 __all__ = ["Placed", "RayCrew"]
+
+R = TypeVar("R")
 
 LARGE = 64 * 1024
 """Bytes from which on a value lies in the object store; what is smaller travels with its message."""
@@ -51,9 +55,9 @@ _GROUPS = {"work": 1, "give": 1, "told": 1}
 class Depot:
     """Ray's object store."""
 
-    def put(self, body: Body) -> Sent:
-        """Leave it there, if it is large: on this node, and as long as anybody holds what is returned."""
-        return body if body.size < LARGE else ray.put(body)
+    def put(self, body: Body, *, anyhow: bool = False) -> Sent:
+        """Leave it there, if it is large, or anyhow: on this node, as long as anybody holds what is returned."""
+        return ray.put(body) if anyhow or body.size >= LARGE else body
 
     def take(self, sent: Sent) -> Body:
         """Look at it: in place where it lies on this node, else in a copy that is fetched."""
@@ -144,6 +148,13 @@ class RayCrew(Joint["Actor"]):
         """The nodes that they stand on."""
         return [member.here.node for member in self._members]
 
+    def hold(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """As `call`, and the batch stays with the ranks: what is returned is a `Held`."""
+        division = divide(spread_of(method), args, kwargs, self.ranks, self._share)
+        assert division.cut is not None, "a batch that is held was cut from one"
+        stays: Any = held(*division.cut, self._answers(method, division, keep=True))
+        return stays  # type: ignore[no-any-return]
+
     def close(self) -> None:
         """End every rank, whatever it is at; and Ray, where it was started for this crew."""
         super().close()
@@ -154,7 +165,7 @@ class RayCrew(Joint["Actor"]):
         self._cluster.close()
 
     def _pack(self, value: object) -> Sent:
-        return self._depot.put(pack(value))
+        return self._depot.put(pack(value, lend))
 
     def _unpack(self, sent: Sent) -> Any:
         return unpack(self._depot.take(sent))

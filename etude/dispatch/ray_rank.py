@@ -19,8 +19,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
+from etude.batch import Batch
 from etude.config.env import meet_through
-from etude.dispatch.messages import Ask, Begin, Body, Drop, Job, Sent, pack, unpack
+from etude.dispatch.held import resolved
+from etude.dispatch.messages import Ask, Begin, Body, Drop, Job, Kept, Sent, pack, unpack
 from etude.dispatch.rank import Asked, serve
 
 __all__ = ["Depot", "Here", "Rank", "machine"]
@@ -29,8 +33,8 @@ __all__ = ["Depot", "Here", "Rank", "machine"]
 class Depot(Protocol):
     """Where what is large lies until somebody takes it."""
 
-    def put(self, body: Body) -> Sent:
-        """Leave it there, if it is large; what the other side needs to take it."""
+    def put(self, body: Body, *, anyhow: bool = False) -> Sent:
+        """Leave it there, if it is large, or anyhow; what the other side needs to take it."""
         ...
 
     def take(self, sent: Sent) -> Body:
@@ -60,11 +64,14 @@ class _Outbox:
     def send(self, message: object) -> None:
         self._said.put(message)
 
-    def pack(self, value: object) -> Sent:
-        return self._depot.put(pack(value))
+    def pack(self, value: object, *, keep: bool = False) -> Sent:
+        if not keep:
+            return self._depot.put(pack(value))
+        assert isinstance(value, Batch), "only batches are held"
+        return Kept(self._depot.put(pack(value), anyhow=True), np.diff(value.unit_tokens.cpu().numpy()))
 
     def unpack(self, sent: Sent) -> Any:
-        return unpack(self._depot.take(sent))
+        return unpack(self._depot.take(sent), lambda lent: resolved(lent, self.unpack))
 
     def fetched(self, seconds: float) -> list[object]:
         """All there is; where there is nothing, what comes within so many seconds."""

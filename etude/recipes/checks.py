@@ -208,8 +208,8 @@ def of_agents(run: Run) -> None:
             raise ConfigError(f"`{name}={value}` does nothing where an agent plays: {why}. Leave it out.")
     if run.cluster != "local":
         raise ConfigError(
-            f"`cluster={run.cluster}` puts the engine into another process, and the endpoint that agents call has it in "
-            f"this one so far. Leave `cluster` out."
+            f"`cluster={run.cluster}` puts the engine into another process, and the endpoint that agents call has it "
+            f"in this one so far. Leave `cluster` out."
         )
     if run.ranks > 1:
         raise ConfigError(
