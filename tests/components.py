@@ -14,6 +14,7 @@ COMPONENTS: dict[str, str] = {
     "mlflow": "mlflow",
     "postgres": "pgserver",
     "ray": "ray",
+    "ray-jobs": "aiohttp_cors",
     "tensorboard": "tensorboardX",
     "wandb": "wandb",
 }
