@@ -79,5 +79,5 @@ $(CORE): pyproject.toml constraints.txt $(MADE)
 
 $(DEV): $(CORE)
 	@echo "Installing the tools for testing into $(VENV) ..."
-	$(PIP) --editable '.[dev,agents,lora,postgres,trackers]'
+	$(PIP) --editable '.[dev,agents,lora,postgres,ray,trackers]'
 	@touch $@

@@ -219,6 +219,11 @@ class Crew(Protocol):
         """Call a worker's method on all ranks, divided and joined as the method's `spread` says."""
         ...
 
+    def hold(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """As `call`, of a method that gives a batch, which may stay where it was made: what is returned then stands
+        for it. It has the batch's `split` and can be given to other calls, of this crew or of one beside it."""
+        ...
+
     def close(self) -> None:
         """End every worker, within a bounded time."""
         ...

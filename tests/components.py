@@ -13,6 +13,8 @@ COMPONENTS: dict[str, str] = {
     "lora": "peft",
     "mlflow": "mlflow",
     "postgres": "pgserver",
+    "ray": "ray",
+    "ray-jobs": "aiohttp_cors",
     "tensorboard": "tensorboardX",
     "wandb": "wandb",
 }

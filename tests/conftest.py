@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import Phase, is_hypothesis_test, settings
+
+from tests.rays import joined
 
 # Set before torch is imported, and inherited by the processes that tests start: results then do not depend on how many
 # cores the machine has, and test processes side by side do not fight over them.
@@ -39,3 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             holder, name = type(test.__self__), "settings"
         own = getattr(holder, name)
         setattr(holder, name, settings(own, max_examples=SOAK_FACTOR * own.max_examples))
+
+
+@pytest.fixture(scope="session")
+def a_ray() -> Iterator[None]:
+    """One Ray for every test of this process that wants it."""
+    with joined():
+        yield

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from etude.batch import checks
 from etude.batch.columns import Column, Kind, join, move, pick, ranges
+from etude.batch.cut import cuts
 from etude.errors import BatchError, MissingColumnError, RewardError
 from etude.records import Rollout, Sample
 
@@ -244,15 +245,7 @@ class Batch:
         is a batch of its own. Never through a rollout: a quantity over a rollout is then the same in a micro-batch as
         in the whole.
         """
-        if parts < 1 or by not in ("rollout", "group"):
-            raise BatchError(f"A batch is split into 1 or more parts by `rollout` or `group`; not {parts} by `{by}`.")
-        each = torch.arange(self.rollouts, device=self.device)
-        whole = each if by == "rollout" else torch.unique(self.group, return_inverse=True)[1]
-        tokens = (self.unit_tokens[1:] - self.unit_tokens[:-1]).to(torch.float64) + 1e-3
-        weight = torch.bincount(whole, tokens)
-        part = _even(weight, parts)[whole]
-        order = torch.argsort(whole, stable=True)
-        return [self.select(order[part[order] == p]) for p in range(min(parts, len(weight)))]
+        return [self.select(places) for places in cuts(self.unit_tokens, self.group, parts, by)]
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
@@ -360,24 +353,6 @@ def _told(name: str, records: Sequence[Sample | Rollout]) -> bool:
             f"all of them, or to none."
         )
     return any(there)
-
-
-def _even(weight: Tensor, parts: int) -> Tensor:
-    """[n] → [n]: the part that each unit goes to. Parts are stretches of units, each of at least one.
-
-    A unit that is heavier than a fair share counts as one share, which is what the others have each; then a unit goes
-    where its middle lies on the line of weights.
-    """
-    count = len(weight)
-    part = torch.arange(min(parts, count), device=weight.device)
-    falling = weight.sort(descending=True).values
-    shares = falling.flip(0).cumsum(0).flip(0)[: len(part)] / (len(part) - part)  # if those before have one each
-    weight = weight.clamp(max=shares[falling[: len(part)] <= shares][:1])
-    middle = weight.cumsum(0) - weight / 2
-    first = torch.searchsorted(middle * len(part), weight.sum() * part)
-    # of middles that lie on a border, rounding may put two into one part: no part goes without
-    begin = part + (first - part).cummax(0).values.clamp(0, count - len(part))
-    return torch.searchsorted(begin, torch.arange(count, device=weight.device), right=True) - 1
 
 
 COLUMNS: dict[str, Kind] = {f.name: f.metadata["kind"] for f in fields(Batch) if "kind" in f.metadata}

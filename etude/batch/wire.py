@@ -7,6 +7,7 @@ order, which the header names. A buffer that is cut short or does not add up is 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import struct
@@ -84,11 +85,16 @@ def to_bytes(batch: Batch) -> bytearray:
     return wire
 
 
-def from_bytes(wire: bytearray | memoryview) -> Batch:
-    """The batch in a writable buffer. Its columns look into the buffer, which must outlive them."""
+def from_bytes(wire: bytearray | memoryview, *, shared: bool = False) -> Batch:
+    """The batch in a writable buffer. Its columns look into the buffer, which must outlive them.
+
+    shared: others look into the same buffer, which may then be read-only. Nobody writes to the columns of such a batch:
+    where the system guards the buffer, that would end the process.
+    """
     view = memoryview(wire)
-    if view.readonly:
+    if view.readonly and not shared:
         raise BatchError("This buffer is read-only, and a batch can be written to. Copy it first: `bytearray(buffer)`.")
+    view = _unguarded(view) if view.readonly else view
     if bytes(view[: len(_MAGIC)]) != _MAGIC:
         raise BatchError("This buffer does not hold a batch: it does not begin as `to_bytes` writes it.")
     try:
@@ -126,6 +132,14 @@ def _batch(head: dict[str, Any], columns: memoryview) -> Batch:
         else:
             extra[name] = Column(Kind(kind), found[name], found.get(f"{name}/offsets"))
     return Batch(model=head["model"], part_names=tuple(head["part_names"]), extra=extra, **values)
+
+
+def _unguarded(view: memoryview) -> memoryview:
+    """The same memory, as torch wants it, which knows no read-only tensors."""
+    raw = np.frombuffer(view, np.uint8)
+    block = (ctypes.c_uint8 * raw.size).from_address(raw.ctypes.data)
+    block.kept = raw  # type: ignore[attr-defined]  # for as long as anybody looks into it
+    return memoryview(block).cast("B")
 
 
 def _raw(tensor: Tensor) -> NDArray[np.uint8]:

@@ -6,12 +6,17 @@ import os
 import shlex
 import shutil
 import socket
+import struct
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, cast, get_args
 
 from etude.errors import ConfigError
+
+if sys.platform != "win32":
+    import fcntl
 
 __all__ = [
     "Appointed",
@@ -23,8 +28,11 @@ __all__ = [
     "for_a_program",
     "for_a_runner",
     "for_one_machine",
+    "keep_ray_quiet",
     "key_from",
+    "meet_through",
     "memory_is_chosen",
+    "ray_address",
     "required_components",
     "role",
     "store_address",
@@ -74,6 +82,41 @@ def for_one_machine() -> dict[str, str]:
     unless it says otherwise itself."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     return {"GLOO_SOCKET_IFNAME": loopback, **os.environ}
+
+
+def meet_through(address: str) -> None:
+    """Have the ranks of this process speak through the interface that has this address, unless the environment names
+    one. Where nothing tells which that is, the library that they speak by chooses one by the machine's name."""
+    name = _interface(address)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _interface(address: str) -> str | None:
+    if address.startswith("127."):
+        return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if sys.platform != "linux":
+        return None
+    asked = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                told = fcntl.ioctl(probe.fileno(), asked, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(told[20:24]) == address:
+                    return name
+    return None
+
+
+def ray_address() -> str | None:
+    """The Ray that this process is to join (`RAY_ADDRESS`), if there is one."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def keep_ray_quiet() -> None:
+    """Have Ray report nothing about its use to anybody, and say nothing of answers that nobody waits for. It reads this
+    when it is imported."""
+    for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_IGNORE_UNHANDLED_ERRORS", "1")):
+        os.environ.setdefault(name, value)
 
 
 class Appointed(NamedTuple):

@@ -6,13 +6,13 @@ from typing import Literal
 
 import numpy as np
 
-from etude.batch import Batch
+from etude.batch import Batch, Outline
 from etude.data.balance import balance
 
 __all__ = ["shares"]
 
 
-def shares(batch: Batch, ranks: int, by: Literal["rollout", "group"] = "group") -> list[list[int]]:
+def shares(batch: Batch | Outline, ranks: int, by: Literal["rollout", "group"] = "group") -> list[list[int]]:
     """The places of each rank's rollouts, in order. Where there are fewer groups than ranks, some get none."""
     tokens = np.diff(batch.unit_tokens.cpu().numpy()) + 1.0  # so that those without a token are spread too
     whole = np.arange(batch.rollouts) if by == "rollout" else batch.group.cpu().numpy()

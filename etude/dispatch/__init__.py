@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from etude.config.env import keep_ray_quiet
 from etude.dispatch.config import CrewConfig
 from etude.dispatch.local import LocalCrew
+from etude.errors import MissingPackageError
 
-__all__ = ["CrewConfig", "LocalCrew"]
+if TYPE_CHECKING:
+    from etude.dispatch.crew import Joint
+
+__all__ = ["Carrier", "CrewConfig", "LocalCrew", "crew_of"]
+
+Carrier = Literal["local", "ray"]
+"""What the ranks of a run are: processes of this machine, or actors of Ray's."""
+
+
+def crew_of(carrier: Carrier) -> Callable[..., Joint[Any]]:
+    """What starts a crew of several ranks there."""
+    if carrier == "local":
+        from etude.dispatch.processes import ProcessCrew
+
+        return ProcessCrew
+    keep_ray_quiet()
+    try:
+        from etude.dispatch.ray_crew import RayCrew
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"cluster=ray needs the package ray, which cannot be imported here ({error}). Install it with: "
+            f"pip install 'etude[ray]'"
+        ) from error
+    return RayCrew

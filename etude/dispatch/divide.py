@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from etude.batch import Batch
+from etude.batch import Batch, Outline
+from etude.dispatch.held import Held
 from etude.observe import Metrics
 from etude.protocols import Gather, Split, Spread
 
 __all__ = ["Division", "Share", "divide"]
 
-Share = Callable[[Batch, int, Literal["rollout", "group"]], Sequence[Sequence[int]]]
+Share = Callable[[Batch | Outline, int, Literal["rollout", "group"]], Sequence[Sequence[int]]]
 """Which rollouts of a batch each of so many ranks gets, by whole rollouts or whole groups; each one's in order."""
 
 
@@ -29,7 +30,7 @@ class Division:
     gather: Gather
     arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
     """One for each rank; where all get the same, one for all."""
-    cut: tuple[Batch, Sequence[Sequence[int]]] | None = None
+    cut: tuple[Batch | Held, Sequence[Sequence[int]]] | None = None
     """The one batch that was cut, and which of its rollouts went where."""
     repeats: int = 1
     """How many ranks in a row were given the same share."""
@@ -51,7 +52,8 @@ class Division:
         order = [place for share in places for place in share]
         joined = Batch.concat([each for each in told if each.rollouts] or told[:1])
         back = sorted(range(len(order)), key=order.__getitem__)
-        return joined.select(back).replace(group=batch.group)
+        group = batch.group if isinstance(batch, Batch) else batch.outline.group
+        return joined.select(back).replace(group=group)
 
 
 def divide(
@@ -63,14 +65,14 @@ def divide(
         return Division(spread.gather, [(args, kwargs)])
     holders = ranks // repeats
     by: Literal["rollout", "group"] = "rollout" if spread.split is Split.ROLLOUTS else "group"
-    cuts: list[tuple[Batch, Sequence[Sequence[int]]]] = []
+    cuts: list[tuple[Batch | Held, Sequence[Sequence[int]]]] = []
 
     def parts(value: Any) -> list[Any]:
-        if isinstance(value, Batch):
-            places = share(value, holders, by)
+        if isinstance(value, Batch | Held):
+            places = share(value.outline if isinstance(value, Held) else value, holders, by)
             cuts.append((value, places))
             return [value.select(each) for each in places]
-        if isinstance(value, list | tuple) and any(isinstance(each, Batch) for each in value):
+        if isinstance(value, list | tuple) and any(isinstance(each, Batch | Held) for each in value):
             return [list(each) for each in zip(*(parts(each) for each in value), strict=True)]
         return [value] * holders
 

@@ -29,6 +29,10 @@ class LocalCrew:
         answer = method(self._worker, *args, **kwargs)
         return [answer] if gather is Gather.ALL else answer  # type: ignore[return-value]
 
+    def hold(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """As `call`: what stays here is here."""
+        return self.call(method, *args, **kwargs)
+
     def close(self) -> None:
         """Let the worker go."""
         self._worker = None

@@ -13,14 +13,62 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from etude.batch import Batch
 from etude.batch.wire import from_bytes, to_bytes
 from etude.errors import EtudeError
 from etude.observe import LogLevel, Metrics
 
-__all__ = ["Ask", "At", "Beat", "Begin", "Begun", "Done", "Drop", "Failed", "Job", "Line", "Said", "pack", "unpack"]
+__all__ = [
+    *("Ask", "At", "Beat", "Begin", "Begun", "Body", "Channel", "Done", "Drop", "Failed", "Job", "Kept"),
+    *("Lent", "Line", "Said", "Sent", "pack", "unpack"),
+]
+
+SMALL = 4096
+"""Bytes of one value that are not worth a place of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A value as bytes: what is small in `told`, and beside it what is large, each as it lay in memory."""
+
+    told: bytes
+    large: tuple[NDArray[np.uint8], ...] = ()
+    lent: tuple[Lent, ...] = ()
+    """What stays where it lies, and is to be looked at there."""
+
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+        return len(self.told) + sum(each.nbytes for each in self.large)
+
+
+Sent = Any
+"""A `Body`, or where one lies: what a `Channel` makes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A batch that stays where it lies."""
+
+    pieces: tuple[Sent, ...]
+    places: NDArray[np.int64]
+    """[U, 2]: the piece that each rollout is in, and which one of it."""
+    group: NDArray[np.int64]
+    """[U]: the group of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """From a rank, in place of a batch that stays there."""
+
+    sent: Sent
+    tokens_of: NDArray[np.int64]
+    """[U]: the tokens of each rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +77,19 @@ class Begin:
 
     rank: int
     ranks: int
+    host: str
     port: int
+    """Where the ranks meet."""
     listener: int | None
     """The descriptor that the ranks' meeting point listens at, for the rank that keeps it."""
     threads: int
     device: str
+    gpu: int
+    """Which of the GPUs that it sees is its own, where it computes on one."""
     timeout: float
     beat: float
     level: LogLevel
-    body: bytes
+    body: Sent
     """A function and its arguments."""
 
 
@@ -46,8 +98,10 @@ class Job:
     """To a rank: make this call, after those before it."""
 
     number: int
-    body: bytes
+    body: Sent
     """A method of the worker's, its arguments, and those by name."""
+    keep: bool = False
+    """Whether the batch that comes of it is to stay there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +109,7 @@ class Ask:
     """To a rank: answer this beside everything else, by a coroutine method."""
 
     number: int
-    body: bytes
+    body: Sent
     """The method and its arguments."""
 
 
@@ -83,7 +137,7 @@ class Done:
     """From a rank: what came of a call."""
 
     number: int
-    body: bytes
+    body: Sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +167,26 @@ class Said:
     text: str
 
 
+Lend = Callable[[object], Lent | None]
+Borrow = Callable[[Lent], Any]
+
+
+class Channel(Protocol):
+    """How a rank answers: what it says, and what a call brought or is to take back."""
+
+    def send(self, message: object) -> None:
+        """Send it; any thread may."""
+        ...
+
+    def pack(self, value: object, *, keep: bool = False) -> Sent:
+        """A value, as an answer carries it; or a batch that is kept, as it is told of."""
+        ...
+
+    def unpack(self, sent: Sent) -> Any:
+        """The value that a call carried."""
+        ...
+
+
 class Line:
     """One end of the pipe: any thread sends, one receives."""
 
@@ -138,22 +212,73 @@ class Line:
         """Let go of it."""
         self._connection.close()
 
+    def pack(self, value: object, *, keep: bool = False) -> Body:
+        """A value, as it goes through the pipe."""
+        assert not keep, "what a process keeps, no other can look at"
+        return pack(value)
+
+    def unpack(self, sent: Body) -> Any:
+        """What came through the pipe."""
+        return unpack(sent)
+
 
 class _Packer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, lend: Lend, aside: Callable[[pickle.PickleBuffer], bool]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=aside)
+        self._lend = lend
+        self.lent: list[Lent] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        """What is lent is told by its number."""
+        lent = self._lend(value)
+        if lent is None:
+            return None
+        self.lent.append(lent)
+        return len(self.lent) - 1
+
     def reducer_override(self, value: Any) -> Any:
         """Batches and metrics have wires of their own."""
         if isinstance(value, Batch):
-            return from_bytes, (to_bytes(value),)
+            return _batch, (pickle.PickleBuffer(to_bytes(value)),)
         if isinstance(value, Metrics):
             return Metrics.from_wire, (value.to_wire(),)
         return NotImplemented
 
 
-def pack(value: object) -> bytes:
-    """A value as bytes, which `unpack` reads in another process."""
+def _batch(wire: Any) -> Batch:
+    """The batch, which looks into the buffer that it came in."""
+    view = memoryview(wire)
+    return from_bytes(view, shared=view.readonly)
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, body: Body, borrow: Borrow) -> None:
+        super().__init__(io.BytesIO(body.told), buffers=body.large)
+        self._body, self._borrow = body, borrow
+
+    def persistent_load(self, number: Any) -> Any:
+        """What was lent."""
+        return self._borrow(self._body.lent[number])
+
+
+def pack(value: object, lend: Lend = lambda _: None) -> Body:
+    """A value as bytes, which `unpack` reads in another process. lend: what is to stay where it lies."""
     buffer = io.BytesIO()
-    _Packer(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    return buffer.getvalue()
+    large: list[NDArray[np.uint8]] = []
+
+    def aside(found: pickle.PickleBuffer) -> bool:
+        raw = found.raw()
+        if raw.nbytes < SMALL:
+            return True
+        large.append(np.frombuffer(raw, np.uint8))
+        return False
+
+    packer = _Packer(buffer, lend, aside)
+    packer.dump(value)
+    return Body(buffer.getvalue(), tuple(large), tuple(packer.lent))
 
 
-unpack: Callable[[bytes], Any] = pickle.loads
+def unpack(body: Body, borrow: Borrow | None = None) -> Any:
+    """The value again. What was large in it looks into the body, which it keeps: it is read-only if that is. borrow:
+    how one looks at what was lent."""
+    return pickle.loads(body.told, buffers=body.large) if borrow is None else _Unpacker(body, borrow).load()

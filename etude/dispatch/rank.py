@@ -30,11 +30,24 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from etude.config.secrets import mask_text
-from etude.dispatch.messages import Ask, At, Beat, Begin, Begun, Done, Drop, Failed, Job, Line, Said, pack, unpack
+from etude.dispatch.messages import (
+    Ask,
+    At,
+    Beat,
+    Begin,
+    Begun,
+    Channel,
+    Done,
+    Drop,
+    Failed,
+    Job,
+    Line,
+    Said,
+)
 from etude.errors import ConfigError, EtudeError
 from etude.observe import configure, get_log
 
-__all__ = ["main"]
+__all__ = ["Asked", "main", "serve"]
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -46,52 +59,56 @@ def main(descriptor: int) -> None:
     assert isinstance(begin, Begin), "the pipe ended before it began"
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_beat, args=(line, begin.beat), daemon=True).start()
+    jobs: SimpleQueue[Job] = SimpleQueue()
+    asked = Asked(line)
+    threading.Thread(target=_listen, args=(line, jobs, asked), daemon=True).start()
+    serve(line, begin, jobs, asked)
+
+
+def serve(line: Channel, begin: Begin, jobs: SimpleQueue[Job], asked: Asked) -> None:
+    """Meet the other ranks, make the worker, and make calls on it, for ever."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # where it stands, to its log, when the controller has waited too long
     configure(begin.level, "rank", begin.rank, mask=mask_text)
     logging.getLogger("etude").addHandler(_Forward(line))
-    threading.Thread(target=_beat, args=(line, begin.beat), daemon=True).start()
-    jobs: SimpleQueue[Job] = SimpleQueue()
-    asked = _Asked(line)
-    threading.Thread(target=_listen, args=(line, jobs, asked), daemon=True).start()
     try:
         line.send(At("meeting the other ranks"))
         _meet(begin)
         line.send(At("building its worker"))
-        make, *args = unpack(begin.body)
+        make, *args = line.unpack(begin.body)
         worker = asked.worker = make(*args)
     except BaseException as error:
         line.send(_failed(0, error))
         threading.Event().wait()  # until the crew, which knows why, ends this process
-    line.send(Done(0, b""))
+    line.send(Done(0, line.pack(None)))
     while True:
-        job = jobs.get()
-        line.send(_done(job, worker))
+        line.send(_done(line, jobs.get(), worker))
 
 
-def _done(job: Job, worker: object) -> Done | Failed:
+def _done(line: Channel, job: Job, worker: object) -> Done | Failed:
     """Make a call."""
     try:
-        method, args, kwargs = unpack(job.body)
-        return Done(job.number, pack(method(worker, *args, **kwargs)))
+        method, args, kwargs = line.unpack(job.body)
+        return Done(job.number, line.pack(method(worker, *args, **kwargs), keep=job.keep))
     except BaseException as error:
         return _failed(job.number, error)
 
 
 def _meet(begin: Begin) -> None:
-    """Join the group of all ranks, on this machine."""
+    """Join the group of all ranks."""
     torch.set_num_threads(begin.threads)
     if begin.device == "cuda":
         there = torch.cuda.device_count()
-        if there < begin.ranks:
+        if there <= begin.gpu:
             raise ConfigError(
                 f"{begin.ranks} ranks need {begin.ranks} GPUs, one each, and there are {there}. Lower `ranks`, or make "
                 f"more of them visible."
             )
-        torch.cuda.set_device(begin.rank)
+        torch.cuda.set_device(begin.gpu)
     bound = timedelta(seconds=begin.timeout)
     store = TCPStore(
-        "127.0.0.1",
+        begin.host,
         begin.port,
         begin.ranks,
         is_master=begin.listener is not None,
@@ -109,7 +126,7 @@ def _beat(line: Line, every: float) -> None:
         time.sleep(every)
 
 
-def _listen(line: Line, jobs: SimpleQueue[Job], asked: _Asked) -> None:
+def _listen(line: Line, jobs: SimpleQueue[Job], asked: Asked) -> None:
     """Take what comes while there is somebody to send it."""
     while (message := line.receive()) is not None:
         if isinstance(message, Job):
@@ -119,10 +136,10 @@ def _listen(line: Line, jobs: SimpleQueue[Job], asked: _Asked) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-class _Asked:
+class Asked:
     """Questions to coroutine methods of the worker's, on an event loop in a thread of its own."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Channel) -> None:
         self._line = line
         self.worker: object | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -145,9 +162,9 @@ class _Asked:
 
     async def _answer(self, asked: Ask) -> None:
         try:
-            method, *args = unpack(asked.body)
+            method, *args = self._line.unpack(asked.body)
             answer = await method(self.worker, *args, begun=lambda: self._line.send(Begun(asked.number)))
-            self._line.send(Done(asked.number, pack(answer)))
+            self._line.send(Done(asked.number, self._line.pack(answer)))
         except Exception as error:
             self._line.send(_failed(asked.number, error))
         finally:
@@ -157,7 +174,7 @@ class _Asked:
 class _Forward(logging.Handler):
     """Has the controller say what is worth a warning. Tracebacks stay in the rank's own log."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Channel) -> None:
         super().__init__(logging.WARNING)
         self._line = line
 

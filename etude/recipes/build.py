@@ -215,8 +215,8 @@ def given(run: Run, files: Sequence[str]) -> Dataset:
 
 
 def _crew(run: Run, chat: Chat, directory: Path, stack: ExitStack) -> tuple[Crew, Engine]:
-    """Whoever trains and samples: here, or in as many processes as there are to be ranks."""
-    if run.ranks == 1:
+    """Whoever trains and samples: here, or in as many processes or Ray actors as there are to be ranks."""
+    if run.ranks == 1 and run.cluster == "local":
         worker, engine = _rank(run, chat)
         stack.enter_context(closing(engine))
         return stack.enter_context(closing(LocalCrew(worker))), engine

@@ -125,19 +125,8 @@ def of_ranks(run: Recipe, groups: int, told_by: str) -> list[str]:
     """What more ranks than one may not be good for. groups: how many a step has, as an option tells."""
     if run.ranks == 1:
         alone = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
-        return [alone] if run.crew != CrewConfig() else []
-    told: list[str] = []
-    cores, threads = os.cpu_count() or 1, threads_of(run)
-    if run.ranks > MOST_RANKS * cores:
-        raise ConfigError(
-            f"`ranks={run.ranks}` are {run.ranks} processes, each with the whole model, and this machine has {cores} "
-            f"processors: nothing would move. Lower it."
-        )
-    if run.ranks * threads > cores:
-        told.append(
-            f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has {cores}: "
-            f"they will get in each other's way. Lower `ranks` or `threads`."
-        )
+        return [alone] if run.crew != CrewConfig() and run.cluster == "local" else []
+    told = _crowded(run) if run.cluster == "local" else []
     holders = run.ranks // run.mesh.size
     if groups < holders:
         one, there = (
@@ -150,6 +139,22 @@ def of_ranks(run: Recipe, groups: int, told_by: str) -> list[str]:
             f"`ranks`, or raise `{told_by}`."
         )
     return told
+
+
+def _crowded(run: Recipe) -> list[str]:
+    """Refuse more ranks than this machine can move, and say if they are in each other's way."""
+    cores, threads = os.cpu_count() or 1, threads_of(run)
+    if run.ranks > MOST_RANKS * cores:
+        raise ConfigError(
+            f"`ranks={run.ranks}` are {run.ranks} processes, each with the whole model, and this machine has {cores} "
+            f"processors: nothing would move. Lower it."
+        )
+    if run.ranks * threads > cores:
+        return [
+            f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has {cores}: "
+            f"they will get in each other's way. Lower `ranks` or `threads`."
+        ]
+    return []
 
 
 def _idle_options(run: Run) -> list[str]:
@@ -207,6 +212,11 @@ def of_agents(run: Run) -> None:
         room, _, option = name.partition(".")
         if value != type(getattr(run, room)).model_fields[option].default:
             raise ConfigError(f"`{name}={value}` does nothing where an agent plays: {why}. Leave it out.")
+    if run.cluster != "local":
+        raise ConfigError(
+            f"`cluster={run.cluster}` puts the engine into another process, and the endpoint that agents call has it "
+            f"in this one so far. Leave `cluster` out."
+        )
     if run.ranks > 1:
         raise ConfigError(
             f"`ranks={run.ranks}` have an engine each, and the endpoint that agents call has one: agents are trained "

@@ -25,7 +25,7 @@ def device_of(run: Recipe) -> torch.device:
             "`device=cuda` asks for a GPU, and this torch reaches none: `etude doctor` says why. Or leave `device` out "
             "and compute on the processor."
         )
-    if run.ranks > there:
+    if run.ranks > there and run.cluster == "local":
         raise ConfigError(
             f"`ranks={run.ranks}` want a GPU each, and torch sees {there}. Lower `ranks`, make more of them visible, "
             f"or compute on the processor with `device=cpu`."

@@ -35,7 +35,7 @@ class Engine(Generate, Protocol):
 
 @dataclass
 class Learners:
-    """The trained roles, as the loop speaks to them: one policy."""
+    """The trained roles, as the loop speaks to them: one policy. What they make of a batch may stay with them."""
 
     crew: Crew
     columns: frozenset[str]
@@ -50,11 +50,11 @@ class Learners:
     def annotate(self, batch: Batch) -> Batch:
         """The batch with what the run's algorithms declared they need of the model. Work on a batch begins with it."""
         self.make_room()
-        return self.crew.call(PolicyWorker.annotate, batch, self.columns) if self.columns else batch
+        return self.crew.hold(PolicyWorker.annotate, batch, self.columns) if self.columns else batch
 
     def estimate(self, batch: Batch, step: int) -> Batch:
         """The batch with corrections and advantages."""
-        return self.crew.call(PolicyWorker.estimate, batch, step)
+        return self.crew.hold(PolicyWorker.estimate, batch, step)
 
     def update(self, batch: Batch) -> Metrics:
         """Every optimizer step that this batch is good for."""
@@ -200,7 +200,8 @@ class Parts:
         return self.learners.crew.call(PolicyWorker.publish, version)
 
     def measure(self, groups: Groups, batch: Batch) -> Metrics:
-        """What is seen of a step's rollouts, of the engine that drew them, and of the device."""
+        """What is seen of a step's rollouts, of the engine that drew them, and of the device. batch: as it was
+        collated, since what was made of it may lie elsewhere."""
         prompts, answers = _lengths(groups.samples)
         rewards = batch.need("metric").tolist()
         metrics = Metrics(

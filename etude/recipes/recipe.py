@@ -15,7 +15,7 @@ from etude.chat import ChatConfig
 from etude.checkpoint import CheckpointConfig
 from etude.config import Config
 from etude.data import Files
-from etude.dispatch import CrewConfig
+from etude.dispatch import Carrier, CrewConfig
 from etude.errors import ConfigError
 from etude.models import Head, Lora
 from etude.observe import Observe
@@ -79,6 +79,11 @@ class Recipe(Config):
     seed: int = Field(0, ge=0, lt=2**63, description="what all chance in the run is derived from")
     ranks: int = Field(1, ge=1, description="processes that share the work, each with the whole model")
     mesh: MeshConfig = Field(MeshConfig(), description="how many ranks work on the same rollouts, and divide that how")
+    cluster: Carrier = Field(
+        "local",
+        description="where ranks are: local is processes of this machine; ray is actors, one each, of the Ray that "
+        "RAY_ADDRESS names, or of one that is started here and ends with the run",
+    )
     crew: CrewConfig = Field(CrewConfig(), description="how long they may be silent, and wait for each other")
     threads: int | None = Field(
         None, ge=1, description="CPU threads that compute in each process; null shares out what torch would take"

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from etude.data.share import shares
-from etude.dispatch.processes import ProcessCrew
+from etude.dispatch import crew_of
+from etude.dispatch.crew import Joint
 from etude.observe import Metrics
 from etude.protocols import Ids
 from etude.recipes.checks import threads_of
@@ -27,9 +28,9 @@ __all__ = ["Replicas", "start"]
 R = TypeVar("R", bound=Recipe)
 
 
-def start(rank: Callable[[R], object], run: R, logs: Path) -> ProcessCrew:
+def start(rank: Callable[[R], object], run: R, logs: Path) -> Joint[Any]:
     """Start the ranks of a run, and wait until each has made its worker."""
-    return ProcessCrew(
+    return crew_of(run.cluster)(
         rank,
         run,
         ranks=run.ranks,
@@ -46,7 +47,7 @@ def start(rank: Callable[[R], object], run: R, logs: Path) -> ProcessCrew:
 class Replicas(Router):
     """The engines of all ranks."""
 
-    def __init__(self, crew: ProcessCrew) -> None:
+    def __init__(self, crew: Joint[Any]) -> None:
         super().__init__([_Replica(crew, rank) for rank in range(crew.ranks)])
         self._crew = crew
 
@@ -58,7 +59,7 @@ class Replicas(Router):
 class _Replica:
     """The engine of one rank."""
 
-    def __init__(self, crew: ProcessCrew, rank: int) -> None:
+    def __init__(self, crew: Joint[Any], rank: int) -> None:
         self._crew, self._rank = crew, rank
 
     async def generate(

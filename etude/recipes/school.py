@@ -144,7 +144,8 @@ def _read(run: Supervised, name: str, files: Sequence[str], chat: Chat, context:
 def _crew(run: Supervised, chat: Chat, steps: int, directory: Path) -> Crew:
     """Whoever learns: here, or in as many processes as there are to be ranks, in so many steps."""
     run = run.model_copy(update={"steps": steps, "epochs": None})
-    return LocalCrew(_worker(run, chat)) if run.ranks == 1 else start(rank, run, directory / folder.RANKS)
+    here = run.ranks == 1 and run.cluster == "local"
+    return LocalCrew(_worker(run, chat)) if here else start(rank, run, directory / folder.RANKS)
 
 
 def rank(run: Supervised) -> PupilWorker:

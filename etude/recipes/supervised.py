@@ -24,7 +24,8 @@ __all__ = ["FREE", "Supervised", "Validation"]
 
 FREE = (
     *("steps", "epochs", "directory", "observe", "evaluate", "data.val", "checkpoint", "train.micro_tokens"),
-    *("train.activation_checkpointing", "train.compile", "train.offload", "ranks", "mesh", "device", "crew.silence"),
+    *("train.activation_checkpointing", "train.compile", "train.offload", "ranks", "mesh", "cluster", "device"),
+    "crew.silence",
     "crew.timeout",
 )
 """Options that a resumed run may change: how long it is, what is measured, kept and shown, how much memory is used, and

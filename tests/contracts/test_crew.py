@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from etude.data.share import shares
-from etude.dispatch import CrewConfig, LocalCrew
-from etude.dispatch.processes import ProcessCrew
+from etude.dispatch import CrewConfig, LocalCrew, crew_of
 from etude.errors import TrainingError
 from etude.protocols import Crew
 from tests.batches import random_batch, same, with_extras
 from tests.dispatch.workers import Clerk, counted
 
-RANKS = {"local": 1, "processes": 2}
+RANKS = {"local": 1, "processes": 2, "ray": 2}
+
+PATIENT = CrewConfig(timeout=240, silence=120)
 
 
 @pytest.fixture(scope="module", params=sorted(RANKS))
@@ -24,9 +25,11 @@ def crew(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param == "local":
         yield LocalCrew(counted())
         return
+    if request.param == "ray":
+        request.getfixturevalue("a_ray")
+    start = crew_of("ray" if request.param == "ray" else "local")
     logs = tmp_path_factory.mktemp("ranks")
-    made = ProcessCrew(counted, ranks=RANKS[request.param], share=shares, logs=logs, config=CrewConfig(timeout=120))
-    with closing(made):
+    with closing(start(counted, ranks=RANKS[request.param], share=shares, logs=logs, config=PATIENT)) as made:
         yield made
 
 

@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 
 from etude.data.share import shares
-from etude.dispatch import CrewConfig, processes
-from etude.dispatch.processes import GRACE, LONGEST, TIMES, ProcessCrew
+from etude.dispatch import CrewConfig
+from etude.dispatch import crew as joint
+from etude.dispatch.crew import GRACE, LONGEST, TIMES
+from etude.dispatch.processes import ProcessCrew
 from etude.errors import ConfigError, CrewError, TrainingError
 from tests.dispatch.workers import Clerk, counted, refusing, stopping
 from tests.processes import gone
@@ -176,7 +178,7 @@ def test_a_rank_that_breathes_and_never_ends_a_call_that_another_has_ended_is_na
 @pytest.mark.soak
 def test_a_call_that_hangs_in_every_rank_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert LONGEST == 6 * 3600 and TIMES == 10, "as docs/processes.md says"
-    monkeypatch.setattr(processes, "LONGEST", 3.0)
+    monkeypatch.setattr(joint, "LONGEST", 3.0)
     crew = crew_of(tmp_path)
     crew._config = CrewConfig(timeout=0.1)
     told, seconds = failing(crew, Clerk.hang, 0, 1)

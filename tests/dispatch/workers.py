@@ -120,6 +120,12 @@ class Clerk:
             time.sleep(600)
 
     @spread()
+    def stop_here(self) -> None:
+        """Wait for a debugger, on the first rank."""
+        if self.rank == 0:
+            breakpoint()
+
+    @spread()
     def late(self, rank: int) -> None:
         """The others wait in an exchange for one that never comes."""
         if self.rank == rank:
@@ -165,3 +171,32 @@ def stopping(rank: int) -> Clerk:
 def counted() -> Clerk:
     """One that has counted already."""
     return Clerk(10)
+
+
+WIDE = 4096
+
+
+class Maker:
+    """Makes batches that are too large to be carried about, and looks at them."""
+
+    @spread(Split.GROUPS, Gather.CONCAT)
+    def widen(self, batch: Batch) -> Batch:
+        """The batch with many numbers for each token: the token itself, and those after it."""
+        return batch.replace(teacher_topk_ids=batch.ids.long()[:, None] + torch.arange(WIDE))
+
+    @spread(Split.ROLLOUTS, Gather.METRICS)
+    def weigh(self, parts: list[Batch]) -> Metrics:
+        """What all numbers add up to, how many there are, and how many bytes of address space they took."""
+        metrics = Metrics()
+        for part in parts:
+            wide = part.need("teacher_topk_ids")
+            metrics.merge({"sum": Sum.of(float(wide.sum())), "bytes": Sum.of(wide.nbytes), "parts": Sum.of(1)})
+        return metrics
+
+    @spread(Split.GROUPS, Gather.CONCAT)
+    def narrow(self, batch: Batch) -> Batch:
+        """The batch without them, each reward the sum of what is left out."""
+        wide = batch.need("teacher_topk_ids").double().sum(1)
+        units = torch.repeat_interleave(torch.arange(batch.rollouts), batch.unit_tokens.diff())
+        reward = torch.zeros(batch.rollouts, dtype=torch.float64).index_add(0, units, wide)
+        return batch.replace(teacher_topk_ids=None, reward=reward)

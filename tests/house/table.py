@@ -99,7 +99,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     ),
     "transformers": ("models",),
     "peft": ("models/lora.py",),
-    "ray": ("dispatch/ray_crew.py",),
+    "ray": ("dispatch/ray_crew.py", "dispatch/ray_cluster.py"),
     "megatron": ("train/megatron.py",),
     "sqlalchemy": ("store/sql.py",),
     "fastapi": ("store/server.py", "agents/proxy/app.py", "dashboard"),

@@ -1,0 +1,84 @@
+"""A batch that stays where it was computed.
+
+A controller that hands a batch from one call to the next need not have its tokens: it holds an outline, which says how
+long each rollout is, and where the rest lies. Ranks that are called with it look at what lies there.
+
+    held = crew.hold(Worker.annotate, batch)      # [0 1 2 3 4 5]  ──►  rank 0: [0 3 4]   rank 1: [1 2 5]
+    crew.call(Worker.update, held.split(2))       # [0 1 2] and [3 4 5], each shared out anew
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.batch import Batch, Outline
+from etude.dispatch.messages import Kept, Lent, Sent
+
+__all__ = ["Held", "held", "lend", "resolved"]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What the controller has of a batch."""
+
+    outline: Outline
+    parts: tuple[Sent, ...]
+    """Where the pieces lie that ranks have answered."""
+    places: NDArray[np.int64]
+    """[U, 2]: the piece that each rollout is in, and which one of it."""
+
+    @property
+    def rollouts(self) -> int:
+        """How many there are."""
+        return self.outline.rollouts
+
+    @property
+    def tokens(self) -> int:
+        """How many there are, context included."""
+        return self.outline.tokens
+
+    def select(self, rollouts: Sequence[int]) -> Held:
+        """These rollouts, in this order."""
+        return Held(self.outline.select(rollouts), self.parts, self.places[np.asarray(rollouts, np.int64)])
+
+    def split(self, parts: int, by: str = "rollout") -> list[Held]:
+        """So many parts, of the very rollouts that `Batch.split` would put into each."""
+        return [self.select(each.tolist()) for each in self.outline.cut(parts, by)]
+
+    def lent(self) -> Lent:
+        """What a rank needs to look at it: the pieces that it has rollouts in."""
+        used, part = np.unique(self.places[:, 0], return_inverse=True)
+        pieces = tuple(self.parts[int(each)] for each in used) or self.parts[:1]
+        return Lent(pieces, np.stack([part, self.places[:, 1]], axis=1), self.outline.group.numpy())
+
+
+def lend(value: object) -> Lent | None:
+    """A batch that is held is lent, and nothing else."""
+    return value.lent() if isinstance(value, Held) else None
+
+
+def held(batch: Batch | Held, shares: Sequence[Sequence[int]], kept: Sequence[Kept]) -> Held:
+    """What ranks have answered to the shares of a batch, in its order."""
+    places = np.zeros((batch.rollouts, 2), np.int64)
+    tokens = np.zeros(batch.rollouts, np.int64)
+    for rank, (share, piece) in enumerate(zip(shares, kept, strict=True)):
+        places[share, 0], places[share, 1] = rank, np.arange(len(share))
+        tokens[share] = piece.tokens_of
+    group = batch.group if isinstance(batch, Batch) else batch.outline.group
+    return Held(Outline.told(tokens, group), tuple(piece.sent for piece in kept), places)
+
+
+def resolved(lent: Lent, take: Callable[[Sent], Any]) -> Batch:
+    """The batch, for a rank that was called with it. One that is a whole piece is not copied."""
+    pieces: list[Batch] = [take(piece) for piece in lent.pieces]
+    starts = np.cumsum([0, *(piece.rollouts for piece in pieces)])
+    order = starts[lent.places[:, 0]] + lent.places[:, 1]
+    whole = pieces[0] if len(pieces) == 1 else Batch.concat([piece for piece in pieces if piece.rollouts] or pieces[:1])
+    if not np.array_equal(order, np.arange(whole.rollouts)):
+        whole = whole.select(order.tolist())
+    return whole.replace(group=whole.group.new_tensor(lent.group)) if whole.rollouts else whole

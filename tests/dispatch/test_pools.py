@@ -1,0 +1,37 @@
+"""Pools of places: who shares them, and what a cluster has too little of."""
+
+from __future__ import annotations
+
+import pytest
+
+from etude.dispatch.pools import Pool, lacking
+from etude.errors import ConfigError
+
+
+def test_roles_that_share_a_place_get_a_part_of_it_each() -> None:
+    pool = Pool(("policy", "critic"), ranks=4, cpus=3, gpus=1)
+    assert pool.place == {"CPU": 3, "GPU": 1}
+    assert pool.share("policy") == pool.share("critic") == {"CPU": 1.5, "GPU": 0.5}
+    assert Pool(("policy",), 2, 1).share("policy") == {"CPU": 1}
+
+
+def test_what_is_lacking_is_told_by_its_numbers() -> None:
+    pool = Pool(("policy",), ranks=3, cpus=2, gpus=1)
+    assert lacking(pool, {"CPU": 8, "GPU": 3}, {"CPU": 6, "GPU": 3}) is None
+    told = lacking(pool, {"CPU": 8.0}, {"CPU": 5.5, "memory": 1e9})
+    assert told == (
+        "CPU: 3 × 2 are asked for, the cluster has 8, of which 5.5 are free; "
+        "GPU: 3 × 1 are asked for, the cluster has 0, of which 0 are free."
+    )
+
+
+def test_a_pool_that_nobody_can_stand_in_is_refused() -> None:
+    for roles, ranks, sentence in (
+        ((), 1, "shared by one role or several"),
+        (("policy", "policy"), 1, "each named once"),
+        (("policy",), 0, "a place for each rank, and 0 were asked for"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            Pool(roles, ranks, 1)
+    with pytest.raises(ConfigError, match="`judge` has no place in a pool of policy"):
+        Pool(("policy",), 1, 1).share("judge")

@@ -1,0 +1,194 @@
+"""A crew of Ray actors: where its ranks stand, what stays with them, and whatever can befall one."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from etude.batch import Batch
+from etude.data.share import shares
+from etude.dispatch import CrewConfig, crew_of
+from etude.dispatch.pools import Pool
+from etude.errors import ConfigError, CrewError, TrainingError
+from tests.batches import random_batch, same
+from tests.dispatch.workers import WIDE, Clerk, Maker, counted, refusing
+from tests.processes import gone
+
+if TYPE_CHECKING:
+    from etude.dispatch.ray_crew import RayCrew
+
+pytestmark = pytest.mark.usefixtures("a_ray")
+
+SILENCE = 5.0
+SLOW = 120.0
+"""Seconds within which Ray starts an actor on a machine that has much else to do."""
+
+
+def ray_crew(logs: Path, make: Callable[..., object] = counted, *args: Any, ranks: int = 2, **more: Any) -> RayCrew:
+    config = CrewConfig(silence=more.pop("silence", SLOW), timeout=more.pop("timeout", 2 * SLOW))
+    made: RayCrew = crew_of("ray")(make, *args, ranks=ranks, share=shares, logs=logs, config=config, **more)  # type: ignore[assignment]
+    return made
+
+
+@pytest.fixture(scope="module")
+def crew(a_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCrew]:
+    """One that is treated well."""
+    with closing(ray_crew(tmp_path_factory.mktemp("ranks"), Maker)) as made:
+        yield made
+
+
+# -- what stays with the ranks ----------------------------------------------------------------------------------------
+
+
+def heap() -> int:
+    """Bytes of this process's own memory, without what it shares with others."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+
+def wide(batch: Batch) -> Batch:
+    return Maker().widen(batch)
+
+
+def test_what_one_rank_makes_and_another_reads_does_not_pass_through_the_controller(
+    crew: RayCrew, tmp_path: Path
+) -> None:
+    """Tens of megabytes, from rank to rank and on to another crew that shares its places out anew."""
+    batch = random_batch(0, (40, 30, 30))
+    size = batch.tokens * WIDE * 8
+    assert size > 2e7
+    wanted = float(batch.ids.double().sum() * WIDE + batch.tokens * WIDE * (WIDE - 1) / 2)
+    with closing(ray_crew(tmp_path, Maker, ranks=1, role="reader")) as reader:
+        crew.hold(Maker.widen, batch.select([0]))  # whatever is loaded at the first time
+        tracemalloc.start()
+        before = heap()
+        held = crew.hold(Maker.widen, batch)
+        assert (held.tokens, held.rollouts) == (batch.tokens, batch.rollouts)
+        seen = [each.call(Maker.weigh, held.split(3)).reduce() for each in (crew, reader)]
+        grown, (_, peak) = heap() - before, tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert [(told["sum"], told["bytes"]) for told in seen] == [(wanted, size)] * 2
+    assert peak < 2e6 and grown < size / 4, (peak, grown, size)
+
+
+def test_a_batch_that_is_held_is_the_batch_however_it_is_split(crew: RayCrew) -> None:
+    batch = random_batch(1, (3, 1, 4, 2))
+    held = crew.hold(Maker.widen, batch)
+    plain = wide(batch)
+    assert same(crew.call(Maker.narrow, held), Maker().narrow(plain))
+    for theirs, ours in zip(held.split(2, by="group"), plain.split(2, by="group"), strict=True):
+        assert same(crew.call(Maker.narrow, theirs), Maker().narrow(ours))
+    order = [4, 0, 7, 2]
+    assert same(crew.call(Maker.narrow, held.select(order)), Maker().narrow(plain.select(order)))
+    again = crew.hold(Maker.narrow, held)
+    assert same(crew.call(Maker.widen, again), crew.call(Maker.widen, Maker().narrow(plain)))
+    assert crew.call(Maker.weigh, [held, plain]).reduce()["parts"] == 4
+
+
+def test_what_is_read_in_place_is_not_copied(crew: RayCrew) -> None:
+    """A rank's answer lies in the object store, and the controller that does ask for it looks at it there."""
+    batch = random_batch(2, (8, 8))
+    before = heap()
+    found = crew._answers(Maker.widen, _division(crew, batch))
+    pieces = [crew._unpack(each) for each in found]
+    assert sum(piece.rollouts for piece in pieces) == 16
+    assert heap() - before < 1e6 < pieces[0].need("teacher_topk_ids").nbytes
+    assert torch.equal(pieces[0].need("teacher_topk_ids")[:, 0], pieces[0].ids.long())
+
+
+def _division(crew: RayCrew, batch: Batch) -> Any:
+    from etude.dispatch.divide import divide
+    from etude.protocols import spread_of
+
+    return divide(spread_of(Maker.widen), [batch], {}, crew.ranks, shares)
+
+
+# -- where they stand -------------------------------------------------------------------------------------------------
+
+
+def test_what_the_cluster_has_too_little_of_is_told(
+    crew: RayCrew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from etude.dispatch import ray_crew as room
+
+    monkeypatch.setattr(room, "TELL", 0.2)
+    began = time.perf_counter()
+    with caplog.at_level(logging.INFO, "etude"), pytest.raises(CrewError) as raised:
+        ray_crew(tmp_path, ranks=3, threads=2, timeout=1.0)
+    assert time.perf_counter() - began < 30
+    told = r"no room for 3 ranks of policy.* CPU: 3 × 2 are asked for, the cluster has 4, of which 2 are free"
+    assert re.search(told, str(raised.value)) and "`crew.timeout`" in str(raised.value)
+    assert any(re.search(told, record.message) for record in caplog.records)
+
+
+@pytest.mark.soak
+def test_two_roles_share_the_places_of_a_pool(crew: RayCrew, tmp_path: Path) -> None:
+    from etude.dispatch.ray_crew import Placed
+
+    with closing(Placed(Pool(("policy", "critic"), 2, 1))) as placed:
+        crews = [ray_crew(tmp_path, role=role, placed=placed) for role in ("policy", "critic")]
+        with closing(crews[0]), closing(crews[1]):
+            assert crews[0].nodes == crews[1].nodes and not set(crews[0].pids) & set(crews[1].pids)
+            assert [each.call(Clerk.add, 1) for each in crews] == [11, 11]
+        assert sorted(path.name for path in tmp_path.glob("*.log")) == [
+            *("critic-rank-0.log", "critic-rank-1.log", "rank-0.log", "rank-1.log")
+        ]
+
+
+@pytest.mark.soak
+def test_a_worker_that_cannot_be_made_is_refused_with_its_own_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"No worker can be made of this\."):
+        ray_crew(tmp_path, refusing, 1)
+
+
+# -- what can befall a rank -------------------------------------------------------------------------------------------
+
+HOW = [
+    pytest.param("kill", r"ended while it was in Clerk\.end: its process is gone, as Ray tells: .+", 20),
+    pytest.param(
+        "exit", r"ended while it was in Clerk\.end: its process is gone, as Ray tells: .+", 20, marks=pytest.mark.soak
+    ),
+    pytest.param("stop", r"gave no sign of life for \d+\.\d s .*: it was stopped by a signal", SILENCE + 20),
+]
+
+
+@pytest.mark.parametrize(("how", "sentence", "within"), HOW)
+def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
+    how: str, sentence: str, within: float, tmp_path: Path
+) -> None:
+    """By its role, its number, its process and its node, with the last that it said."""
+    crew = ray_crew(tmp_path)
+    pids, asked = crew.pids, crew.ask(0, Clerk.wonder, 600.0)
+    crew._config = CrewConfig(silence=SILENCE, timeout=2 * SLOW)  # they may have taken longer to start
+    with closing(crew):
+        began = time.perf_counter()
+        with pytest.raises(CrewError) as raised:
+            crew.call(Clerk.end, 1, how)
+        assert time.perf_counter() - began < within
+        with pytest.raises(CrewError):
+            asked.result(10)
+        with pytest.raises(CrewError):
+            crew.call(Clerk.add, 1)
+    told = str(raised.value)
+    assert told.startswith(f"Rank 1 of policy (process {pids[1]} on node 127.0.0.1) "), told
+    assert re.search(sentence, told), told
+    assert "these are its last words" in told and str(tmp_path / "rank-1.log") in told
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.soak
+def test_an_error_on_one_rank_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    with closing(ray_crew(tmp_path)) as crew:
+        with pytest.raises((CrewError, TrainingError), match=r"Rank 1 of policy .* ZeroDivisionError: a slip"):
+            crew.call(Clerk.stumble, 1)
+        pids = crew.pids
+    assert all(gone(pid) for pid in pids)

@@ -1,0 +1,253 @@
+"""Crews on a Ray of several nodes, on one that is joined, and in a job; each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.components import require
+from tests.processes import gone
+
+pytestmark = pytest.mark.soak
+
+ENDS = 120.0
+"""Seconds within which Ray notices that a node is lost, and we that it did."""
+
+NODES = """
+import json, sys, threading, time
+from contextlib import closing
+from pathlib import Path
+from etude.config.env import keep_ray_quiet
+keep_ray_quiet()
+import ray
+from ray.cluster_utils import Cluster
+from etude.data.share import shares
+from etude.dispatch import CrewConfig, crew_of
+from etude.errors import CrewError
+from tests.batches import random_batch, same
+from tests.dispatch.workers import Clerk, Maker, counted
+
+if __name__ == "__main__":
+    small = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=small)
+    other = cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
+    ray.init(address=cluster.address, log_to_driver=False)
+    config = CrewConfig(silence=300, timeout=600)
+    told = {}
+    with closing(crew_of("ray")(Maker, ranks=2, share=shares, logs=Path(sys.argv[1]) / "a", config=config)) as crew:
+        told["nodes"] = crew.nodes
+        batch = random_batch(0, (3, 4, 2))
+        found = crew.call(Maker.narrow, crew.hold(Maker.widen, batch))
+        told["same"] = same(found, Maker().narrow(Maker().widen(batch)))
+    crew = crew_of("ray")(counted, ranks=2, share=shares, logs=Path(sys.argv[1]) / "b", config=config)
+    lost = next(m for m in crew._members if m.here.node == other.node_id)
+    told["lost"] = [lost.rank, lost.pid]
+    crew.call(Clerk.add, 1)
+    threading.Timer(1.0, cluster.remove_node, (other,), {"allow_graceful": False}).start()
+    began = time.monotonic()
+    try:
+        crew.call(Clerk.hang, 0, 1)
+    except CrewError as error:
+        told["error"], told["after"] = str(error), time.monotonic() - began
+    pids = crew.pids
+    crew.close()
+    told["pids"] = pids
+    ray.shutdown()
+    cluster.shutdown()
+    print(json.dumps(told), flush=True)
+"""
+
+JOINS = """
+import json, os, sys
+from pathlib import Path
+from contextlib import closing
+from etude.data.share import shares
+from etude.dispatch import CrewConfig, crew_of
+from tests.dispatch.workers import Clerk, Maker, counted
+
+config = CrewConfig(silence=300, timeout=600)
+with closing(crew_of("ray")(counted, ranks=2, share=shares, logs=Path(sys.argv[1]), config=config)) as crew:
+    print(json.dumps({"count": crew.call(Clerk.add, 1), "pids": crew.pids, "nodes": crew.nodes}), flush=True)
+    if len(sys.argv) > 2:
+        crew.call(Clerk.stop_here)
+"""
+
+
+def program(text: str, *words: object, **environment: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    command = [sys.executable, "-c", text, *map(str, words)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def told_by(process: subprocess.Popen[str], within: float = 900.0) -> dict[str, Any]:
+    """What a program printed last."""
+    out, err = process.communicate(timeout=within)
+    assert process.returncode == 0, err[-4000:]
+    told: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return told
+
+
+@contextmanager
+def a_head(place: Path, *words: str) -> Iterator[str]:
+    """A Ray that was started by somebody else; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    started = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        f"--port={port}",
+        "--num-cpus=4",
+    ]
+    started += ["--node-ip-address=127.0.0.1", f"--temp-dir={place}", "--object-store-memory=200000000", *words]
+    head = subprocess.Popen(started, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert head.stdout is not None
+        for line in head.stdout:
+            if "Ray runtime started" in line:
+                break
+        assert head.poll() is None
+        yield f"127.0.0.1:{port}"
+    finally:
+        head.terminate()
+        head.communicate(timeout=60)
+
+
+@pytest.fixture
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with a short name: Ray's sockets lie in it."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as short:
+        yield Path(short)
+
+
+def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
+    """What one holds the other reads; and the rank of the node that is lost is named."""
+    require("ray")
+    told = told_by(program(NODES, tmp_path))
+    assert len(set(told["nodes"])) == 2 and told["same"]
+    rank, pid = told["lost"]
+    assert told["error"].startswith(f"Rank {rank} of policy (process {pid} on node "), told["error"]
+    assert "ended while it was in Clerk.hang" in told["error"] and told["after"] < ENDS
+    assert all(gone(each, 30) for each in told["pids"])
+
+
+def test_a_ray_that_is_there_is_joined_and_left_as_it_was(tmp_path: Path, place: Path) -> None:
+    require("ray")
+    with a_head(place, "--include-dashboard=false") as address:
+        first = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address))
+        assert first["count"] == 11 and all(gone(each, 30) for each in first["pids"])
+        again = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address))
+        assert again["nodes"] == first["nodes"] and again["pids"] != first["pids"]
+        waits = program(JOINS, tmp_path, "and waits", RAY_ADDRESS=address)
+        assert waits.stdout is not None
+        pids = json.loads(waits.stdout.readline())["pids"]
+        waits.kill()
+        waits.communicate(timeout=60)
+        assert all(gone(each, 60) for each in pids), "a controller that is killed leaves no rank"
+
+
+def test_a_ray_that_is_not_there_is_told(tmp_path: Path) -> None:
+    require("ray")
+    process = program(JOINS, tmp_path, RAY_ADDRESS="127.0.0.1:1")
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 1 and "`RAY_ADDRESS` = 127.0.0.1:1 cannot be joined" in err
+
+
+def test_breakpoint_in_a_rank_waits_for_a_debugger_and_goes_on(tmp_path: Path, place: Path) -> None:
+    """A client of debugpy's protocol finds the rank by its log, stops where it stands, and lets it go on."""
+    require("ray")
+    pytest.importorskip("debugpy")
+    with a_head(place, "--include-dashboard=false") as address:
+        stops = program(JOINS, tmp_path, "and stops", RAY_ADDRESS=address)
+        log, until = tmp_path / "rank-0.log", time.monotonic() + 300
+        while not (found := re.search(r"listening on ([\d.]+):(\d+)", log.read_text() if log.exists() else "")):
+            assert stops.poll() is None and time.monotonic() < until
+            time.sleep(0.1)
+        with socket.create_connection((found[1], int(found[2])), timeout=120) as client:
+            assert attached(client) == "breakpoint"
+        _, err = stops.communicate(timeout=120)
+        assert stops.returncode == 0, err[-4000:]
+
+
+def attached(client: socket.socket) -> str:
+    """Attach by the debug adapter protocol, wait until a thread has stopped, and let it go on; why it stopped."""
+    stream = client.makefile("rwb")
+
+    def ask(number: int, command: str, **arguments: object) -> None:
+        body = json.dumps({"seq": number, "type": "request", "command": command, "arguments": arguments}).encode()
+        stream.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        stream.flush()
+
+    def heard() -> dict[str, Any]:
+        size = 0
+        while (line := stream.readline().strip()) or not size:
+            if line.lower().startswith(b"content-length:"):
+                size = int(line.split(b":")[1])
+        message: dict[str, Any] = json.loads(stream.read(size))
+        return message
+
+    ask(1, "initialize", adapterID="python")
+    ask(2, "attach")
+    why, done = "", False
+    while not done:
+        message = heard()
+        if message.get("event") == "initialized":
+            ask(3, "configurationDone")
+        elif message.get("event") == "stopped":
+            why = message["body"]["reason"]
+            ask(4, "continue", threadId=message["body"]["threadId"])
+        done = message.get("command") == "continue"
+    ask(5, "disconnect")
+    return why
+
+
+def test_a_run_is_a_job(tmp_path: Path, place: Path) -> None:
+    """Submitted to a head on this machine, with its working directory sent along."""
+    require("ray-jobs")
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "joins.py").write_text(JOINS)
+    with a_head(place, "--include-dashboard=true", "--dashboard-port=0"):
+        address = dashboard(place)
+        words = ["job", "submit", "--address", address, "--working-dir", str(code), "--"]
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            *words,
+            sys.executable,
+            "joins.py",
+            str(tmp_path / "logs"),
+        ]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert '"count": 11' in done.stdout
+
+
+def dashboard(place: Path) -> str:
+    """Where the head's dashboard is, by its own log."""
+    until = time.monotonic() + 120
+    while True:
+        for log in place.glob("session_*/logs/dashboard*.log"):
+            if found := re.search(r"http server.*?(\d+\.\d+\.\d+\.\d+):(\d+)|address: .*?:(\d+)", log.read_text()):
+                return f"http://127.0.0.1:{found[2] or found[3]}"
+        assert time.monotonic() < until
+        time.sleep(0.2)

@@ -1,0 +1,158 @@
+"""Whole runs whose ranks are Ray actors: what they train, what they leave, and how they end."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from etude.recipes import checks
+from tests.processes import gone
+from tests.recipes.players import TALKS
+from tests.recipes.runs import Captured, measured, options, refused, run_of, train, weights
+from tests.recipes.test_interrupt import CODE
+from tests.recipes.test_loop import EVERY_STEP
+from tests.recipes.test_ranks_run import drawn, furthest
+
+PATIENT = {"crew.silence": 120, "crew.timeout": 600}
+
+
+def descendants(pid: int) -> list[int]:
+    """All that a process has started, and what those have."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found, before = {pid}, 0
+    while len(found) > before:
+        before = len(found)
+        found |= {child for child, parent in parents.items() if parent in found}
+    return sorted(found - {pid})
+
+
+def actors(pid: int) -> list[int]:
+    """The ranks among them."""
+    return [each for each in descendants(pid) if b"ray::_Rank" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+@pytest.mark.usefixtures("a_ray")
+def test_a_run_over_ray_learns_what_the_run_here_learns(world: Path, whole: Path, tmp_path: Path) -> None:
+    """It draws the very answers, measures what one measures, and goes on here."""
+    run = train(world, tmp_path / "run", ranks=2, cluster="ray", **PATIENT)
+    steps = measured(run)
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step.keys() >= EVERY_STEP | {"exchange_seconds"}, EVERY_STEP - step.keys()
+        assert all(math.isfinite(step[name]) for name in EVERY_STEP)
+        assert step["rollouts"] == 12 and step["mismatch/largest_gap"] < 1e-5 and step["publish_bytes"] == 0
+    assert [(ids, logp) for ids, logp, _ in drawn(run, 1)] == [(ids, logp) for ids, logp, _ in drawn(whole, 1)]
+    assert sorted(path.name for path in (run / "ranks").iterdir()) == ["rank-0.log", "rank-1.log"]
+    assert main(["train", "--resume", str(run), "ranks=1", "cluster=local", "steps=4"]) == 0
+    assert 0 < furthest(run, whole) < 1e-3
+
+
+def test_agents_are_not_trained_over_ray_yet(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    given = {"directory": tmp_path / "run", "cluster": "ray", **TALKS}
+    told = refused(capsys, "train", *options(world, **given))
+    assert "`cluster=ray` puts the engine into another process" in told and not (tmp_path / "run").exists()
+
+
+def test_what_fills_this_machine_may_be_little_for_a_cluster(world: Path, capsys: Captured) -> None:
+    crowded = {"ranks": 4, "threads": os.cpu_count() or 1, "collect.tasks": 8}
+    checks.before(run_of(world, **crowded))
+    assert "they will get in each other's way" in capsys.readouterr().err
+    checks.before(run_of(world, **crowded, cluster="ray"))
+    checks.before(run_of(world, cluster="ray", **{"crew.silence": 5}))
+    assert capsys.readouterr().err == ""
+
+
+# -- a Ray of its own -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def started(world: Path, run: Path, steps: int, **changes: object) -> Iterator[subprocess.Popen[bytes]]:
+    """A run in a process of its own, from when it has measured a step."""
+    given = {"directory": run, "ranks": 2, "cluster": "ray", "steps": steps, "checkpoint.every": 1, **PATIENT}
+    process = subprocess.Popen([sys.executable, "-c", CODE, "train", *options(world, **given, **changes)])
+    try:
+        until = time.monotonic() + 600
+        while not ((run / "metrics.jsonl").is_file() and measured(run)):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stopped", [False, True], ids=["working", "stopped"])
+def test_a_killed_controller_leaves_no_process_of_ray_and_its_run_goes_on(
+    stopped: bool, world: Path, tmp_path: Path
+) -> None:
+    """Nor a rank that is stopped and cannot notice. What was collected is not collected again."""
+    run = tmp_path / "run"
+    with started(world, run, 6) as process:
+        ours = descendants(process.pid)
+        ranks = actors(process.pid)
+        assert len(ranks) == 2
+        if stopped:
+            os.kill(ranks[0], signal.SIGSTOP)
+        process.kill()
+        process.wait()
+        assert all(gone(pid, 30) for pid in ours)
+    assert main(["train", *options(world, directory=run, ranks=2, steps=6, cluster="ray", **PATIENT)]) == 0
+    assert [step["step"] for step in measured(run)] == [1, 2, 3, 4, 5, 6]
+    straight = train(world, tmp_path / "straight", ranks=2, steps=6)
+    ours_, theirs = weights(run), weights(straight)
+    assert all(bool((ours_[name] == theirs[name]).all()) for name in theirs)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
+    number: signal.Signals, world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with started(world, run, 400, **{"crew.silence": 10}) as process:
+        ours, ranks = descendants(process.pid), actors(process.pid)
+        os.kill(ranks[-1], number)
+        assert process.wait(120) == 2
+        assert all(gone(pid, 30) for pid in ours)
+    told = capfd.readouterr().err
+    assert f"of policy (process {ranks[-1]} on node 127.0.0.1) " in told and "Start the run again" in told
+    assert ("its process is gone" if number is signal.SIGKILL else "gave no sign of life") in told
+    done = len(measured(run))
+    assert main(["train", *options(world, directory=run, ranks=2, steps=done + 1)]) == 0
+
+
+@pytest.mark.soak
+def test_ctrl_c_ends_the_step_and_ray(world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    with started(world, run, 400) as process:
+        ours = descendants(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 130
+        assert all(gone(pid, 30) for pid in ours)
+    told = capfd.readouterr().err
+    assert "Stopping after this step" in told and "Stopped after step" in told
+    assert main(["train", "--resume", str(run), "cluster=local", f"steps={len(measured(run)) + 1}"]) == 0
+
+
+@pytest.mark.soak
+def test_sigterm_too(world: Path, tmp_path: Path) -> None:
+    """Ray asks for that signal itself, and has to give it back."""
+    with started(world, tmp_path / "run", 400) as process:
+        process.terminate()
+        assert process.wait(120) == 130
