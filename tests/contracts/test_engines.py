@@ -177,7 +177,7 @@ def test_a_stream_is_the_same_answer_in_pieces(asked: Asked) -> None:
     whole = found[-1][2]
     (direct,) = asked.answers([prompt], sampling)
     assert whole is not None and len(found) > 1
-    assert sum((ids for ids, _, _ in found), []) == whole.ids.tolist() == direct.ids.tolist()
+    assert [id for ids, _, _ in found for id in ids] == whole.ids.tolist() == direct.ids.tolist()
     assert "".join(text for _, text, _ in found) == whole.text == direct.text
 
 
