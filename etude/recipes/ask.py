@@ -318,7 +318,10 @@ def _sampler(run: Run, model: Model, chat: Chat) -> Iterator[TorchEngine | Serve
         weights = model.untied_weights() if untied else model.merged_weights()
         export(weights, described, where, tokenizer=run.model.tokenizer or run.model.path)
         dtype, threads = DTYPES[run.train.precision], checks.threads_of(run)
-        with serve(config, where, chat.tokenizer, dtype=dtype, device=device, logs=logs, threads=threads) as served:
+        console = make_console(run.observe.console)
+        with serve(
+            config, where, chat.tokenizer, dtype=dtype, device=device, logs=logs, threads=threads, console=console
+        ) as served:
             if config.url:
                 asyncio.run(served.load(where, 0))
             yield served

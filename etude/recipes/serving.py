@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.chat import Tokenizer
-from etude.observe import Metrics, Sum
+from etude.observe import Metrics, Sum, make_console
 from etude.protocols import Crew
 from etude.recipes.checks import threads_of
 from etude.recipes.device import device_of
@@ -84,8 +84,17 @@ def serving(
         first = weights / "first"
         crew.call(PolicyWorker.write, first, place, untied)
         dtype, threads, logs = DTYPES[run.train.precision], threads_of(run), directory / SERVERS
+        shown = make_console(run.observe.console)
         with serve(
-            config, first, tokenizer, dtype=dtype, device=device, logs=logs, threads=threads, sleeps=sleeps
+            config,
+            first,
+            tokenizer,
+            dtype=dtype,
+            device=device,
+            logs=logs,
+            threads=threads,
+            sleeps=sleeps,
+            console=shown,
         ) as served:
             yield served, Publisher(crew, served, weights, place, untied, sleeps)
     finally:

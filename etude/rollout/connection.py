@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -57,7 +57,7 @@ class Connection:
         said = await self._ask("POST", path, {} if body is None else body, within)
         return self._read(said) if said.strip() else None
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Ask for something that comes piece by piece. Closing the iteration tells the server to stop."""
         async with self._asked("POST", path, body, None) as response:
             held = bytearray()

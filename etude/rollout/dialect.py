@@ -7,7 +7,7 @@ through endpoints that the server's makers publish: nothing in it is patched.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -97,7 +97,9 @@ class Dialect(ABC):
         """Refuse what would mean something else there."""
 
     @abstractmethod
-    def ask(self, to: Connection, prompt: list[int], sampling: SamplingParams, ends: list[int]) -> AsyncIterator[Piece]:
+    def ask(
+        self, to: Connection, prompt: list[int], sampling: SamplingParams, ends: list[int]
+    ) -> AsyncGenerator[Piece, None]:
         """Sample, piece by piece. `ends` are the tokens that end an answer."""
 
     @abstractmethod

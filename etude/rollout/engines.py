@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rich.console import Console
+
 from etude.errors import ConfigError
 from etude.rollout.config import ServerConfig
 from etude.rollout.dialect import Launch
@@ -35,17 +37,19 @@ def serve(
     logs: Path,
     threads: int = 1,
     sleeps: bool = False,
+    console: Console | None = None,
 ) -> Served:
     """The servers that the options ask for, ready. They begin with the weights in the directory `model`, as version 0.
 
     logs: where each writes what it says. threads: with how many a server on a CPU computes. sleeps: whether they are to
-    give their memory up when they are asked to.
+    give their memory up when they are asked to. console: where it is shown that they start.
     """
     shape = Shape.read(model)
     dialect = config.dialect()
     asked: list[tuple[str, Launch | None]] = [(url, None) for url in config.url]
     if not config.url:
-        started = launches(config, model, shape, dtype=dtype, device=device, threads=threads, sleeps=sleeps)
+        python = python_of(config, device, console)
+        started = launches(config, python, model, shape, dtype=dtype, device=device, threads=threads, sleeps=sleeps)
         asked = [(f"http://127.0.0.1:{launch.port}", launch) for launch in started]
 
     def replicas() -> list[Replica]:
@@ -61,11 +65,12 @@ def serve(
         ]
 
     name = f"{len(asked)} {dialect.package} server{'s' if len(asked) > 1 else ''}"
-    return Served(replicas, name=name, most=config.max_running, line=config.line)
+    return Served(replicas, name=name, most=config.max_running, line=config.line, console=console)
 
 
 def launches(
     config: ServerConfig,
+    python: Path,
     model: Path,
     shape: Shape,
     *,
@@ -75,7 +80,6 @@ def launches(
     sleeps: bool = False,
 ) -> list[Launch]:
     """How each replica is started."""
-    python = python_of(config, device)
     width = config.tensor_parallel // config.nodes
     return [
         Launch(
@@ -100,7 +104,7 @@ def launches(
     ]
 
 
-def python_of(config: ServerConfig, device: Device) -> Path:
+def python_of(config: ServerConfig, device: Device, console: Console | None = None) -> Path:
     """The Python that has the server's packages: one's own, or that of an environment, made if it is not there."""
     if config.python is not None:
         found = config.python.expanduser().absolute()
@@ -112,4 +116,4 @@ def python_of(config: ServerConfig, device: Device) -> Path:
             f"There is no environment of {config.dialect().package} for a {device}. Name the Python of one of your own "
             f"with `rollout.python=…`, or choose `rollout=vllm`."
         )
-    return environment(named(config.environment_of[device])).python
+    return environment(named(config.environment_of[device]), console=console).python

@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich.console import Console
+
 from etude.errors import EngineError
 from etude.observe import Last, Mean, Metrics, Sum, progress
 from etude.protocols import Ids
@@ -41,7 +43,15 @@ T = TypeVar("T")
 class Served:
     """A `RolloutEngine` over servers. `load` and `each` are for whoever carries weights; all else is for anybody."""
 
-    def __init__(self, replicas: Callable[[], Sequence[Replica]], *, name: str, most: int, line: int) -> None:
+    def __init__(
+        self,
+        replicas: Callable[[], Sequence[Replica]],
+        *,
+        name: str,
+        most: int,
+        line: int,
+        console: Console | None = None,
+    ) -> None:
         """Start or join all of them, and return once they are ready. `replicas` makes them, on their loop; of `most`
         and `line`, see `Rotation`."""
         self._loop = asyncio.new_event_loop()
@@ -53,7 +63,7 @@ class Served:
         self._under_way = 0
         try:
             begun = self._post(self._begin(replicas, most, line))
-            with progress(f"starting {name}") as bar:
+            with progress(f"starting {name}", None, console) as bar:
                 while True:
                     try:
                         begun.result(BEAT)

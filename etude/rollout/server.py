@@ -98,7 +98,7 @@ class Server:
         self.prompt_tokens += len(ids)
         with self._counted():
             try:
-                async with aclosing(self._pieces(ids, sampling, answer.ends)) as pieces:
+                async with aclosing(self.dialect.ask(self._to, ids.tolist(), sampling, answer.ends)) as pieces:
                     async for piece in pieces:
                         answer.gain(piece, self.version)
                         self.new_tokens += len(piece.ids)
@@ -192,9 +192,6 @@ class Server:
         self.version, self.withdrawn = version, False
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _pieces(self, ids: Ids, sampling: SamplingParams, ends: list[int]) -> Any:
-        return self.dialect.ask(self._to, ids.tolist(), sampling, ends)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

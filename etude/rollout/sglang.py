@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,7 +68,7 @@ class Sglang(Dialect):
 
     async def ask(
         self, to: Connection, prompt: list[int], sampling: SamplingParams, ends: list[int]
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece, None]:
         """By /generate. It keeps no word on seeds: none is sent."""
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
@@ -90,8 +91,9 @@ class Sglang(Dialect):
             "top_logprobs_num": sampling.top_logprobs,
             "stream": True,
         }
-        async for told in to.events("/generate", body):
-            yield _piece(told, sampling.top_logprobs)
+        async with aclosing(to.events("/generate", body)) as events:
+            async for told in events:
+                yield _piece(told, sampling.top_logprobs)
 
     async def pause(self, to: Connection) -> None:
         """What is under way stays where it is."""

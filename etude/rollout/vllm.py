@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -74,7 +75,7 @@ class Vllm(Dialect):
 
     async def ask(
         self, to: Connection, prompt: list[int], sampling: SamplingParams, ends: list[int]
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece, None]:
         """By /inference/v1/generate."""
         params: dict[str, Any] = {
             "max_tokens": sampling.max_tokens,
@@ -94,9 +95,10 @@ class Vllm(Dialect):
         if sampling.seed is not None:
             params["seed"] = sampling.seed % 2**63
         body = {"token_ids": prompt, "sampling_params": params, "stream": True}
-        async for told in to.events("/inference/v1/generate", body):
-            if told.get("choices"):
-                yield _piece(told["choices"][0], sampling.top_logprobs)
+        async with aclosing(to.events("/inference/v1/generate", body)) as events:
+            async for told in events:
+                if told.get("choices"):
+                    yield _piece(told["choices"][0], sampling.top_logprobs)
 
     async def pause(self, to: Connection) -> None:
         """What is under way is frozen."""

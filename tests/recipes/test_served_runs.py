@@ -11,7 +11,7 @@ from etude.cli import main
 from etude.rollout import Served
 from tests.recipes.runs import Captured, measured, options, refused_run, train
 from tests.served import bring, on, options_of
-from tests.worlds import make_tasks
+from tests.worlds import make_model, make_tasks
 
 KINDS = [pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")]
 
@@ -48,8 +48,8 @@ def test_a_run_is_sampled_for_by_a_server(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_starts_its_server_and_ends_it(kind: str, sums: Path) -> None:
     """With a model whose head is its embedding, which learns."""
-    started = options_of(kind, sums)
-    given = {f"rollout.{name}": value for name, value in started.items()}
+    given = {f"rollout.{name}": value for name, value in options_of(kind, sums).items()}
+    given["model.path"] = make_model(sums / "tied", hidden=64)
     run = train(sums, sums / "run", rollout=kind, **given, steps=12, collect__tasks=8)
     lines = measured(run)
     assert all(line["mismatch/k3"] < 1e-5 for line in lines)

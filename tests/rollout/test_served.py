@@ -138,7 +138,9 @@ def test_when_one_dies_another_goes_on_from_the_tokens_that_are_there(tmp_path: 
         assert len(pids(tmp_path)) == 2
 
 
-def test_one_that_hangs_is_started_again(tmp_path: Path) -> None:
+def test_one_that_hangs_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.rollout.server.HEALTH", 1.0)
+    monkeypatch.setattr("etude.rollout.warden.GRACE", 0.5)
     with served(tmp_path, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[3], [4]], 30)
         until(lambda: engine.servers[0].new_tokens > 5)
@@ -336,8 +338,10 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     def command(
         node: int = 0, device: Any = "cuda", sleeps: bool = False, **options: Any
     ) -> tuple[str, dict[str, str]]:
-        config = VllmConfig(python=python(tmp_path), **options)
-        found = launches(config, tmp_path / "model", shape, dtype="bfloat16", device=device, sleeps=sleeps)[-1]
+        config = VllmConfig(**options)
+        found = launches(
+            config, Path("python"), tmp_path / "model", shape, dtype="bfloat16", device=device, sleeps=sleeps
+        )[-1]
         return " ".join(config.dialect().command(found, node)), config.dialect().environment(found)
 
     assert "--max-num-seqs 7" in command(max_running=7)[0]
