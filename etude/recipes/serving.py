@@ -81,7 +81,7 @@ def serving(
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir(parents=True)
     try:
-        first = weights / "first"
+        first = weights / "0"  # before all others in their order
         crew.call(PolicyWorker.write, first, place, untied)
         dtype, threads, logs = DTYPES[run.train.precision], threads_of(run), directory / SERVERS
         shown = make_console(run.observe.console)
