@@ -41,12 +41,12 @@ class Answer:
         self.prompt, self.sampling = np.asarray(prompt, dtype=np.int32), sampling
         self.most = min(sampling.max_tokens, limit - len(prompt))
         self.ends = sorted({*sampling.stop_ids, *(tokenizer.eos_ids if tokenizer else ())})
-        self.finish: str | None = None
         self._tokenizer, self._begun = tokenizer, begun
         self.restart()
 
     def restart(self) -> None:
         """Forget what was gained."""
+        self.finish: str | None = None
         self.ids: list[int] = []
         self._logp: list[float] = []
         self._versions: list[int] = []
