@@ -34,11 +34,10 @@ class AwayError(EngineError):
 class Connection:
     """One server. `silence` is how many seconds it may say nothing while it owes an answer."""
 
-    def __init__(self, url: str, key: str = "", silence: float = 600.0) -> None:
+    def __init__(self, url: str, silence: float = 600.0) -> None:
         self.url = url.rstrip("/")
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
         self._client = httpx2.AsyncClient(
-            headers={"authorization": f"Bearer {key}"} if key else {},
             limits=limits,
             timeout=httpx2.Timeout(silence, connect=CONNECT),
             trust_env=False,

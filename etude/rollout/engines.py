@@ -55,7 +55,7 @@ def serve(
     def replicas() -> list[Replica]:
         return [
             Replica(
-                Server(url, dialect, shape, tokenizer=tokenizer),
+                Server(url, dialect, shape, tokenizer=tokenizer, ranks=config.tensor_parallel),
                 launch,
                 logs / f"{dialect.name}-{place}.log",
                 restarts=config.restarts,

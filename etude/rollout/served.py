@@ -178,6 +178,17 @@ class Served:
         """Do this with every server that is there, all at once, on their loop."""
         return await asyncio.wrap_future(self._post(self._each(do)))
 
+    async def carried(self, what: Coroutine[Any, Any, T]) -> T:
+        """Do what a carrier does to the servers, on their loop. Those that it stamped are asked again at once."""
+
+        async def done() -> T:
+            try:
+                return await what
+            finally:
+                self.rotation.admit()
+
+        return await asyncio.wrap_future(self._post(done()))
+
     async def load(self, directory: Path, version: int) -> None:
         """Have every server compute with the weights in a directory, and start from it if it is started again. One that
         cannot is out of rotation; if none can, that is an error."""

@@ -47,9 +47,10 @@ class Server:
     """One server. It is `up` while it is known to answer, and takes part while it is not withdrawn."""
 
     def __init__(
-        self, url: str, dialect: Dialect, shape: Shape, *, tokenizer: Tokenizer | None = None, key: str = ""
+        self, url: str, dialect: Dialect, shape: Shape, *, tokenizer: Tokenizer | None = None, ranks: int = 1
     ) -> None:
-        self.url, self.dialect, self.shape, self.tokenizer = url, dialect, shape, tokenizer
+        """ranks: how many processes of it hold a share of the weights."""
+        self.url, self.dialect, self.shape, self.tokenizer, self.ranks = url, dialect, shape, tokenizer, ranks
         self.up = False
         self.version = 0
         """The policy version of the weights it holds."""
@@ -58,7 +59,7 @@ class Server:
         self._context = shape.context
         self._idle = asyncio.Event()
         self._idle.set()
-        self._to = Connection(url, key)
+        self._to = Connection(url)
 
     async def close(self) -> None:
         """Let go of its connections."""
