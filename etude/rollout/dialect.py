@@ -74,6 +74,8 @@ class Dialect(ABC):
     supported: ClassVar[tuple[int, ...]]
     """The beginning of the versions that this is written for."""
     package: ClassVar[str]
+    health: ClassVar[str] = "/health"
+    """Where it says that it is well, also while it is paused."""
 
     @abstractmethod
     def command(self, launch: Launch, node: int = 0) -> list[str]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from etude.errors import ConfigError, EngineError
+from etude.errors import ConfigError, DataError, EngineError
 from etude.protocols import Ids
 from etude.records import Completion, SamplingParams
 from etude.rollout.answer import Answer
@@ -78,8 +78,8 @@ class Server:
     async def healthy(self) -> bool:
         """Whether it says that it is well, in good time."""
         try:
-            await self._to.get("/health", within=HEALTH)
-        except (EngineError, ConfigError):
+            await self._to.get(self.dialect.health, within=HEALTH)
+        except (EngineError, DataError):
             return False
         return True
 

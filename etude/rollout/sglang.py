@@ -26,6 +26,7 @@ class Sglang(Dialect):
     name: ClassVar[str] = "sglang"
     package: ClassVar[str] = "SGLang"
     supported: ClassVar[tuple[int, ...]] = (0, 5, 23)
+    health: ClassVar[str] = "/ready"  # its /health draws a token, which one that is paused does not
 
     def command(self, launch: Launch, node: int = 0) -> list[str]:
         """`sglang.launch_server`."""
@@ -117,7 +118,7 @@ class Sglang(Dialect):
 
     async def forget(self, to: Connection) -> None:
         """Nothing may be under way."""
-        await to.post(f"/flush_cache?timeout={FLUSH:g}")
+        await to.get(f"/flush_cache?timeout={FLUSH:g}")
 
     async def label(self, to: Connection, version: int) -> None:
         """A label is text there."""
