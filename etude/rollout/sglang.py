@@ -26,7 +26,7 @@ class Sglang(Dialect):
     name: ClassVar[str] = "sglang"
     package: ClassVar[str] = "SGLang"
     supported: ClassVar[tuple[int, ...]] = (0, 5, 23)
-    health: ClassVar[str] = "/ready"  # its /health draws a token, which one that is paused does not
+    health: ClassVar[str] = "/model_info"  # its /health draws a token, which one that is paused does not
 
     def command(self, launch: Launch, node: int = 0) -> list[str]:
         """`sglang.launch_server`."""
