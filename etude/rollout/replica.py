@@ -56,6 +56,8 @@ class Replica:
         await self.server.meet()
         if home is not None:
             await self.server.stamped(home[1])
+        if home is not None and self.home is not None and home != self.home:  # newer weights came meanwhile
+            await self.server.load(*self.home)
         self._sick = 0
 
     async def _ready(self) -> None:

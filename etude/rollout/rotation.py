@@ -41,14 +41,16 @@ class Rotation(Router):
         """Why there will be no server any more."""
         self.resumed = self.restarted = 0
         """Answers that another server went on with, and that were begun anew."""
+        self.wanted = 0
+        """The version that was published last: a server that holds an older one is asked nothing."""
         self._most_waiting = line
         self._line: deque[asyncio.Future[None]] = deque()
         self._places = 0
 
     @property
     def version(self) -> int:
-        """The newest version that any of them holds."""
-        return max(server.version for server in self.servers)
+        """The newest version that was published to them."""
+        return max(self.wanted, *(server.version for server in self.servers))
 
     @property
     def waiting(self) -> int:

@@ -204,9 +204,14 @@ class Served:
             if not replica.joined:
                 replica.home = directory, version
         failed = [error for error in found if isinstance(error, BaseException)]
-        self.rotation.admit()
         if failed and len(failed) == len(found):
             raise failed[0]
+        if not found and all(replica.joined for replica in there):
+            raise EngineError(
+                "No server answers that the new weights could be given to. Start them, and publish again."
+            )
+        self.rotation.wanted = version
+        self.rotation.admit()
 
     # -- on the servers' thread ---------------------------------------------------------------------------------------
 
