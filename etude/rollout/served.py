@@ -207,9 +207,7 @@ class Served:
         if failed and len(failed) == len(found):
             raise failed[0]
         if not found and all(replica.joined for replica in there):
-            raise EngineError(
-                "No server answers that the new weights could be given to. Start them, and publish again."
-            )
+            raise EngineError("No server answers that new weights could be given to. Start them, and publish again.")
         self.rotation.wanted = version
         self.rotation.admit()
 
