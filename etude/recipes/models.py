@@ -53,7 +53,7 @@ def critic(run: Run, policy: Model) -> Model:
 def worker_of(
     run: Run,
     policy: Model,
-    engine: TorchEngine,
+    engine: TorchEngine | None,
     *,
     mesh: Mesh | None = None,
     reference: Frozen | None = None,
