@@ -1,8 +1,8 @@
 """Ray itself: the one that is there already, the one that `RAY_ADDRESS` names, or one of our own on this machine.
 
-One of our own has no dashboard, tells nobody about its use, speaks through the loopback interface and lies in a
-directory that is removed. It ends with us, however we end: by `close`, or by the system, which ends its processes with
-the thread that started them (on Linux; elsewhere a process of Ray's watches us).
+One of our own has no dashboard, tells nobody about its use, and lies in a directory that is removed. It ends with us,
+however we end: by `close`, or by the system, which ends its processes with the thread that started them (on Linux;
+elsewhere a process of Ray's watches us).
 
 Ray gives a node half a minute to start, and then gives it up. On a machine that has much else to do that can be too
 little: its processes go on starting all the same, and are joined once they are there.
@@ -77,7 +77,7 @@ class Cluster:
         until = time.monotonic() + PATIENCE
         while True:
             try:
-                _init(**own, _node_ip_address="127.0.0.1")
+                _init(**own)
                 return
             except Exception as error:  # whatever Ray raises
                 ray.shutdown()
