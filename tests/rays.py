@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
-from etude.config.env import keep_ray_quiet
+from etude.dispatch import crew_of
 from tests.components import require
 
-CPUS, STORE = 4, 200 * 2**20
+CPUS = 4
 
 
 @contextmanager
 def joined() -> Iterator[None]:
     """A small Ray on this machine, until the end."""
     require("ray")
-    keep_ray_quiet()
-    import ray
+    crew_of("ray")
+    from etude.dispatch.ray_cluster import Cluster
 
-    ray.init(
-        address="local",
-        num_cpus=CPUS,
-        include_dashboard=False,
-        object_store_memory=STORE,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _node_ip_address="127.0.0.1",
-    )
-    try:
+    with closing(Cluster(CPUS)):
         yield
-    finally:
-        ray.shutdown()

@@ -1,11 +1,11 @@
 """Ray itself: the one that is there already, the one that `RAY_ADDRESS` names, or one of our own on this machine.
 
-One of our own has no dashboard, tells nobody about its use, speaks through the loopback interface and lies in a
-directory that is removed. It ends with us, however we end: by `close`, or by the system, which ends its processes with
-the thread that started them (on Linux; elsewhere a process of Ray's watches us).
+One of our own has no dashboard, tells nobody about its use, and lies in a directory that is removed. It ends with us,
+however we end: by `close`, or by the system, which ends its processes with the thread that started them (on Linux;
+elsewhere a process of Ray's watches us).
 
-Ray gives a node half a minute to start, and no longer. On a machine that has much else to do that can be too little,
-and it is tried again.
+Ray gives a node half a minute to start, and then gives it up. On a machine that has much else to do that can be too
+little: its processes go on starting all the same, and are joined once they are there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ from typing import Any
 import ray
 
 from etude.config.env import ray_address
+from etude.dispatch.member import ending
 from etude.errors import CrewError
 from etude.observe import get_log
 
@@ -29,8 +31,8 @@ __all__ = ["Cluster"]
 
 STORE = 512 * 2**20
 """Bytes that the object store of a Ray of our own may take; what is more goes to the disk."""
-TRIES = 3
-"""How often a Ray of our own is started before it is given up."""
+PATIENCE = 600.0
+"""Seconds that a Ray of our own may take to start."""
 
 
 class Cluster:
@@ -68,27 +70,26 @@ class Cluster:
     def _start(self, cpus: int) -> None:
         log = get_log("dispatch")
         log.info("Starting Ray on this machine. `RAY_ADDRESS` would have joined another.")
-        for again in range(TRIES, 0, -1):
-            self._place = TemporaryDirectory(prefix="etude-ray-", ignore_cleanup_errors=True)
-            self.logs = f"{self._place.name}/session_latest/logs"
+        self._place = TemporaryDirectory(prefix="etude-ray-", ignore_cleanup_errors=True)
+        self.logs = f"{self._place.name}/session_latest/logs"
+        own = {"address": "local", "num_cpus": max(cpus, os.cpu_count() or 1), "object_store_memory": STORE}
+        own |= {"include_dashboard": False, "_temp_dir": self._place.name}
+        until = time.monotonic() + PATIENCE
+        while True:
             try:
-                _init(
-                    address="local",
-                    num_cpus=max(cpus, os.cpu_count() or 1),
-                    include_dashboard=False,
-                    object_store_memory=STORE,
-                    _node_ip_address="127.0.0.1",
-                    _temp_dir=self._place.name,
-                )
+                _init(**own)
                 return
             except Exception as error:  # whatever Ray raises
-                self.close()
-                self._joined = True
-                if again == 1:
+                ray.shutdown()
+                address = _address(self._place.name)
+                if address is None or time.monotonic() > until:
+                    told = _last_words(Path(self.logs))
+                    self.close()
                     raise CrewError(
-                        f"Ray did not start on this machine, {TRIES} times ({error}). `cluster=local` does without it."
+                        f"Ray did not start on this machine ({error}).{told} `cluster=local` does without it."
                     ) from error
-                log.warning("Ray did not start (%s). Trying once more.", error)
+                log.info("Ray is still starting.")
+                own = {"address": address}
 
 
 def _init(**options: Any) -> None:
@@ -102,9 +103,31 @@ def _init(**options: Any) -> None:
             signal.signal(signal.SIGTERM, asked)
 
 
-def _end(place: str) -> None:
-    """End whatever Ray has started in this directory and left behind, where the system tells."""
+def _processes(place: str) -> dict[int, list[str]]:
+    """The processes that Ray was started with in this directory, with their arguments, where the system tells."""
+    found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if place.encode() in (entry / "cmdline").read_bytes() and int(entry.name) != os.getpid():
-                os.kill(int(entry.name), signal.SIGKILL)
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if int(entry.name) != os.getpid() and any(place in word for word in words):
+                found[int(entry.name)] = words
+    return found
+
+
+def _address(place: str) -> str | None:
+    """Where a Ray is to be reached that is starting in this directory; None where none is."""
+    told = (word for words in _processes(place).values() for word in words if word.startswith("--gcs-address="))
+    return next((word.partition("=")[2] for word in told), None)
+
+
+def _end(place: str) -> None:
+    """End whatever Ray has started in this directory and left behind."""
+    for pid in _processes(place):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _last_words(logs: Path) -> str:
+    """The last that Ray's own processes have said."""
+    told = [ending(log) for log in (logs / "gcs_server.out", logs / "raylet.out") if log.exists()]
+    return "".join(f" {each}" for each in told)

@@ -47,6 +47,8 @@ R = TypeVar("R")
 
 LARGE = 64 * 1024
 """Bytes from which on a value lies in the object store; what is smaller travels with its message."""
+LOOPBACK = "127.0.0.1"
+"""Where ranks meet that all stand on one machine."""
 WAIT = 1.0
 """Seconds that a rank is waited for before it is looked at whether anybody still wants to hear it."""
 _GROUPS = {"work": 1, "give": 1, "told": 1}
@@ -180,13 +182,17 @@ class RayCrew(Joint["Actor"]):
         self._placed.wait(self._config.timeout, self._closing)
         for member in self._members:
             member.start(self._placed.options(self._role, member.rank), self._depot)
-        first: list[Any] = self._all([member.ask_where() for member in self._members], until)
+        first: list[Here] = self._all([member.ask_where() for member in self._members], until)
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        alone = len({here.machine for here in first}) == 1 and bool(first[0].machine)
         for member, here in zip(self._members, first, strict=True):
-            member.here = here
-        (told,) = self._all([self._members[0].ask_meeting()], until)
+            member.here, member.address = here, addresses[here.node]
+            member.meets_at = LOOPBACK if alone else member.address
+        host = self._members[0].meets_at
+        (told,) = self._all([self._members[0].ask_meeting(host)], until)
         for member in self._members:
             member.listen(min(1.0, self._config.silence / 5))
-        return Meeting(self._members[0].here.address, *told)
+        return Meeting(host, *told)
 
     def _all(self, asked: list[Any], until: float) -> list[Any]:
         """What actors answer that are being started; each that cannot is named."""
@@ -215,14 +221,18 @@ class Actor(Member):
         super().__init__(rank, log, said)
         self._role = role
         self._actor: Any = None
-        self.here = Here(0, "", "", "")
+        self.here = Here(0, "", "")
         """Where it came to stand."""
+        self.address = ""
+        """Of its node."""
+        self.meets_at = ""
+        """By which of its node's addresses it speaks to the other ranks."""
         self._killed = threading.Event()
         self._working: Any = None
         self._why = "it was ended"
 
     def __str__(self) -> str:
-        where = f" (process {self.here.pid} on node {self.here.address})" if self.here.pid else ""
+        where = f" (process {self.here.pid} on node {self.address})" if self.here.pid else ""
         return f"Rank {self.rank} of {self._role}{where}"
 
     @property
@@ -239,13 +249,13 @@ class Actor(Member):
         """Where it stands, once that is known."""
         return self._actor.here.remote()
 
-    def ask_meeting(self) -> Any:
+    def ask_meeting(self, host: str) -> Any:
         """Where it will wait for the others."""
-        return self._actor.meeting.remote()
+        return self._actor.meeting.remote(host)
 
     def listen(self, every: float) -> None:
         """Have it begin, and hear what it says from now on."""
-        self._working = self._actor.work.options(concurrency_group="work").remote()
+        self._working = self._actor.work.options(concurrency_group="work").remote(self.meets_at)
         threading.Thread(target=self._hear, args=(every,), name=f"etude-rank-{self.rank}", daemon=True).start()
 
     def send(self, message: object) -> None:
@@ -290,7 +300,7 @@ class Actor(Member):
         if self._is_here or self.log.exists():
             return super().last_words()
         told: str | None = self._there(ending, self.log)
-        return told or f"Its log, {self.log}, is on node {self.here.address}, which does not answer."
+        return told or f"Its log, {self.log}, is on node {self.address}, which does not answer."
 
     @property
     def _is_here(self) -> bool:
@@ -331,7 +341,7 @@ class _Rank(Rank):
 
     def __init__(self, log: Path, path: Sequence[str], depot: Depot) -> None:
         context = ray.get_runtime_context()
-        super().__init__(log, path, depot, ray.util.get_node_ip_address(), context.get_node_id())
+        super().__init__(log, path, depot, context.get_node_id())
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -346,7 +356,8 @@ def _why(error: Exception) -> str:
     detail = detail.partition("Some common causes")[0].partition("There are some potential root causes")[0]
     lines = [line.strip() for line in told.splitlines() if line.strip()]
     said = detail if found else lines[-1] if lines else type(error).__name__
-    return f"its process is gone, as Ray tells: {' '.join(said.split())[:400]}" if found else said[:400]
+    said = " ".join(said.split())[:400].rstrip(".")
+    return f"its process is gone, as Ray tells: {said}" if found else said
 
 
 def _file(role: str) -> str:

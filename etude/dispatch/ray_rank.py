@@ -46,8 +46,6 @@ class Here(NamedTuple):
     """Where a rank came to stand."""
 
     pid: int
-    address: str
-    """Of its node."""
     node: str
     """The node's own name in the cluster."""
     machine: str
@@ -87,13 +85,13 @@ class _Outbox:
 class Rank:
     """One actor. Its methods run on threads of their own: one that works, one that listens, one that tells."""
 
-    def __init__(self, log: Path, path: Sequence[str], depot: Depot, address: str, node: str) -> None:
+    def __init__(self, log: Path, path: Sequence[str], depot: Depot, node: str) -> None:
         """`log` is where all goes that it says; `path` is where the controller finds modules."""
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: also a stopped rank ends with its node
         _write_to(log)
         sys.path.extend(each for each in path if each not in sys.path)
-        self._address, self._node = address, node
+        self._node = node
         self._outbox = _Outbox(depot)
         self._begin: SimpleQueue[Begin] = SimpleQueue()
         self._jobs: SimpleQueue[Job] = SimpleQueue()
@@ -101,18 +99,18 @@ class Rank:
 
     def here(self) -> Here:
         """Where it stands."""
-        return Here(os.getpid(), self._address, self._node, machine())
+        return Here(os.getpid(), self._node, machine())
 
-    def meeting(self) -> tuple[int, int]:
-        """Where it will listen for the other ranks: a port that is free on its node, and the descriptor there."""
-        listener = socket.create_server((self._address, 0))
+    def meeting(self, address: str) -> tuple[int, int]:
+        """Where it will listen for the other ranks: a port that is free at this address, and the descriptor there."""
+        listener = socket.create_server((address, 0))
         port: int = listener.getsockname()[1]
         return port, listener.detach()
 
-    def work(self) -> None:
-        """Be the rank that `Begin` speaks of, for ever."""
+    def work(self, address: str) -> None:
+        """Be the rank that `Begin` speaks of, for ever, and speak to the others through this address of its own."""
         begin = self._begin.get()
-        meet_through(self._address)
+        meet_through(address)
         serve(self._outbox, begin, self._jobs, self._asked)
 
     def give(self, message: object) -> None:
