@@ -10,7 +10,6 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -110,7 +109,10 @@ def introduce(run: Recipe, size: int, trained: int, what: str, saver: Saver, wri
 
 def _tell_how_to_go_on(last: ExitStack, run: Recipe, told: str, *numbers: int) -> None:
     """Say so when all else is over, where it is read. last: is left last."""
-    tell = partial(last.callback, get_log("recipes").warning)
+
+    def tell(told: str, *numbers: object) -> None:
+        last.callback(get_log("recipes").warning, told, *numbers)
+
     agent = run.agent.path if isinstance(run, Run) else None
     if agent is not None and not named(agent):
         tell(f"{told} Go on by running the program again: `fit` with the directory %s.", *numbers, run.directory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -55,10 +54,9 @@ def test_a_family_that_runs_by_itself_is_refused() -> None:
 
 
 def test_without_a_compiler_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: Any = inductor.cpp
-    monkeypatch.setattr(options, "cxx", ("no-such-compiler",))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     compiled.cache_clear()
     torch._dynamo.reset()
-    with pytest.raises(ConfigError, match=r"`train.compile` needs a compiler that torch can call, and a small trial"):
+    told = r"`train.compile` needs a compiler that torch can call, and a small trial"
+    with inductor.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ConfigError, match=told):
         create(tiny(50), seed=0).compile()
