@@ -50,7 +50,7 @@ def make_tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer.load(directory)
 
 
-def new_model(tokenizer: Tokenizer, seed: int) -> Model:
+def new_model(tokenizer: Tokenizer, seed: int, head_dim: int = HEAD_DIM) -> Model:
     """A small transformer with random weights."""
     config = tiny(
         tokenizer.size,
@@ -58,17 +58,17 @@ def new_model(tokenizer: Tokenizer, seed: int) -> Model:
         hidden=HIDDEN,
         heads=HEADS,
         kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         intermediate=INTERMEDIATE,
         context=CONTEXT,
     )
     return create(config, seed=seed, dtype=PRECISIONS[TRAINING.precision])
 
 
-def warm_up(directory: Path, seed: int, advance: Callable[[], None]) -> Model:
+def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim: int = HEAD_DIM) -> Model:
     """Make a model, let it imitate the teacher for `STEPS` steps, and write it; `advance` is called after each."""
     tokenizer = make_tokenizer(directory)
-    model = new_model(tokenizer, seed)
+    model = new_model(tokenizer, seed, head_dim)
     learner = Learner(model, TRAINING, steps=STEPS)
     shown, imitate = demonstrations(tokenizer, seed), Minimise(SFT())
     for _ in range(STEPS):

@@ -1,0 +1,38 @@
+"""Two ranks over Ray train on what a server samples, and learn: the laptop's recipe, as a cluster runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.demo.beginner import warm_up
+from tests.learn.test_presets import accuracy, beats
+from tests.served import AT_START, on, options_of
+
+CLUSTER: dict[str, Any] = {"cluster": "ray", "ranks": 2, "crew.silence": 120, "crew.timeout": 600}
+KINDS = [
+    pytest.param("vllm", marks=on("vllm")),
+    pytest.param("sglang", marks=[*on("sglang"), pytest.mark.soak]),
+]
+
+
+@pytest.fixture
+def beginner(tmp_path: Path) -> Path:
+    """A model that imitates the unreliable teacher, with heads of a size that servers know."""
+    warm_up(tmp_path / "beginner", 0, lambda: None, head_dim=32)
+    return tmp_path / "beginner"
+
+
+@pytest.mark.usefixtures("a_ray")
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_over_ray_learn_from_what_a_server_samples(
+    kind: str, beginner: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in AT_START.items():
+        monkeypatch.setenv(name, value)
+    served = {f"rollout.{name}": value for name, value in options_of(kind, tmp_path).items()}
+    trained = accuracy(tmp_path / "trained", beginner, "grpo", 3e-4, rollout=kind, **served, **CLUSTER)
+    control = accuracy(tmp_path / "control", beginner, "grpo", 0.0, steps=1)
+    beats(trained, control, f"grpo over Ray, by {kind}")
