@@ -142,14 +142,14 @@ def test_a_micro_batch_of_a_few_tokens_leaves_some_ranks_without_any(crews: dict
 
 
 def test_models_of_other_families_are_cut_along_the_sequence_alone(crews: dict[int, ProcessCrew]) -> None:
-    for family in ("gemma2", "gpt2"):
+    for family, near in (("gemma2", 1e-5), ("gpt2", NEAR)):  # Gemma's norms compute in float32
         policy = partial(model, family=family)
         one, many = alone(policy=policy, clip=None), meshed(crews, "sp2", policy=policy, clip=None)
         for crew in (one, many):
             crew.call(Pupil.update, [crew.call(Pupil.ready, rollouts())])
         wanted, found = one.call(Pupil.gradient), many.call(Pupil.gradient)
         for name, gradient in wanted.items():
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=NEAR, msg=name)
+            torch.testing.assert_close(found[name], gradient, rtol=0, atol=near, msg=name)
     with pytest.raises(ConfigError, match=r"`mesh\.tensor=2` divides the layers of the Llama.* a gpt2 model"):
         meshed(crews, "tp2", policy=policy)
 
