@@ -51,6 +51,8 @@ LOOPBACK = "127.0.0.1"
 """Where ranks meet that all stand on one machine."""
 WAIT = 1.0
 """Seconds that a rank is waited for before it is looked at whether anybody still wants to hear it."""
+_ray: Any = ray
+"""What has no types there, or others than are true."""
 _GROUPS = {"work": 1, "give": 1, "told": 1}
 
 
@@ -63,7 +65,7 @@ class Depot:
 
     def take(self, sent: Sent) -> Body:
         """Look at it: in place where it lies on this node, else in a copy that is fetched."""
-        body: Body = sent if isinstance(sent, Body) else ray.get(sent)
+        body: Body = sent if isinstance(sent, Body) else _ray.get(sent)
         return body
 
 
@@ -80,7 +82,7 @@ class Placed:
         ready, told = self._group.ready(), began
         while not ray.wait([ready], timeout=TICK)[0]:
             passed = time.monotonic() - began
-            lack = lacking(self.pool, ray.cluster_resources(), ray.available_resources())
+            lack = lacking(self.pool, _ray.cluster_resources(), _ray.available_resources())
             lack = lack or "There is enough of everything, but not on single nodes that have a whole place."
             if passed > timeout or closing.is_set():
                 raise CrewError(
@@ -183,7 +185,7 @@ class RayCrew(Joint["Actor"]):
         for member in self._members:
             member.start(self._placed.options(self._role, member.rank), self._depot)
         first: list[Here] = self._all([member.ask_where() for member in self._members], until)
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in _ray.nodes()}
         alone = len({here.machine for here in first}) == 1 and bool(first[0].machine)
         for member, here in zip(self._members, first, strict=True):
             member.here, member.address = here, addresses[here.node]
@@ -242,7 +244,7 @@ class Actor(Member):
 
     def start(self, options: dict[str, Any], depot: Depot) -> None:
         """Have Ray start it."""
-        kind: Any = ray.remote(concurrency_groups=_GROUPS)(_Rank)
+        kind = _ray.remote(concurrency_groups=_GROUPS)(_Rank)
         self._actor = kind.options(max_restarts=0, **options).remote(self.log, sys.path, depot)
 
     def ask_where(self) -> Any:

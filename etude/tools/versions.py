@@ -16,6 +16,7 @@ NEEDED = {"torch": "torch", "numpy": "numpy", "hydra": "hydra-core", "pydantic":
 """The packages that Etude cannot do without, and their distributions."""
 OPTIONAL = {
     "peft": ("lora", ("peft",)),
+    "ray": ("ray", ("ray",)),
     "tensorboardX": ("trackers", ("tensorboardX",)),
     "wandb": ("trackers", ("wandb",)),
     "mlflow": ("trackers", ("mlflow-skinny", "mlflow")),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.batch import Batch, Column, Kind, ranges
-from etude.batch.batch import _even
+from etude.batch.cut import _even
 from etude.errors import BatchError, MissingColumnError, RewardError
 from etude.records import Rollout, Sample
 from tests.batches import batches, random_batch, same, with_extras
