@@ -1,0 +1,57 @@
+"""What every process of SGLang's server does first, where there is no GPU.
+
+Two packages are stood in for as they are imported: torchvision, whose compiled part does not load beside a torch without
+CUDA, gets the schemas of the operators that its Python names; `sgl_kernel`, which is CUDA throughout, is a module whose
+functions are there and raise.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class Kernels(ModuleType):
+    """Functions that a model on a CPU never calls."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if not name.endswith("_cpu"):
+            raise AttributeError(name)
+
+        def absent(*_: object, **__: object) -> None:
+            raise RuntimeError(f"sgl_kernel.{name} was called, and there is no GPU")
+
+        return absent
+
+
+class StandIn:
+    """Finds the one, and prepares the import of the other."""
+
+    def __init__(self) -> None:
+        self.prepared = False
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        """As a finder on `sys.meta_path` does."""
+        del path, target
+        if name == "torchvision" and not self.prepared:
+            self.prepared = True
+            self._operators()
+        return ModuleSpec(name, self) if name == "sgl_kernel" else None  # type: ignore[arg-type]
+
+    def _operators(self) -> None:
+        import torch
+
+        self.library = torch.library.Library("torchvision", "DEF")
+        self.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """As a loader does."""
+        return Kernels(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is left to do."""
+
+
+sys.meta_path.insert(0, StandIn())
