@@ -1,14 +1,15 @@
-"""Real servers on this machine, spoken to over their public endpoints: what a carrier asks of an engine, and no more."""
+"""Real servers on this machine, over their public endpoints: what a carrier asks of an engine, and no more."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +20,11 @@ import pytest
 
 from etude.config.env import cache_directory, required_components
 from etude.errors import EngineError
+from etude.sync.plugin import laid_out
 
 Dialect = Literal["vllm", "sglang"]
 ROOT = Path(__file__).parents[1]
-PLUGIN = ROOT / "plugins" / "vllm_weights"
+NOWHERE = "http://127.0.0.1:9"
 PATIENCE = 240.0
 """Seconds that a server may take to start on a busy machine."""
 
@@ -30,7 +32,7 @@ PATIENCE = 240.0
 class Served:
     """A server process of ours, as carriers see engines."""
 
-    def __init__(self, dialect: Dialect, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, dialect: Dialect, url: str, process: subprocess.Popen[bytes] | None, log: Path) -> None:
         self.dialect = SimpleNamespace(name=str(dialect))
         self.url = url
         self.ranks = 1
@@ -39,13 +41,15 @@ class Served:
         self.withdrawn = False
         self.process = process
         self.log = log
-        self.broken: str | None = None
-        self.calls: list[str] = []
+        self.breaks: tuple[str, int] | None = None
+        """The way to endpoints that begin so is cut, after so many calls."""
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Ask an endpoint. One whose path begins with `broken` finds nobody, as if the way there were cut."""
-        self.calls.append(path)
-        url = self.url if self.broken is None or not path.startswith(self.broken) else "http://127.0.0.1:9"
+        """Ask an endpoint."""
+        url = self.url
+        if self.breaks is not None and path.startswith(self.breaks[0]):
+            url = self.url if self.breaks[1] else NOWHERE
+            self.breaks = self.breaks[0], max(0, self.breaks[1] - 1)
         try:
             async with httpx2.AsyncClient(timeout=120) as client:
                 answer = await client.post(url + path, json=dict(body or {}))
@@ -82,45 +86,55 @@ class Served:
     def is_vllm(self) -> bool:
         return self.dialect.name == "vllm"
 
-    async def generate(self, ids: Sequence[int], count: int) -> tuple[list[int], list[float], list[int]]:
-        """What it says greedily: ids, log-probs, and the version of each."""
+    async def generate(
+        self, ids: Sequence[int], count: int, begun: asyncio.Event | None = None
+    ) -> tuple[list[int], list[float], list[int]]:
+        """What it says greedily: ids, log-probs, and the version of each. `begun` is set when a token has come."""
+        path, body = _asked(self.is_vllm, ids, count)
+        found: list[int] = []
+        logp: list[float] = []
+        spans: Sequence[Any] = ()
         self.under_way += 1
         try:
-            return await self._generate(ids, count)
+            async for told in self._events(path, body):
+                if self.is_vllm:
+                    (choice,) = told["choices"]
+                    found += choice["token_ids"] or []
+                    logp += [entry["logprob"] for entry in (choice["logprobs"] or {"content": []})["content"]]
+                    spans = choice.get("weight_versions") or spans
+                else:
+                    found, spans = told["output_ids"], told["meta_info"].get("weight_versions") or spans
+                    logp = [entry[0] for entry in told["meta_info"]["output_token_logprobs"]]
+                if begun is not None and found:
+                    begun.set()
         finally:
             self.under_way -= 1
+        return found, logp, [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
 
-    async def _generate(self, ids: Sequence[int], count: int) -> tuple[list[int], list[float], list[int]]:
-        if self.is_vllm:
-            sampling = {"max_tokens": count, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
-            told = await self.post(
-                "/inference/v1/generate", {"token_ids": list(ids), "sampling_params": sampling, "stream": False}
-            )
-            (choice,) = told["choices"]
-            logp = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-            return choice["token_ids"], logp, _versions(choice.get("weight_versions"), count)
-        told = await self.post(
-            "/generate",
-            {
-                "input_ids": list(ids),
-                "sampling_params": {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True},
-                "return_logprob": True,
-                "logprob_start_len": -1,
-            },
-        )
-        meta = told["meta_info"]
-        logp = [entry[0] for entry in meta["output_token_logprobs"]]
-        return told["output_ids"], logp, _versions(meta.get("weight_versions"), count)
+    async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        async with (
+            httpx2.AsyncClient(timeout=120) as client,
+            client.stream("POST", self.url + path, json=dict(body)) as answer,
+        ):
+            async for line in answer.aiter_lines():
+                data = line.removeprefix("data:").strip()
+                if data and data != "[DONE]":
+                    told: dict[str, Any] = json.loads(data)
+                    if told.get("choices") or "meta_info" in told:
+                        yield told
 
     def says(self, ids: Sequence[int] = (5, 6, 7, 8, 9), count: int = 8) -> tuple[list[int], list[float], list[int]]:
         """The same, at once."""
         return asyncio.run(self.generate(ids, count))
 
 
-def _versions(spans: Sequence[Mapping[str, Any]] | None, count: int) -> list[int]:
-    if not spans:
-        return [0] * count
-    return [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+def _asked(vllm: bool, ids: Sequence[int], count: int) -> tuple[str, dict[str, Any]]:
+    if vllm:
+        sampling = {"max_tokens": count, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+        return "/inference/v1/generate", {"token_ids": list(ids), "sampling_params": sampling, "stream": True}
+    sampling = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
+    asked = {"input_ids": list(ids), "sampling_params": sampling, "stream": True}
+    return "/generate", asked | {"return_logprob": True, "logprob_start_len": -1}
 
 
 def python_of(dialect: Dialect) -> Path:
@@ -158,10 +172,8 @@ def serving(dialect: Dialect, model: Path, into: Path, *more: str) -> Iterator[S
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(10)
-        except subprocess.TimeoutExpired:
-            pass
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
@@ -195,27 +207,14 @@ def _vllm(python: Path, model: Path, port: int, into: Path) -> tuple[list[str], 
         *("--kv-cache-memory-bytes", str(2**27), "--enable-scale-out", "--disable-uvicorn-access-log"),
         *("--weight-transfer-config", '{"backend": "etude"}'),
     ]
-    plugged = into / "plugged"
-    if not plugged.exists():
-        _plug(plugged)
     more = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "PYTHONPATH": str(plugged),
+        "PYTHONPATH": str(laid_out(into)),
     }
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags]
     return command, _plain() | more
-
-
-def _plug(into: Path) -> None:
-    """The plug-in as an installer lays it out, in a folder of its own."""
-    into.mkdir(parents=True)
-    (into / "etude_vllm_weights").symlink_to(PLUGIN / "etude_vllm_weights")
-    told = into / "etude_vllm_weights-1.0.dist-info"
-    told.mkdir()
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: etude-vllm-weights\nVersion: 1.0\n")
-    (told / "entry_points.txt").write_text("[vllm.general_plugins]\netude_weights = etude_vllm_weights:register\n")
 
 
 def _sglang(python: Path, model: Path, port: int, into: Path) -> tuple[list[str], dict[str, str]]:
