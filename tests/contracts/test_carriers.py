@@ -26,12 +26,13 @@ from etude.sync.fleet import Running
 from etude.sync.group import GroupCarrier
 from etude.sync.shm import ShmCarrier
 from tests.servers import Served, serving
-from tests.worlds import make_tokenizer
+from tests.worlds import ALPHABET, make_tokenizer
 
 PROMPT = (5, 6, 7, 8, 9)
 COUNT = 12
 BUCKET = 1 << 16
 """Bytes: the model takes several."""
+VOCABULARY = len(ALPHABET) + 2
 LAST = "model.layers.1.mlp.down_proj.weight"
 Weights = dict[str, Tensor]
 
@@ -69,13 +70,13 @@ class World:
 
 def make(seed: int) -> Weights:
     """A model whose output head is its embedding."""
-    config = tiny(40, layers=2, hidden=64, heads=2, kv_heads=1, context=2048)
+    config = tiny(VOCABULARY, layers=2, hidden=64, heads=2, kv_heads=1, context=2048)
     return {name: weight.detach() for name, weight in create(config, seed=seed).named_weights()}
 
 
 def embedded(weights: Weights) -> tuple[list[int], list[float]]:
     """What the embedded engine says with these weights."""
-    model = create(tiny(40, layers=2, hidden=64, heads=2, kv_heads=1, context=2048), seed=0)
+    model = create(tiny(VOCABULARY, layers=2, hidden=64, heads=2, kv_heads=1, context=2048), seed=0)
     with torch.no_grad():
         for name, weight in model.named_weights():
             weight.copy_(weights[name])
@@ -88,7 +89,7 @@ def embedded(weights: Weights) -> tuple[list[int], list[float]]:
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     directory = tmp_path_factory.mktemp(request.param)
     make_tokenizer(directory / "model")
-    config = tiny(40, layers=2, hidden=64, heads=2, kv_heads=1, context=2048)
+    config = tiny(VOCABULARY, layers=2, hidden=64, heads=2, kv_heads=1, context=2048)
     save(create(config, seed=1), directory / "model")
     with serving(request.param, directory / "model", directory) as server:
         yield World(server, server.says(PROMPT, COUNT), directory)
