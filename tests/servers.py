@@ -109,7 +109,7 @@ class Served:
                     begun.set()
         finally:
             self.under_way -= 1
-        return found, logp, [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        return found, logp, [_number(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         async with (
@@ -135,6 +135,11 @@ def _asked(vllm: bool, ids: Sequence[int], count: int) -> tuple[str, dict[str, A
     sampling = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
     asked = {"input_ids": list(ids), "sampling_params": sampling, "stream": True}
     return "/generate", asked | {"return_logprob": True, "logprob_start_len": -1}
+
+
+def _number(label: str) -> int:
+    """A version; a server that was told none calls its own something else."""
+    return int(label) if label.isdigit() else 0
 
 
 def python_of(dialect: Dialect) -> Path:

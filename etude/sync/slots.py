@@ -89,11 +89,8 @@ class Slot:
             self._storage._shared_incref()
 
     def close(self) -> None:
-        """Give the memory back. Whoever has it mapped keeps it until they let go."""
-        if self._storage is not None:
-            path = Path(self.place().path)
-            self._storage, self._bytes = None, torch.empty(0, dtype=torch.uint8)
-            path.unlink(missing_ok=True)
+        """Give the memory back. Whoever has it mapped through torch keeps it, and the file goes with the last."""
+        self._storage, self._bytes = None, torch.empty(0, dtype=torch.uint8)
 
     def _hold(self, nbytes: int) -> None:
         """Have at least so many bytes, in a new file where the old one is too small."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import EngineError
-from etude.models import create, save, tiny
+from etude.models import Model, create, save, tiny
 from etude.records import SamplingParams
 from etude.rollout.torch_engine import EngineConfig, TorchEngine
 from etude.sync import Carrier, Fleet
@@ -68,15 +68,23 @@ class World:
         assert set(versions) == {self.version} == {self.server.version} and not self.server.withdrawn
 
 
-def make(seed: int) -> Weights:
-    """A model whose output head is its embedding."""
-    config = tiny(VOCABULARY, layers=2, hidden=64, heads=2, kv_heads=1, context=2048)
-    return {name: weight.detach() for name, weight in create(config, seed=seed).named_weights()}
+def model_of(seed: int) -> Model:
+    """A model whose output head is its embedding, and whose next token depends strongly on what it has read."""
+    model = create(tiny(VOCABULARY, layers=2, hidden=64, heads=2, kv_heads=1, context=2048), seed=seed)
+    with torch.no_grad():
+        for _, weight in model.named_weights():
+            weight.mul_(4 if weight.ndim == 2 else 1)
+    return model
+
+
+def weights_of(seed: int) -> Weights:
+    """Its weights."""
+    return {name: weight.detach() for name, weight in model_of(seed).named_weights()}
 
 
 def embedded(weights: Weights) -> tuple[list[int], list[float]]:
     """What the embedded engine says with these weights."""
-    model = create(tiny(VOCABULARY, layers=2, hidden=64, heads=2, kv_heads=1, context=2048), seed=0)
+    model = model_of(0)
     with torch.no_grad():
         for name, weight in model.named_weights():
             weight.copy_(weights[name])
@@ -89,13 +97,12 @@ def embedded(weights: Weights) -> tuple[list[int], list[float]]:
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     directory = tmp_path_factory.mktemp(request.param)
     make_tokenizer(directory / "model")
-    config = tiny(VOCABULARY, layers=2, hidden=64, heads=2, kv_heads=1, context=2048)
-    save(create(config, seed=1), directory / "model")
+    save(model_of(1), directory / "model")
     with serving(request.param, directory / "model", directory) as server:
         yield World(server, server.says(PROMPT, COUNT), directory)
 
 
-FIRST, SECOND = make(1), make(2)
+FIRST, SECOND = weights_of(1), weights_of(2)
 
 
 @pytest.mark.parametrize("name", ["shm", "disk", "gloo"])
