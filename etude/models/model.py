@@ -142,6 +142,19 @@ class Model:
             if ".lora_" not in name:
                 yield name, merged(adapted[name]) if name in adapted else weight.detach()
 
+    def untied_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The same for a model whose head is a weight of its own: where it is the embedding, that comes twice."""
+        tied = self.module.config.tie_word_embeddings
+        names = [name for name, weight in self.named_weights() if weight is self.module.get_input_embeddings().weight]
+        for name, weight in self.merged_weights():
+            yield name, weight
+            if tied and name in names:
+                yield "lm_head.weight", weight.clone()
+
+    def described(self) -> dict[str, Any]:
+        """What `config.json` says of it."""
+        return self.module.config.to_dict() | {"architectures": [type(self.module).__name__]}
+
     @property
     def adapted(self) -> bool:
         """Whether it has adapters."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 import torch
@@ -37,9 +38,11 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
 from etude.recipes.sampling import derived_seed
 from etude.recipes.scoring import live
+from etude.recipes.serving import DTYPES, device_name
 from etude.records import Message
 from etude.rewards import Judge
-from etude.rollout import TorchEngine
+from etude.rollout import EngineConfig, Served, ServerConfig, TorchEngine
+from etude.rollout.engines import serve
 from etude.train import load_weights, read_weights
 
 __all__ = ["evaluate", "export_run", "generate"]
@@ -84,10 +87,9 @@ def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool, answers
     checks.of_agents(run)
     console = make_console(run.observe.console)
     with ExitStack() as stack:
-        step, chat, engine = stack.enter_context(_engine(run, best=best))
+        step, chat, engine, longest = stack.enter_context(_engine(run, best=best))
         judge = stack.enter_context(Judge(live(run.reward, device_of(run)), run.judging))
         runner = stack.enter_context(asyncio.Runner())
-        longest = checks.longest(run, engine.model)
         with progress("reading the tasks", None, console):
             if run.agent.path is None:
                 evaluator = evaluator_of(run, chat, engine, judge, runner, episodes_of(run, longest, chat))
@@ -155,12 +157,12 @@ def generate(
     if not prompt:
         raise ConfigError(f'There is no prompt. Write it after {source}: `etude generate {source} "What is 2 + 2?"`.')
     console = make_console(run.observe.console)
-    with _engine(run, best=best) as (_, chat, engine):
+    with _engine(run, best=best) as (_, chat, engine, _):
         asked = chat.prompt_ids(prompt if raw or not chat.tokenizer.template else [Message("user", prompt)])
         asyncio.run(_answer(run, asked, engine, console, answers))
 
 
-async def _answer(run: Run, asked: Ids, engine: TorchEngine, console: Console, answers: int) -> None:
+async def _answer(run: Run, asked: Ids, engine: TorchEngine | Served, console: Console, answers: int) -> None:
     params = [run.sampling.params(derived_seed(run.seed, "generate", n)) for n in range(answers)]
     if answers == 1:
         async for delta in engine.stream(asked, params[0]):
@@ -201,7 +203,7 @@ def _described(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
     """What config.json says of a model. Of one that scores it says which token is padding, so that the score of a row
     is read before it; a padding token that also ends answers is not named, because the end itself would be passed over:
     such a model scores one row at a time."""
-    config: dict[str, Any] = model.module.config.to_dict() | {"architectures": [type(model.module).__name__]}
+    config = model.described()
     if model.scores:
         config["pad_token_id"] = None if tokenizer.pad_id in tokenizer.eos_ids else tokenizer.pad_id
     return config
@@ -282,8 +284,9 @@ def _refuse_unread(run: Run, options: Sequence[str], command: str) -> None:
 
 
 @contextmanager
-def _engine(run: Run, *, best: bool) -> Iterator[tuple[int | None, Chat, TorchEngine]]:
-    """The model of a run's checkpoint, of which step that is, or a model that belongs to no run; ready to be asked."""
+def _engine(run: Run, *, best: bool) -> Iterator[tuple[int | None, Chat, TorchEngine | Served, int]]:
+    """The model of a run's checkpoint, of which step that is, or a model that belongs to no run; ready to be asked for
+    as many tokens as it has room for."""
     if best and run.directory is None:
         raise ConfigError("--best chooses among the checkpoints of a run, and no run was named. Leave it out.")
     configure(run.observe.level, mask=mask_text)
@@ -291,12 +294,37 @@ def _engine(run: Run, *, best: bool) -> Iterator[tuple[int | None, Chat, TorchEn
     torch.set_num_threads(run.threads or threads)
     model, chat = policy(run)
     step = None if run.directory is None else _load_checkpoint(run, model, best=best)
-    engine = TorchEngine(model, chat.tokenizer, run.rollout, merge=run.lora.publish == "merged")
     try:
-        yield step, chat, engine
+        with _sampler(run, model, chat) as engine:
+            yield step, chat, engine, checks.longest(run, model)
     finally:
-        engine.close()
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def _sampler(run: Run, model: Model, chat: Chat) -> Iterator[TorchEngine | Served]:
+    """What samples from a model: the embedded engine, or servers that are given its weights as files."""
+    config = run.rollout
+    if isinstance(config, EngineConfig):
+        with TorchEngine(model, chat.tokenizer, config, merge=run.lora.publish == "merged") as engine:
+            yield engine
+        return
+    assert isinstance(config, ServerConfig) and run.model.path is not None
+    checks.of_servers(run)
+    device = device_name(run)
+    with TemporaryDirectory(prefix="etude-") as made:
+        where, logs, untied = Path(made) / "model", Path(made) / "logs", config.untied(device)
+        described = model.described() | ({"tie_word_embeddings": False} if untied else {})
+        weights = model.untied_weights() if untied else model.merged_weights()
+        export(weights, described, where, tokenizer=run.model.tokenizer or run.model.path)
+        dtype, threads = DTYPES[run.train.precision], checks.threads_of(run)
+        console = make_console(run.observe.console)
+        with serve(
+            config, where, chat.tokenizer, dtype=dtype, device=device, logs=logs, threads=threads, console=console
+        ) as served:
+            if config.url:
+                asyncio.run(served.load(where, 0))
+            yield served
 
 
 def _load_checkpoint(run: Recipe, model: Model, *, best: bool) -> int:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from etude.recipes.parts import Engine, Parts
     from etude.recipes.recipe import Recipe
     from etude.recipes.run import Run
+    from etude.recipes.serving import Publisher
     from etude.recipes.workers import PolicyWorker
     from etude.rollout import TorchEngine
     from etude.store.desk import Desk
@@ -95,7 +96,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     agentic = run.agent.path is not None
     train, overlong = (given(run, run.data.train), 0) if agentic else tasks(run, chat, "data.train", run.data.train)
     judge = stack.enter_context(Judge(live(run.reward, device_of(run)), run.judging))
-    crew, engine = _crew(run, chat, directory, stack)
+    crew, engine, publisher = _crew(run, chat, directory, stack)
     runner = stack.enter_context(asyncio.Runner())
     store = stack.enter_context(closing(open_store(directory / "journal.sqlite")))
     longest = crew.call(PolicyWorker.longest)
@@ -134,10 +135,10 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         told = "The answers of what was collected since, up to step %d, are read back and not drawn again."
         get_log("recipes").info(told, source.replays)
     if run.train.offload:
-        learners.make_room = lambda: crew.call(PolicyWorker.make_room)
-    return Parts(
-        directory, log, source, learners, scoring, saver, engine, store, runner, overlong, chat.tokenizer.decode, client
-    )
+        asleep = publisher.make_room if publisher is not None else partial(crew.call, PolicyWorker.make_room)
+        learners.make_room = asleep
+    told = (chat.tokenizer.decode, client, publisher)
+    return Parts(directory, log, source, learners, scoring, saver, engine, store, runner, overlong, *told)
 
 
 def _engine_source(
@@ -148,7 +149,7 @@ def _engine_source(
         run.sampling,
         prompt_ids=prompts(run, chat),
         engine=engine,
-        at_once=run.rollout.max_running * run.ranks,
+        at_once=run.rollout.at_once(run.ranks),
         episodes=episodes,
         greedy="greedy_reward" in run.needs(),
         **common,
@@ -197,7 +198,7 @@ def scorer_of(run: Run, agents: Agents, judge: Judge, store: Journal, runner: as
 
 
 def agents_evaluator(
-    run: Run, chat: Chat, engine: TorchEngine, judge: Judge, runner: asyncio.Runner, longest: int, stack: ExitStack
+    run: Run, chat: Chat, engine: Engine, judge: Judge, runner: asyncio.Runner, longest: int, stack: ExitStack
 ) -> Evaluator | None:
     """Whoever has agents score a model that belongs to no run that is under way: with runners of its own, on this
     machine. What they did is kept in no journal: a run's own is none of theirs."""
@@ -214,17 +215,26 @@ def given(run: Run, files: Sequence[str]) -> Dataset:
     return Dataset.load(files, run.data.columns, prompted=False)
 
 
-def _crew(run: Run, chat: Chat, directory: Path, stack: ExitStack) -> tuple[Crew, Engine]:
-    """Whoever trains and samples: here, or in as many processes as there are to be ranks."""
-    if run.ranks == 1:
-        worker, engine = _rank(run, chat)
-        stack.enter_context(closing(engine))
-        return stack.enter_context(closing(LocalCrew(worker))), engine
+def _crew(run: Run, chat: Chat, directory: Path, stack: ExitStack) -> tuple[Crew, Engine, Publisher | None]:
+    """Whoever trains and samples: here, or in as many processes as there are to be ranks; or servers sample, which
+    somebody is to bring weights to."""
     from etude.recipes import folder
     from etude.recipes.replicas import Replicas, start
+    from etude.recipes.serving import serving
+    from etude.rollout import ServerConfig
 
-    crew = stack.enter_context(closing(start(rank, run, directory / folder.RANKS)))
-    return crew, Replicas(crew)
+    crew: Crew
+    if run.ranks == 1:
+        worker, engine = _rank(run, chat)
+        if engine is not None:
+            stack.enter_context(closing(engine))
+        crew = stack.enter_context(closing(LocalCrew(worker)))
+    else:
+        crew = stack.enter_context(closing(several := start(rank, run, directory / folder.RANKS)))
+    if isinstance(run.rollout, ServerConfig):
+        served, publisher = stack.enter_context(serving(run, run.rollout, chat.tokenizer, crew, directory))
+        return crew, served, publisher
+    return crew, engine if run.ranks == 1 else Replicas(several), None
 
 
 def rank(run: Run) -> PolicyWorker:
@@ -232,13 +242,15 @@ def rank(run: Run) -> PolicyWorker:
     return _rank(run, chat_of(run))[0]
 
 
-def _rank(run: Run, chat: Chat) -> tuple[PolicyWorker, TorchEngine]:
-    """A model, the engine that samples from it, and whoever trains it."""
+def _rank(run: Run, chat: Chat) -> tuple[PolicyWorker, TorchEngine | None]:
+    """A model, the engine that samples from it unless servers do, and whoever trains it."""
     from etude.recipes import checks
-    from etude.rollout import TorchEngine
+    from etude.rollout import EngineConfig, TorchEngine
 
     model = model_of(run, chat, trained=True)
     checks.room(run, model)
+    if not isinstance(run.rollout, EngineConfig):
+        return _worker(run, model, None), None
     engine = TorchEngine(model, chat.tokenizer, run.rollout, merge=run.lora.publish == "merged")
     try:
         return _worker(run, model, engine), engine
@@ -373,7 +385,7 @@ def evaluator_of(
         engine=engine,
         judge=judge,
         timeout=run.collect.timeout,
-        at_once=run.rollout.max_running * run.ranks,
+        at_once=run.rollout.at_once(run.ranks),
         episodes=episodes,
     )
     sampling = run.evaluate.sampling.beside(run.sampling)
@@ -382,7 +394,7 @@ def evaluator_of(
     )
 
 
-def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
+def _worker(run: Run, model: Model, engine: TorchEngine | None) -> PolicyWorker:
     """The learner, and what stands beside it."""
     from etude.recipes import checks, models
 

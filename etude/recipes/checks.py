@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import numpy as np
@@ -13,16 +14,18 @@ from etude.dispatch import CrewConfig
 from etude.errors import BatchError, ConfigError, DataError
 from etude.models import Model
 from etude.observe import MlflowConfig, Observe, WandbConfig, get_log
+from etude.recipes.device import device_of
 from etude.recipes.evaluate import Evaluation
 from etude.recipes.recipe import Recipe, Reference, Teacher
 from etude.recipes.run import Critic, Run
 from etude.records import Rollout, Sample
 from etude.rewards import Nothing
+from etude.rollout import EngineConfig
 from etude.rollout.kv import block_bytes
 
 __all__ = [
     *("algorithm", "before", "compares", "fits", "foresees", "from_the_models", "idle_trackers", "imitates", "longest"),
-    *("of_agents", "of_ranks", "room", "threads_of"),
+    *("of_agents", "of_ranks", "of_servers", "room", "threads_of"),
 ]
 
 MOST_RANKS = 8
@@ -63,6 +66,7 @@ def before(run: Run) -> None:
             "Choose a reward, or `advantage=distillation`."
         )
     of_agents(run)
+    of_servers(run)
     _environment(run)
     algorithm(run)
     for warning in _idle_options(run):
@@ -201,7 +205,7 @@ def of_agents(run: Run) -> None:
         room, _, option = name.partition(".")
         if value != type(getattr(run, room)).model_fields[option].default:
             raise ConfigError(f"`{name}={value}` does nothing where an agent plays: {why}. Leave it out.")
-    if run.ranks > 1:
+    if run.ranks > 1 and isinstance(run.rollout, EngineConfig):
         raise ConfigError(
             f"`ranks={run.ranks}` have an engine each, and the endpoint that agents call has one: agents are trained "
             f"by one rank so far. Leave `ranks` out."
@@ -261,7 +265,7 @@ def fits(run: Run, model: Model, name: str, answer: int) -> None:
     if longest > held:
         raise ConfigError(
             f"`data.max_prompt` + `{name}` = {longest} tokens do not fit into the engine's memory, which holds {held} "
-            f"tokens with `rollout.kv_gib={run.rollout.kv_gib:g}`. Raise that, or lower one of them."
+            f"tokens with `rollout.kv_gib={_kv_gib(run):g}`. Raise that, or lower one of them."
         )
 
 
@@ -271,8 +275,35 @@ def longest(run: Run, model: Model) -> int:
 
 
 def _held(run: Run, model: Model) -> int:
+    """How many tokens the engine has memory for. A server sees to it itself that it has enough for its context."""
+    if not isinstance(run.rollout, EngineConfig):
+        return model.context
     size = run.rollout.block_size
-    return int(run.rollout.kv_gib * 2**30) // block_bytes(model, size) * size
+    return int(_kv_gib(run) * 2**30) // block_bytes(model, size) * size
+
+
+def _kv_gib(run: Run) -> float:
+    return run.rollout.kv_gib if isinstance(run.rollout, EngineConfig) else math.inf
+
+
+def of_servers(run: Run) -> None:
+    """Refuse what servers cannot be asked for."""
+    if isinstance(run.rollout, EngineConfig):
+        return
+    if run.train.precision == "fp64":
+        raise ConfigError(
+            "`train.precision=fp64` is what no server computes in. Choose another, or `rollout=embedded`."
+        )
+    if run.lora.publish != type(run.lora)().publish:
+        raise ConfigError(
+            "`lora.publish` is how the embedded engine is told of an adapter, and servers are given merged weights. "
+            "Leave it out."
+        )
+    if run.train.offload and device_of(run).type == "cpu":
+        raise ConfigError(
+            "`train.offload` has servers give their memory up while the policy is trained, which they can on a GPU "
+            "only. Leave it out."
+        )
 
 
 def compares(run: Run) -> bool:

@@ -28,7 +28,7 @@ from etude.config.env import etude_command
 from etude.config.secrets import mask
 from etude.config.show import to_yaml
 from etude.config.tree import to_tree
-from etude.errors import ConfigError, CrewError, RunError
+from etude.errors import ConfigError, CrewError, EngineError, RunError
 from etude.recipes.commands import RECIPES
 from etude.recipes.inputs import INPUTS, is_module, place_of
 from etude.recipes.recipe import Recipe
@@ -37,6 +37,7 @@ from etude.recipes.run import Run
 __all__ = [
     "OPTIONS",
     "RANKS",
+    "SERVERS",
     "TASKS",
     "compare",
     "differences",
@@ -53,7 +54,7 @@ __all__ = [
     "take_tasks",
 ]
 
-OPTIONS, LOCK, RANKS, TASKS = "run.yaml", ".lock", "ranks", "tasks"
+OPTIONS, LOCK, RANKS, SERVERS, TASKS = "run.yaml", ".lock", "ranks", "servers", "tasks"
 R = TypeVar("R", bound=Recipe)
 
 
@@ -97,10 +98,10 @@ def occupy(directory: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        nothing = {LOCK, RANKS, TASKS}
+        nothing = {LOCK, RANKS, SERVERS, TASKS}
         try:
             yield
-        except CrewError:
+        except (CrewError, EngineError):
             nothing = {LOCK, TASKS}
             raise
         finally:

@@ -174,6 +174,8 @@ class Parts:
     """What ids say, in words."""
     client: Callable[[], Desk] | None = None
     """Another desk at the rollouts of agents, where those play."""
+    publisher: Callable[[int], Metrics] | None = None
+    """Who brings weights to the engine under a version, where the workers' own engines are not it."""
 
     def begin(self) -> None:
         """Publish the weights that the run begins with, and score them if that is asked for: a line of its own. What
@@ -194,6 +196,8 @@ class Parts:
 
     def publish(self, version: int) -> Metrics:
         """Hand the weights to every engine, under a new version."""
+        if self.publisher is not None:
+            return self.publisher(version)
         return self.learners.crew.call(PolicyWorker.publish, version)
 
     def measure(self, groups: Groups, batch: Batch) -> Metrics:

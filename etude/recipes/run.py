@@ -26,7 +26,7 @@ from etude.recipes.names import KNOWN_AS
 from etude.recipes.recipe import Recipe, Reference, Teacher
 from etude.recipes.sampling import Sampling
 from etude.rewards import REWARDS, Judging, RewardFunction
-from etude.rollout import EngineConfig
+from etude.rollout import ENGINES, EngineConfig, Rollout
 from etude.train import Train
 
 __all__ = ["FREE", "Critic", "Run"]
@@ -37,6 +37,8 @@ FREE = (
     *("critic.train.micro_tokens", "critic.train.activation_checkpointing"),
     *("critic.train.compile", "critic.train.offload", "ranks", "device", "crew.silence", "crew.timeout"),
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
+    *("rollout.url", "rollout.python", "rollout.replicas", "rollout.tensor_parallel", "rollout.nodes", "rollout.meet"),
+    *("rollout.devices", "rollout.memory", "rollout.line", "rollout.start_timeout", "rollout.restarts"),
     *("env.timeout", "env.at_once"),
     *("agent.strategy", "agent.runners", "agent.at_once", "agent.timeout", "agent.silence", "agent.patience"),
     *("agent.calls", "agent.listen", "agent.store"),
@@ -86,7 +88,10 @@ class Run(Recipe, Algorithm):
     )
     judging: Judging = Field(Judging(), description="how rewards are computed, and what their failures mean")
     sampling: Sampling = Field(Sampling(), description="how answers are drawn for training")
-    rollout: EngineConfig = Field(EngineConfig(), description="the engine that samples")
+    rollout: Annotated[Rollout, Choice(ENGINES)] = Field(
+        EngineConfig(),
+        description="what samples: `embedded` is an engine in this process, `vllm` and `sglang` are servers",
+    )
     collect: Collection = Field(Collection(), description="which rollouts a step trains on")
     evaluate: Evaluation = Field(Evaluation(), description="scoring the policy on `data.val` as it learns")
 

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from etude.algorithms import Algorithm, Denominators, Loss, LossValue, Outputs, State, View
 from etude.algorithms.losses.supervised import Value
 from etude.batch import Batch
-from etude.checkpoint import Checkpoint, Checkpoints
+from etude.checkpoint import Checkpoint, Checkpoints, export
 from etude.observe import Last, Metrics, Sum
 from etude.protocols import Gather, Ids, Split, spread
 from etude.recipes.meter import Meter, sizes_of
@@ -27,7 +28,7 @@ from etude.rollout.team import dismiss_team
 from etude.sync import LocalCarrier
 from etude.train import Frozen, Learner
 from etude.train.forward import TOKEN_OF_BATCH
-from etude.train.ranks import count, of_group
+from etude.train.ranks import count, is_first, of_group
 
 __all__ = ["Beside", "Improve", "Minimise", "PolicyWorker"]
 
@@ -234,6 +235,22 @@ class PolicyWorker:
         tensors = self.tensors()
         checkpoints.load(checkpoint, tensors)
         self.restore(tensors, checkpoint.facts["learner"])
+
+    @spread()
+    def write(self, directory: Path, tokenizer: Path, untied: bool) -> int:
+        """Write the policy as a model directory that a server loads; how many bytes its weights are. One rank does.
+
+        untied: with a head of its own, where that is the embedding.
+        """
+        if is_first(self._ranks):
+            model = self._learner.model
+            export(
+                model.untied_weights() if untied else model.merged_weights(),
+                model.described() | ({"tie_word_embeddings": False} if untied else {}),
+                directory,
+                tokenizer=tokenizer,
+            )
+        return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
     # -- sampling -------------------------------------------------------------------------------------------------
 

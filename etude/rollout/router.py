@@ -8,7 +8,8 @@ requests under way. Where engines are deterministic, what is answered does not d
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,12 +44,22 @@ class Router:
         self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
     ) -> Completion:
         """Sample one continuation, by one of the engines."""
+        with self._chosen(prompt) as chosen:
+            return await self._engines[chosen].generate(prompt, sampling, begun=begun)
+
+    def _open(self, engine: int) -> bool:  # noqa: ARG002
+        """Whether this engine takes requests."""
+        return True
+
+    @contextmanager
+    def _chosen(self, prompt: Ids) -> Iterator[int]:
+        """The engine that a prompt goes to, which has it to do within."""
         home = self._home(np.ascontiguousarray(prompt, np.int32).tobytes())
         chosen = home.engine
         home.under_way += 1
         self._load[chosen] += 1
         try:
-            return await self._engines[chosen].generate(prompt, sampling, begun=begun)
+            yield chosen
         finally:
             home.under_way -= 1
             self._load[chosen] -= 1
@@ -56,8 +67,9 @@ class Router:
 
     def _home(self, prompt: bytes) -> _Home:
         """The home of a prompt that this one begins with, or a new one. Where nothing of it is under way, it moves away
-        from an engine that has half as much again to do as another."""
-        least = min(range(len(self._engines)), key=self._load.__getitem__)
+        from an engine that has half as much again to do as another; and away from one that takes nothing."""
+        taking = [engine for engine in range(len(self._engines)) if self._open(engine)]
+        least = min(taking, key=self._load.__getitem__)
         opening = self._opening(prompt)
         if opening is None:
             self._lengths[len(prompt)] += 1
@@ -65,7 +77,8 @@ class Router:
             return home
         self._homes.move_to_end(opening)
         home = self._homes[opening]
-        if not home.under_way and self._load[home.engine] > 1.5 * self._load[least] + 1:
+        crowded = not home.under_way and self._load[home.engine] > 1.5 * self._load[least] + 1
+        if crowded or not self._open(home.engine):
             home.engine = least
         return home
 

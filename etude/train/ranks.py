@@ -15,7 +15,7 @@ from torch import Tensor
 from etude.algorithms import Denominators
 from etude.algorithms.view import Alone, Ranks
 
-__all__ = ["Together", "count", "everywhere", "most", "of_group"]
+__all__ = ["Together", "count", "everywhere", "is_first", "most", "of_group"]
 
 
 class Together:
@@ -51,6 +51,11 @@ def of_group() -> Ranks:
 def count(ranks: Ranks) -> int:
     """How many there are."""
     return ranks.count if isinstance(ranks, Together) else 1
+
+
+def is_first(ranks: Ranks) -> bool:
+    """Whether this is the one that does what is to be done once."""
+    return not isinstance(ranks, Together) or ranks.rank == 0
 
 
 def most(number: int, ranks: Ranks) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from etude.config.env import required_components
-from tests.components import COMPONENTS, require
+from tests.components import COMPONENTS, ENVIRONMENTS, require
 
 
 @pytest.fixture
@@ -35,4 +35,4 @@ def test_a_present_component_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_promise_is_one_that_the_tests_know() -> None:
     """A misspelt name in ETUDE_REQUIRE would otherwise require nothing."""
-    assert required_components() <= COMPONENTS.keys()
+    assert required_components() <= COMPONENTS.keys() | ENVIRONMENTS.keys()

@@ -17,7 +17,7 @@ from etude.errors import ConfigError
 from etude.models import create, save, tiny
 from etude.records import Task
 from etude.store import open_store
-from tests.agents.proxy.token_server import served
+from tests.agents.proxy.listening import served
 from tests.learn.games import make_tokenizer
 
 

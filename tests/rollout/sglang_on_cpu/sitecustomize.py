@@ -1,8 +1,8 @@
 """What every process of SGLang's server does first, where there is no GPU.
 
-Two packages are stood in for as they are imported: torchvision, whose compiled part does not load beside a torch without
-CUDA, gets the schemas of the operators that its Python names; `sgl_kernel`, which is CUDA throughout, is a module whose
-functions are there and raise.
+Two packages are stood in for as they are imported: torchvision, whose compiled part does not load beside a torch
+without CUDA, gets the schemas of the operators that its Python names; `sgl_kernel`, which is CUDA throughout, is a
+module whose functions are there and raise.
 """
 
 import sys

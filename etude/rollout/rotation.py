@@ -1,0 +1,168 @@
+"""Servers that share the work, and fill in for each other.
+
+A request waits in one line for all of them until one has room: as much as `Pace` finds good for it. Then it goes where
+its prompt's beginning went (`Router`). Should its server break off, another goes on from the tokens that are there, if
+it holds the same weights; otherwise the answer is begun anew, unless somebody has been shown its beginning already.
+Only servers that are up, not withdrawn, and of the newest version take requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+
+from etude.errors import EngineError
+from etude.observe import get_log
+from etude.protocols import Ids
+from etude.records import Completion, SamplingParams
+from etude.rollout.answer import Answer
+from etude.rollout.figures import Pace
+from etude.rollout.request import Delta
+from etude.rollout.router import Router
+from etude.rollout.server import CutOffError, Server
+
+__all__ = ["Rotation"]
+
+TRIES = 4
+"""Servers that are asked for one answer, before it fails as the last one did."""
+
+
+class Rotation(Router):
+    """A `Generate` over servers. All requests come from one event loop."""
+
+    def __init__(self, servers: Sequence[Server], *, most: int, line: int) -> None:
+        """most: requests that one server has at once. line: requests that may wait for their turn."""
+        super().__init__(servers)
+        self.servers = servers
+        self.paces = [Pace(most) for _ in servers]
+        self.failure: EngineError | None = None
+        """Why there will be no server any more."""
+        self.resumed = self.restarted = 0
+        """Answers that another server went on with, and that were begun anew."""
+        self.wanted = 0
+        """The version that was published last: a server that holds an older one is asked nothing."""
+        self._most_waiting = line
+        self._line: deque[asyncio.Future[None]] = deque()
+        self._places = 0
+
+    @property
+    def version(self) -> int:
+        """The newest version that was published to them."""
+        return max(self.wanted, *(server.version for server in self.servers))
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for their turn."""
+        return len(self._line)
+
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+    ) -> Completion:
+        """Sample one continuation, by one server or by several that followed each other."""
+        done: Completion | None = None
+        async with aclosing(self._written(self._answer(prompt, sampling, begun), shown=False)) as deltas:
+            async for delta in deltas:
+                done = delta.completion
+        assert done is not None, "what does not end whole is an error"
+        return done
+
+    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
+        """The same, as it comes."""
+        async with aclosing(self._written(self._answer(prompt, sampling), shown=True)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    def admit(self) -> None:
+        """Let in whoever waits and has room now. To be called when a server came, went, or was given more room."""
+        while self._line and (self.failure is not None or self._room()):
+            future = self._line.popleft()
+            if not future.done():
+                self._places += 1
+                future.set_result(None)
+
+    def fail(self, failure: EngineError) -> None:
+        """There will be no server any more."""
+        self.failure = failure
+        self.admit()
+
+    def _open(self, engine: int) -> bool:
+        server = self.servers[engine]
+        return server.up and not server.withdrawn and server.version == self.version
+
+    def _room(self) -> bool:
+        return self._places < sum(pace.limit for engine, pace in enumerate(self.paces) if self._open(engine))
+
+    def _answer(self, prompt: Ids, sampling: SamplingParams, begun: Callable[[], None] | None = None) -> Answer:
+        return next((each for each in self.servers if each.up), self.servers[0]).answer(prompt, sampling, begun)
+
+    async def _written(self, answer: Answer, *, shown: bool) -> AsyncGenerator[Delta, None]:
+        """The answer as it comes. shown: whether somebody reads along, so that nothing can be taken back."""
+        for tried in range(1, TRIES + 1):
+            async with self._place():
+                with self._chosen(answer.prompt) as chosen:
+                    server = self.servers[chosen]
+                    if not shown and answer.version not in (None, server.version):
+                        answer.restart()
+                        self.restarted += 1
+                    try:
+                        async with aclosing(server.advance(answer)) as deltas:
+                            async for delta in deltas:
+                                yield delta
+                        return
+                    except CutOffError as error:
+                        if answer.settle():
+                            yield answer.delta()
+                            return
+                        if tried == TRIES:
+                            raise
+                        self._broke_off(server, error, len(answer.ids))
+
+    def _broke_off(self, server: Server, error: CutOffError, gained: int) -> None:
+        """Ask this one no more, until it is known to be well."""
+        server.up = False
+        self.resumed += gained > 0
+        told = "%s Another is asked for the rest of an answer of which %d tokens are there."
+        get_log("rollout").warning(told, error, gained)
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """A place among the requests that the servers have room for."""
+        if self._line or not self._room():
+            if self.failure is None and len(self._line) >= self._most_waiting:
+                raise EngineError(
+                    f"{len(self._line)} requests wait for a server already, which is as many as may. Ask for fewer at "
+                    f"once, or raise `rollout.line`."
+                )
+            await self._turn(first=False)
+        else:
+            self._places += 1
+        try:
+            while self.failure is None and not any(map(self._open, range(len(self.servers)))):
+                self._places -= 1  # the last of them went between the turn and its use
+                await self._turn(first=True)
+            if self.failure is not None:
+                raise self.failure
+            yield
+        finally:
+            self._places -= 1
+            self.admit()
+
+    async def _turn(self, *, first: bool) -> None:
+        """Wait in the line, and have a place."""
+        future = asyncio.get_running_loop().create_future()
+        (self._line.appendleft if first else self._line.append)(future)
+        self.admit()
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.cancelled():
+                with suppress(ValueError):
+                    self._line.remove(future)
+                if first:
+                    self._places += 1  # whoever waits once more gives back what it has not
+            elif not first:
+                self._places -= 1
+                self.admit()
+            raise

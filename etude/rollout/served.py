@@ -1,0 +1,309 @@
+"""Rollout engines that are servers, as one: started or joined, watched, restarted, and asked from anywhere.
+
+A thread of its own has an event loop on which all of it happens, so that the loop of a run, that of an endpoint and
+plain threads may ask alike.
+
+    consumes       requests; weights, by whoever carries them
+    produces       completions
+    waits for      servers: to start, to answer, to come back
+    unblocked by   them, and by bounds: `start_timeout`, `restarts`, the silence of a connection
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from etude.errors import EngineError
+from etude.observe import Last, Mean, Metrics, Sum, progress
+from etude.protocols import Ids
+from etude.records import Completion, SamplingParams
+from etude.rollout.replica import Replica
+from etude.rollout.request import Delta
+from etude.rollout.rotation import Rotation
+from etude.rollout.server import Server
+
+__all__ = ["Served"]
+
+BEAT = 1.0
+"""Seconds between two looks at a server."""
+CLOSING = 60.0
+T = TypeVar("T")
+
+
+class Served:
+    """A `RolloutEngine` over servers. `load` and `each` are for whoever carries weights; all else is for anybody."""
+
+    def __init__(
+        self,
+        replicas: Callable[[], Sequence[Replica]],
+        *,
+        name: str,
+        most: int,
+        line: int,
+        console: Console | None = None,
+    ) -> None:
+        """Start or join all of them, and return once they are ready. `replicas` makes them, on their loop; of `most`
+        and `line`, see `Rotation`."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="etude-servers", daemon=True)
+        self._thread.start()
+        self._watch: asyncio.Task[None] | None = None
+        self.replicas: Sequence[Replica] = ()
+        self._busy, self._since = 0.0, 0.0
+        self._under_way = 0
+        try:
+            begun = self._post(self._begin(replicas, most, line))
+            with progress(f"starting {name}", None, console) as bar:
+                while True:
+                    try:
+                        begun.result(BEAT)
+                        break
+                    except LateError:
+                        if begun.done():
+                            raise
+                        bar.advance(0)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _begin(self, replicas: Callable[[], Sequence[Replica]], most: int, line: int) -> None:
+        self.replicas = replicas()
+        self.rotation = Rotation(self.servers, most=most, line=line)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for replica in self.replicas:
+                    group.create_task(replica.start())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        self._watch = asyncio.create_task(self._watched())
+
+    # -- what anybody may call ----------------------------------------------------------------------------------------
+
+    @property
+    def servers(self) -> Sequence[Server]:
+        """Those behind it."""
+        return [replica.server for replica in self.replicas]
+
+    @property
+    def version(self) -> int:
+        """The newest policy version that any of them computes with."""
+        return self.rotation.version
+
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+    ) -> Completion:
+        """Sample one continuation. Cancelling the wait aborts the request. `begun` is called on the servers' thread."""
+        return await asyncio.wrap_future(self._post(self._generate(prompt, sampling, begun)))
+
+    def generate_all(self, prompts: Sequence[Ids], samplings: Sequence[SamplingParams]) -> list[Completion]:
+        """Sample a continuation of each prompt, and wait for all of them. Not for use on an event loop."""
+        pairs = zip(prompts, samplings, strict=True)
+        asked = [self._post(self._generate(prompt, sampling, None)) for prompt, sampling in pairs]
+        try:
+            return [future.result() for future in asked]
+        finally:
+            for future in asked:
+                future.cancel()
+
+    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
+        """The same, as it comes. Leaving the iteration aborts the request."""
+        here = asyncio.get_running_loop()
+        deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+
+        def tell(delta: Delta | None) -> None:
+            if not here.is_closed():
+                here.call_soon_threadsafe(deltas.put_nowait, delta)
+
+        asked = self._post(self._streamed(prompt, sampling, tell))
+        asked.add_done_callback(lambda _: tell(None))
+        try:
+            while (delta := await deltas.get()) is not None:
+                yield delta
+            asked.result()
+        finally:
+            asked.cancel()
+
+    async def abort(self) -> None:
+        """End all that is under way: every waiting call returns what it has, finished by `abort`."""
+        await self.each(Server.abort)
+
+    async def pause(self) -> None:
+        """Stop between two tokens. Requests under way stay, and go on after `resume`."""
+        await self.each(Server.pause)
+
+    async def resume(self) -> None:
+        """Go on with what is under way."""
+        await self.each(Server.resume)
+
+    async def sleep(self) -> None:
+        """Have them give their memory back. Nothing may be under way."""
+        await self.each(Server.sleep)
+
+    async def wake(self) -> None:
+        """Have them take their memory again."""
+        await self.each(Server.wake)
+
+    def stats(self) -> Metrics:
+        """What was done since it was last asked, and what is under way."""
+        return self._post(self._stats()).result()
+
+    def close(self) -> None:
+        """End what was started here; whoever still waits is told."""
+        with suppress(EngineError):
+            self._post(self._end()).result(CLOSING)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSING)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    # -- for whoever carries weights ----------------------------------------------------------------------------------
+
+    async def each(self, do: Callable[[Server], Coroutine[Any, Any, T]]) -> list[T]:
+        """Do this with every server that is there, all at once, on their loop."""
+        return await asyncio.wrap_future(self._post(self._each(do)))
+
+    async def carried(self, what: Coroutine[Any, Any, T]) -> T:
+        """Do what a carrier does to the servers, on their loop. Those that it stamped are asked again at once."""
+
+        async def done() -> T:
+            try:
+                return await what
+            finally:
+                self.rotation.admit()
+
+        return await asyncio.wrap_future(self._post(done()))
+
+    async def load(self, directory: Path, version: int) -> None:
+        """Have every server compute with the weights in a directory, and start from it if it is started again. One that
+        cannot is out of rotation; if none can, that is an error."""
+        await asyncio.wrap_future(self._post(self._load(directory, version)))
+
+    async def _load(self, directory: Path, version: int) -> None:
+        there = [replica for replica in self.replicas if not replica.lost]
+        found = await asyncio.gather(
+            *(replica.server.load(directory, version) for replica in there if replica.server.up),
+            return_exceptions=True,
+        )
+        for replica in there:
+            if not replica.joined:
+                replica.home = directory, version
+        failed = [error for error in found if isinstance(error, BaseException)]
+        if failed and len(failed) == len(found):
+            raise failed[0]
+        if not found and all(replica.joined for replica in there):
+            raise EngineError("No server answers that new weights could be given to. Start them, and publish again.")
+        self.rotation.wanted = version
+        self.rotation.admit()
+
+    # -- on the servers' thread ---------------------------------------------------------------------------------------
+
+    def _post(self, what: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._loop.is_closed():
+            what.close()
+            raise EngineError("The servers were closed: nothing can be asked of them any more.")
+        return asyncio.run_coroutine_threadsafe(what, self._loop)
+
+    async def _generate(self, prompt: Ids, sampling: SamplingParams, begun: Callable[[], None] | None) -> Completion:
+        self._enter()
+        try:
+            return await self.rotation.generate(prompt, sampling, begun=begun)
+        finally:
+            self._exit()
+
+    async def _streamed(self, prompt: Ids, sampling: SamplingParams, tell: Callable[[Delta], None]) -> None:
+        self._enter()
+        try:
+            async for delta in self.rotation.stream(prompt, sampling):
+                tell(delta)
+        finally:
+            self._exit()
+
+    def _enter(self) -> None:
+        if not self._under_way:
+            self._since = time.perf_counter()
+        self._under_way += 1
+
+    def _exit(self) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            self._busy += time.perf_counter() - self._since
+
+    async def _each(self, do: Callable[[Server], Coroutine[Any, Any, T]]) -> list[T]:
+        found = await asyncio.gather(*(do(server) for server in self.servers if server.up))
+        self.rotation.admit()
+        return list(found)
+
+    async def _watched(self) -> None:
+        """Look after each of them, side by side, until it is over."""
+        async with asyncio.TaskGroup() as group:
+            for place, replica in enumerate(self.replicas):
+                group.create_task(self._look_after(place, replica))
+
+    async def _look_after(self, place: int, replica: Replica) -> None:
+        while not replica.lost:
+            await asyncio.sleep(BEAT)
+            await replica.look(self._changed)
+            with suppress(EngineError):
+                if replica.server.up:
+                    self.rotation.paces[place].see(await replica.server.figures())
+                    self.rotation.admit()
+
+    def _changed(self) -> None:
+        """A server came or went."""
+        lost = [replica.lost for replica in self.replicas]
+        if all(lost):
+            self.rotation.fail(EngineError(f"There is no server left. {lost[-1]}"))
+        self.rotation.admit()
+
+    async def _stats(self) -> Metrics:
+        now, servers = time.perf_counter(), self.servers
+        if self._under_way:
+            self._busy, self._since = self._busy + now - self._since, now
+        metrics = Metrics(
+            {
+                "engine/prompt_tokens": Sum.of(sum(server.prompt_tokens for server in servers)),
+                "engine/new_tokens": Sum.of(sum(server.new_tokens for server in servers)),
+                "engine/finished": Sum.of(sum(server.finished for server in servers)),
+                "engine/running": Last.of(sum(server.under_way for server in servers)),
+                "engine/waiting": Last.of(self.rotation.waiting),
+                "engine/at_once": Mean.over(sum(pace.limit for pace in self.rotation.paces), len(servers)),
+                "engine/replicas": Last.of(sum(server.up for server in servers)),
+                "engine/restarts": Last.of(sum(replica.started for replica in self.replicas)),
+                "engine/resumed": Sum.of(self.rotation.resumed),
+                "engine/begun_anew": Sum.of(self.rotation.restarted),
+                "engine/busy_seconds": Sum.of(self._busy),
+            }
+        )
+        for server in servers:
+            server.prompt_tokens = server.new_tokens = server.finished = 0
+        self.rotation.resumed = self.rotation.restarted = 0
+        self._busy = 0.0
+        return metrics
+
+    async def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if self.replicas:
+            self.rotation.fail(EngineError("The servers were closed while this request was under way."))
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        await asyncio.gather(*(replica.close() for replica in self.replicas))
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)

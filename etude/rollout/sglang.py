@@ -1,0 +1,170 @@
+"""SGLang's dialect: its own /generate, and what its server offers to those who train with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, ClassVar
+
+from etude.errors import ConfigError, EngineError
+from etude.records import SamplingParams
+from etude.rollout.connection import Connection
+from etude.rollout.dialect import Dialect, Launch, Piece, refuse_bias
+from etude.rollout.figures import Figures
+
+__all__ = ["Sglang"]
+
+FLUSH = 30.0
+"""Seconds that it may take to let go of its prefix cache."""
+
+
+class Sglang(Dialect):
+    """SGLang's server."""
+
+    name: ClassVar[str] = "sglang"
+    package: ClassVar[str] = "SGLang"
+    supported: ClassVar[tuple[int, ...]] = (0, 5, 23)
+    health: ClassVar[str] = "/model_info"  # its /health draws a token, which one that is paused does not
+
+    def command(self, launch: Launch, node: int = 0) -> list[str]:
+        """`sglang.launch_server`."""
+        words = [str(launch.python), "-m", "sglang.launch_server", "--model-path", str(launch.model)]
+        words += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
+        words += ["--max-running-requests", str(launch.max_running), "--sampling-defaults", "openai"]
+        words += ["--incremental-streaming-output", "--skip-server-warmup", "--weight-version", "0"]
+        if launch.tensor_parallel > 1:
+            words += ["--tp-size", str(launch.tensor_parallel)]
+        if launch.nodes > 1:
+            words += ["--nnodes", str(launch.nodes), "--node-rank", str(node), "--dist-init-addr", launch.meet]
+        if launch.memory is not None:
+            words += ["--mem-fraction-static", f"{launch.memory:g}"]
+        if launch.kv_tokens is not None:
+            words += ["--max-total-tokens", str(launch.kv_tokens)]
+        if launch.sleeps:
+            words.append("--enable-memory-saver")
+        if launch.device == "cpu":
+            words += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+            words.append("--disable-cuda-graph")
+        return [*words, *launch.arguments]
+
+    def environment(self, launch: Launch) -> dict[str, str]:
+        """It does not find out by itself that it is to compute on a CPU."""
+        return super().environment(launch) | ({"SGLANG_USE_CPU_ENGINE": "1"} if launch.device == "cpu" else {})
+
+    async def version(self, to: Connection) -> str:
+        """As /server_info tells."""
+        return str(json.loads(await to.get("/server_info"))["version"])
+
+    def refuse(self, sampling: SamplingParams) -> None:
+        """Its log-probs are those before tokens are cut off."""
+        refuse_bias(sampling, "SGLang")
+        cut = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+        for name in (name for name, on in cut.items() if on and sampling.temperature > 0):
+            raise ConfigError(
+                f"`{name}` was asked for, and SGLang tells the log-probs of its tokens as they are without it: the "
+                f"distribution that they were drawn from would not be known. Leave it out, or choose `rollout=vllm`."
+            )
+
+    async def ask(
+        self, to: Connection, prompt: list[int], sampling: SamplingParams, ends: list[int]
+    ) -> AsyncGenerator[Piece, None]:
+        """By /generate. It keeps no word on seeds: none is sent."""
+        params: dict[str, Any] = {
+            "max_new_tokens": sampling.max_tokens,
+            "min_new_tokens": sampling.min_tokens,
+            "temperature": sampling.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop_token_ids": ends,
+            "stop": list(sampling.stop),
+            "no_stop_trim": True,
+        }
+        if sampling.logit_bias:
+            params["logit_bias"] = {str(id): bias for id, bias in sampling.logit_bias.items()}
+        body = {
+            "input_ids": prompt,
+            "sampling_params": params,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": sampling.top_logprobs,
+            "stream": True,
+        }
+        async with aclosing(to.events("/generate", body)) as events:
+            async for told in events:
+                yield _piece(told, sampling.top_logprobs)
+
+    async def pause(self, to: Connection) -> None:
+        """What is under way stays where it is."""
+        await to.post("/pause_generation", {"mode": "in_place"})
+
+    async def resume(self, to: Connection) -> None:
+        """Go on."""
+        await to.post("/continue_generation")
+
+    async def abort(self, to: Connection) -> None:
+        """Every request ends with what it has."""
+        await to.post("/abort_request", {"rid": "", "abort_all": True})
+
+    async def sleep(self, to: Connection) -> None:
+        """Weights, keys and values."""
+        await to.post("/release_memory_occupation")
+
+    async def wake(self, to: Connection) -> None:
+        """Everything is taken again."""
+        await to.post("/resume_memory_occupation")
+
+    async def forget(self, to: Connection) -> None:
+        """Nothing may be under way."""
+        await to.get(f"/flush_cache?timeout={FLUSH:g}")
+
+    async def label(self, to: Connection, version: int) -> None:
+        """A label is text there."""
+        await to.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def labelled(self, to: Connection) -> str:
+        """As /model_info tells."""
+        return str(json.loads(await to.get("/model_info"))["weight_version"])
+
+    async def load(self, to: Connection, directory: Path, version: int) -> None:
+        """What is under way is taken out of the cache meanwhile, and goes on with the new weights."""
+        await to.post("/pause_generation", {"mode": "retract"})
+        try:
+            asked = {"model_path": str(directory.resolve()), "weight_version": str(version), "flush_cache": True}
+            told = await to.post("/update_weights_from_disk", asked)
+            if not (told or {}).get("success"):
+                raise EngineError(f"The SGLang server at {to.url} did not load {directory}: {told}")
+        finally:
+            await self.resume(to)
+
+    async def figures(self, to: Connection) -> Figures:
+        """As /v1/loads tells."""
+        told = json.loads(await to.get("/v1/loads?include=core", within=5.0))["loads"]
+        return Figures(
+            running=sum(int(each.get("num_running_reqs", 0)) for each in told),
+            waiting=sum(int(each.get("num_waiting_reqs", 0)) for each in told),
+            cache=max((float(each.get("token_usage", 0.0)) for each in told), default=0.0),
+            preempted=0,
+        )
+
+
+def _piece(told: dict[str, Any], top: int) -> Piece:
+    ids, meta = told.get("output_ids") or [], told["meta_info"]
+    scores = meta.get("output_token_logprobs") or []
+    if len(scores) != len(ids):
+        raise EngineError(f"SGLang told {len(ids)} tokens with {len(scores)} log-probs.")
+    finish, spans = meta.get("finish_reason"), meta.get("weight_versions")
+    likeliest = meta.get("output_top_logprobs") or [] if top else []
+    return Piece(
+        ids=ids,
+        logp=[float(each[0]) for each in scores],
+        top=[[(int(id), float(logp)) for logp, id, *_ in place[:top]] for place in likeliest],
+        finish=None if finish is None else finish["type"],
+        spans=None if not spans or finish is None else [_span(each) for each in spans],
+    )
+
+
+def _span(told: Any) -> tuple[str, int, int]:
+    return (told["version"], told["start"], told["end"]) if isinstance(told, dict) else tuple(told)

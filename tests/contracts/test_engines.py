@@ -1,0 +1,293 @@
+"""What every rollout engine promises, be it in this process or a real server of vLLM or SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from etude.chat import Tokenizer
+from etude.errors import ConfigError, DataError, EtudeError
+from etude.models import Model, load
+from etude.records import Completion, SamplingParams
+from etude.rollout import EngineConfig, Served, TorchEngine
+from tests.rollout.engines import Ids, logits_of, said_of
+from tests.served import CONTEXT, bring, on
+
+EXACT = {"embedded": 2e-4, "vllm": 2e-3, "sglang": 2e-3}
+"""How far the log-probs of float32 engines are from the model's."""
+ENGINES = ["embedded", pytest.param("vllm", marks=on("vllm")), pytest.param("sglang", marks=on("sglang"))]
+
+
+@dataclass
+class Asked:
+    """An engine, and what it is held against."""
+
+    kind: str
+    engine: TorchEngine | Served
+    model: Model
+    other: Model
+    tokenizer: Tokenizer
+    directories: tuple[Path, Path]
+
+    def answers(self, prompts: list[Ids], sampling: SamplingParams) -> list[Completion]:
+        """One to each."""
+        return self.engine.generate_all(prompts, [sampling] * len(prompts))
+
+    def bring(self, place: int, version: int) -> None:
+        """Have it compute with one of the two models."""
+        if isinstance(self.engine, Served):
+            bring(self.engine, self.directories[place], version)
+        else:
+            weights = [(name, weight.detach()) for name, weight in (self.model, self.other)[place].named_weights()]
+            asyncio.run(self.engine.swap(weights, version))
+
+
+@pytest.fixture(params=ENGINES)
+def asked(request: pytest.FixtureRequest, served_models: tuple[Path, Path]) -> Iterator[Asked]:
+    """An engine with the first model, as version 0."""
+    model, other = (load(directory, dtype=torch.float32) for directory in served_models)
+    tokenizer, kind = Tokenizer.load(served_models[0]), str(request.param)
+    if kind == "embedded":
+        copy = load(served_models[0], dtype=torch.float32)
+        with TorchEngine(copy, tokenizer, EngineConfig(kv_gib=0.01, max_running=32)) as embedded:
+            yield Asked(kind, embedded, model, other, tokenizer, served_models)
+        return
+    engine: Served = request.getfixturevalue(f"{kind}_server")
+    found = Asked(kind, engine, model, other, tokenizer, served_models)
+    yield found
+    if engine.version:
+        found.bring(0, 0)
+
+
+def prompts_of(count: int, length: int = 7) -> list[Ids]:
+    """Prompts that have nothing to do with each other."""
+    draw = np.random.default_rng(count)
+    return [draw.integers(2, 40, length + n % 5).astype(np.int32) for n in range(count)]
+
+
+def test_greedy_answers_are_the_likeliest_up_to_ties(asked: Asked) -> None:
+    prompts = prompts_of(6)
+    for prompt, answer in zip(
+        prompts, asked.answers(prompts, SamplingParams(max_tokens=16, temperature=0)), strict=True
+    ):
+        assert answer.raw_logp is not None and not answer.logp.any()
+        assert np.allclose(answer.raw_logp, said_of(asked.model, prompt, answer), atol=EXACT[asked.kind])
+        logits = logits_of(asked.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.from_numpy(answer.ids.astype(np.int64))[:, None])[:, 0]
+        assert float((logits.amax(-1) - chosen).max()) < 2 * EXACT[asked.kind]
+        assert set(answer.version.tolist()) == {0}
+
+
+def test_log_probs_are_of_the_distribution_that_was_drawn_from(asked: Asked) -> None:
+    prompts = prompts_of(12)
+    plain = asked.answers(prompts, SamplingParams(max_tokens=12, seed=1))
+    for prompt, answer in zip(prompts, plain, strict=True):
+        assert np.allclose(answer.logp, said_of(asked.model, prompt, answer), atol=EXACT[asked.kind])
+    warm = asked.answers(prompts, SamplingParams(max_tokens=12, seed=1, temperature=0.6, logit_bias={9: 2.5}))
+    for prompt, answer in zip(prompts, warm, strict=True):
+        logits = logits_of(asked.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1]
+        logits[:, 9] += 2.5
+        logp = torch.log_softmax(logits / 0.6, -1)
+        wanted = logp.gather(1, torch.from_numpy(answer.ids.astype(np.int64))[:, None])[:, 0].numpy()
+        assert np.allclose(answer.logp, wanted, atol=2 * EXACT[asked.kind])
+
+
+def test_a_cut_distribution_is_told_as_it_is_or_refused(asked: Asked) -> None:
+    cut = SamplingParams(max_tokens=8, seed=2, top_k=3)
+    prompts = prompts_of(4)
+    if asked.kind == "sglang":
+        with pytest.raises(ConfigError, match="`top_k` was asked for, and SGLang tells"):
+            asked.answers(prompts, cut)
+        return
+    for prompt, answer in zip(prompts, asked.answers(prompts, cut), strict=True):
+        logits = logits_of(asked.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1]
+        best = logits.topk(3).values
+        chosen = logits.gather(1, torch.from_numpy(answer.ids.astype(np.int64))[:, None])[:, 0]
+        wanted = (chosen - best.logsumexp(-1)).numpy()
+        assert np.allclose(answer.logp, wanted, atol=2 * EXACT[asked.kind])
+
+
+def test_an_answer_ends_with_its_end_and_not_too_soon(asked: Asked) -> None:
+    prompts = prompts_of(8)
+    greedy = SamplingParams(max_tokens=12, temperature=0)
+    free = asked.answers(prompts, greedy)
+    prompt, answer = next(
+        (p, a) for p, a in zip(prompts, free, strict=True) if len(a.ids) == 12 and len(set(a.ids)) > 2
+    )
+    last = answer.ids.tolist()
+    stop = next(token for token in last[1:] if token != last[0])
+    (ended,) = asked.answers([prompt], replace(greedy, stop_ids=(stop,)))
+    assert ended.ids.tolist() == last[: last.index(stop) + 1] and ended.finish == "stop"
+    assert ended.text == asked.tokenizer.decode(ended.ids[:-1])
+    (later,) = asked.answers([prompt], replace(greedy, stop_ids=(stop,), min_tokens=last.index(stop) + 2))
+    assert len(later.ids) >= last.index(stop) + 2 and later.ids[last.index(stop)] != stop
+    assert answer.finish == "length" and answer.text == asked.tokenizer.decode(answer.ids)
+
+
+def test_a_stop_string_ends_it_and_is_not_shown(asked: Asked) -> None:
+    greedy = SamplingParams(max_tokens=14, temperature=0)
+    prompts = prompts_of(8)
+    texts = [answer.text for answer in asked.answers(prompts, greedy)]
+    prompt, text = max(zip(prompts, texts, strict=True), key=lambda each: len(each[1]))
+    (ended,) = asked.answers([prompt], replace(greedy, stop=(text[3:5],)))
+    assert ended.text == text[: text.index(text[3:5])] and ended.finish == "stop"
+    assert asked.tokenizer.decode(ended.ids).endswith(text[3:5])
+
+
+def test_the_likeliest_tokens_are_told(asked: Asked) -> None:
+    (prompt,) = prompts_of(1)
+    (answer,) = asked.answers([prompt], SamplingParams(max_tokens=5, seed=3, top_logprobs=3))
+    assert answer.top_ids is not None and answer.top_logp is not None and answer.top_ids.shape == (5, 3)
+    logp = torch.log_softmax(logits_of(asked.model, np.concatenate([prompt, answer.ids]))[len(prompt) - 1 : -1], -1)
+    assert np.allclose(answer.top_logp, logp.topk(3).values.numpy(), atol=EXACT[asked.kind])
+    assert np.allclose(
+        logp.gather(1, torch.from_numpy(answer.top_ids.astype(np.int64))).numpy(), answer.top_logp, atol=1e-2
+    )
+
+
+def test_what_cannot_be_computed_is_refused_and_harms_nobody(asked: Asked) -> None:
+    (prompt,) = prompts_of(1)
+    for wrong in (np.array([5, 10**6], np.int32), np.array([-1], np.int32), np.empty(0, np.int32)):
+        with pytest.raises(DataError):
+            asked.answers([wrong], SamplingParams(max_tokens=3))
+    with pytest.raises(DataError, match=f"context is {CONTEXT}"):
+        asked.answers([np.full(CONTEXT, 5, np.int32)], SamplingParams(max_tokens=3))
+    (answer,) = asked.answers([prompt], SamplingParams(max_tokens=3, temperature=0))
+    assert len(answer.ids) == 3
+    (long,) = asked.answers([np.full(CONTEXT - 2, 5, np.int32)], SamplingParams(max_tokens=9, temperature=0))
+    assert len(long.ids) <= 2
+
+
+def test_a_stream_is_the_same_answer_in_pieces(asked: Asked) -> None:
+    (prompt,) = prompts_of(1)
+    sampling = SamplingParams(max_tokens=10, temperature=0)
+
+    async def pieces() -> list[tuple[list[int], str, Completion | None]]:
+        stream = asked.engine.stream(prompt, sampling)
+        return [(each.ids.tolist(), each.text, each.completion) async for each in stream]
+
+    found = asyncio.run(pieces())
+    whole = found[-1][2]
+    (direct,) = asked.answers([prompt], sampling)
+    assert whole is not None and len(found) > 1
+    assert [id for ids, _, _ in found for id in ids] == whole.ids.tolist() == direct.ids.tolist()
+    assert "".join(text for _, text, _ in found) == whole.text == direct.text
+
+
+@asynccontextmanager
+async def long_ones(asked: Asked, count: int = 3) -> AsyncIterator[list[asyncio.Task[Completion]]]:
+    """Answers that take a while, under way."""
+    sampling = SamplingParams(max_tokens=CONTEXT - 20, temperature=0, logit_bias={1: -100.0})
+    begun = [asyncio.Event() for _ in range(count)]
+    loop = asyncio.get_running_loop()
+    tasks = [
+        asyncio.create_task(
+            asked.engine.generate(prompt, sampling, begun=lambda e=event: loop.call_soon_threadsafe(e.set))  # type: ignore[misc]
+        )
+        for prompt, event in zip(prompts_of(count), begun, strict=True)
+    ]
+    async with asyncio.timeout(60):
+        for event in begun:
+            await event.wait()
+        yield tasks
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_a_wait_that_is_cancelled_ends_the_request_alone(asked: Asked) -> None:
+    async def scenario() -> None:
+        async with long_ones(asked) as tasks:
+            tasks[0].cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await tasks[0]
+            for task in tasks[1:]:
+                assert len((await task).ids) > 50
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_hands_over_what_is_there(asked: Asked) -> None:
+    async def scenario() -> None:
+        async with long_ones(asked) as tasks:
+            await asked.engine.abort()
+            for task in tasks:
+                answer = await task
+                assert answer.finish == "abort" and len(answer.ids) == len(answer.logp) < CONTEXT - 20
+
+    asyncio.run(scenario())
+
+
+def test_what_is_paused_stays_and_goes_on(asked: Asked) -> None:
+    async def scenario() -> None:
+        async with long_ones(asked) as tasks:
+            await asked.engine.pause()
+            done, _ = await asyncio.wait(tasks, timeout=0.5)
+            assert not done
+            await asked.engine.resume()
+            for task in tasks:
+                assert len((await task).ids) == CONTEXT - 20
+
+    asyncio.run(scenario())
+
+
+def test_new_weights_are_computed_with_and_told(asked: Asked) -> None:
+    """With the second model's weights it draws as that does; with its own again, as before."""
+    prompts = prompts_of(4)
+    asked.bring(1, 1)
+    assert asked.engine.version == 1
+    drawn = asked.answers(prompts, SamplingParams(max_tokens=10, seed=4))
+    for prompt, answer in zip(prompts, drawn, strict=True):
+        assert set(answer.version.tolist()) == {1}
+        assert np.allclose(answer.logp, said_of(asked.other, prompt, answer), atol=EXACT[asked.kind])
+        assert not np.allclose(answer.logp, said_of(asked.model, prompt, answer), atol=0.05)
+    asked.bring(0, 2)
+    for prompt, answer in zip(prompts, asked.answers(prompts, SamplingParams(max_tokens=10, seed=4)), strict=True):
+        assert set(answer.version.tolist()) == {2}
+        assert np.allclose(answer.logp, said_of(asked.model, prompt, answer), atol=EXACT[asked.kind])
+
+
+def test_what_runs_meanwhile_goes_on_with_them_each_token_of_its_version(asked: Asked) -> None:
+    async def scenario() -> list[Completion]:
+        async with long_ones(asked) as tasks:
+            await asyncio.to_thread(asked.bring, 1, 1)
+            return [await task for task in tasks]
+
+    for answer in asyncio.run(scenario()):
+        assert len(answer.ids) == CONTEXT - 20
+        assert answer.version.tolist() == sorted(answer.version.tolist()) and answer.version[0] == 0
+    asked.bring(0, 2)
+
+
+def test_it_tells_what_it_did(asked: Asked) -> None:
+    asked.engine.stats()
+    asked.answers(prompts_of(5), SamplingParams(max_tokens=4, temperature=0, logit_bias={1: -100.0}))
+    told = asked.engine.stats().reduce()
+    assert told["engine/new_tokens"] == 20 and told["engine/finished"] == 5 and told["engine/busy_seconds"] > 0
+
+
+@pytest.mark.parametrize("asked", ENGINES[1:], indirect=True)
+def test_a_server_tells_its_figures_and_forgets(asked: Asked) -> None:
+    assert isinstance(asked.engine, Served)
+
+    async def told(server: object) -> tuple[int, str]:
+        assert isinstance(asked.engine, Served)
+        one = asked.engine.servers[0]
+        await one.forget()
+        figures = await one.figures()
+        return figures.running, await one.dialect.version(one._to)
+
+    ((running, version),) = asyncio.run(asked.engine.each(told))
+    assert running == 0 and version.startswith({"vllm": "0.32", "sglang": "0.5.23"}[asked.kind])
+
+
+def test_a_closed_engine_says_so(served_models: tuple[Path, Path]) -> None:
+    engine = TorchEngine(load(served_models[0], dtype=torch.float32), None, EngineConfig(kv_gib=0.01))
+    engine.close()
+    with pytest.raises(EtudeError):
+        engine.generate_all(prompts_of(1), [SamplingParams(max_tokens=2)])

@@ -1,0 +1,73 @@
+"""Whole runs that real servers sample for."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from etude.rollout import Served
+from tests.recipes.runs import Captured, measured, options, refused_run, train
+from tests.served import bring, on, options_of
+from tests.worlds import make_model, make_tasks
+
+KINDS = [pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")]
+
+
+@pytest.fixture
+def sums(tmp_path: Path, served_models: tuple[Path, Path]) -> Path:
+    """Tasks, and the model that the shared servers serve."""
+    shutil.copytree(served_models[0], tmp_path / "model")
+    make_tasks(tmp_path / "tasks.jsonl", 20)
+    make_tasks(tmp_path / "held_out.jsonl", 4, seed=1)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_sampled_for_by_a_server(
+    kind: str, request: pytest.FixtureRequest, sums: Path, served_models: tuple[Path, Path]
+) -> None:
+    """Each step's answers are drawn by its weights: the trainer's log-probs are the server's."""
+    engine: Served = request.getfixturevalue(f"{kind}_server")
+    given = {"rollout": kind, "rollout.url": engine.servers[0].url, "rollout.max_running": 32}
+    try:
+        run = train(sums, sums / "run", **given, steps=3, data__val=f"[{sums / 'held_out.jsonl'}]", evaluate__every=3)
+        for line in measured(run):
+            assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0
+            assert line["engine/new_tokens"] > 0 and line["engine/replicas"] == 1
+        assert not (run / "published").exists()
+        scored = ["eval", str(run), f"rollout={kind}", f"rollout.url={engine.servers[0].url}"]
+        assert main([*scored, f"data.val=[{sums / 'held_out.jsonl'}]"]) == 0
+    finally:
+        bring(engine, served_models[0], 0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_starts_its_server_and_ends_it(kind: str, sums: Path) -> None:
+    """With a model whose head is its embedding, which learns."""
+    given = {f"rollout.{name}": value for name, value in options_of(kind, sums).items()}
+    given["model.path"] = make_model(sums / "tied", hidden=64)
+    run = train(sums, sums / "run", rollout=kind, **given, steps=12, collect__tasks=8)
+    lines = measured(run)
+    assert all(line["mismatch/k3"] < 1e-5 for line in lines)
+    assert sum(line["reward"] for line in lines[-3:]) > sum(line["reward"] for line in lines[:3])
+    assert (run / "servers" / f"{kind}-0.log").exists()
+
+
+def test_what_servers_cannot_do_is_refused(sums: Path, capsys: Captured) -> None:
+    server = {"rollout": "vllm", "rollout.url": "http://127.0.0.1:9"}
+    place = sums / "refused"
+    assert "no server computes in" in refused_run(capsys, sums, place, **server, train__precision="fp64")
+    assert "on a GPU only" in refused_run(capsys, sums, place, **server, device="cpu", train__offload="true")
+    assert "servers are given merged weights" in refused_run(capsys, sums, place, **server, lora__publish="merged")
+    assert "could not be asked" in failed(capsys, sums, place, **server)
+
+
+def failed(capsys: Captured, world: Path, directory: Path, **changes: object) -> str:
+    """What a run says that cannot begin."""
+    capsys.readouterr()
+    assert main(["train", *options(world, directory=directory, **changes)]) != 0
+    return capsys.readouterr().err

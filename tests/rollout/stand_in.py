@@ -1,0 +1,157 @@
+"""A small server that speaks as vLLM's does, for tests of whatever stands between an engine and its servers.
+
+Run as a program, with nothing but the standard library. It answers at once and draws nothing: the next token follows
+from the sum of those before it and from `salt`, a file in the model's directory, so that whoever goes on with an answer
+must write the same. `--pace SECONDS` has it take so long over each token, `--version` what it says it is, `--dies`
+makes it say something and end before it serves, `--poor` has every change of weights fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+V = 97
+
+
+def next_token(context: list[int], salt: int) -> int:
+    """What follows."""
+    return (31 * sum(context) + 7 * len(context) + salt) % V
+
+
+def logp_of(token: int) -> float:
+    """How likely it is said to be."""
+    return -(1 + token % 7) / 8
+
+
+class State:
+    """What the server is at."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.asked, self.label, self.running = asked, "default", 0
+        self.load(Path(asked.model))
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def load(self, model: Path) -> None:
+        """Take other weights."""
+        self.salt = int((model / "salt").read_text())
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    state: State
+
+    def do_GET(self) -> None:
+        """What is told."""
+        told: dict[str, Any] = {
+            "/version": {"version": self.state.asked.version},
+            "/v1/models": {"data": [{"max_model_len": 64}]},
+            "/health": {},
+            "/weight_info": {"weight_version": self.state.label},
+        }
+        if self.path == "/metrics":
+            return self.say(f'vllm:num_requests_running{{engine="0"}} {self.state.running}.0\n'.encode())
+        self.say(json.dumps(told[self.path]).encode())
+
+    def do_POST(self) -> None:
+        """What is done."""
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}")
+        path, state = self.path.partition("?")[0], self.state
+        if path == "/inference/v1/generate":
+            return self.write(body["token_ids"], body["sampling_params"])
+        if path == "/pause":
+            state.goes_on.clear()
+        elif path == "/resume":
+            state.goes_on.set()
+        elif path == "/update_weight_version":
+            state.label = body["new_version"]
+        elif path == "/collective_rpc":
+            if state.asked.poor:
+                return self.say(b"the weights do not fit", 500)
+            state.load(Path(body["kwargs"]["weights_path"]))
+        self.say(b'{"success": true}')
+
+    def write(self, context: list[int], params: dict[str, Any]) -> None:
+        """An answer, piece by piece."""
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        begin, self.state.running = len(context), self.state.running + 1
+        try:
+            while True:
+                self.state.goes_on.wait()
+                time.sleep(self.state.asked.pace)
+                token = next_token(context, self.state.salt)
+                context.append(token)
+                drawn = len(context) - begin
+                ends = "stop" if token in params["stop_token_ids"] else None
+                finish = ends or ("length" if drawn == params["max_tokens"] else None)
+                span = [{"version": self.state.label, "start": 0, "end": drawn}]
+                choice = {
+                    "token_ids": [token],
+                    "finish_reason": finish,
+                    "logprobs": {"content": [{"token_id": token, "logprob": logp_of(token), "top_logprobs": []}]},
+                    "weight_versions": span if finish else None,
+                }
+                self.chunk(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+                if finish:
+                    break
+            self.chunk(b"data: [DONE]\n\n")
+            self.chunk(b"")
+        except OSError:
+            self.close_connection = True
+        finally:
+            self.state.running -= 1
+
+    def chunk(self, data: bytes) -> None:
+        """A piece of a body whose length nobody knows."""
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.wfile.flush()
+
+    def say(self, body: bytes, code: int = 200) -> None:
+        """A whole answer."""
+        self.send_response(code)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *said: object) -> None:
+        """Nothing."""
+
+
+class Serving(ThreadingHTTPServer):
+    """One that takes many at once."""
+
+    request_queue_size = 128
+    daemon_threads = True
+
+
+def main() -> None:
+    """Serve until it is ended."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--version", default="0.32.0")
+    parser.add_argument("--dies", action="store_true")
+    parser.add_argument("--poor", action="store_true")
+    asked, _ = parser.parse_known_args()
+    print("a server begins", flush=True)
+    if asked.dies:
+        print("there is no such kernel", flush=True)
+        sys.exit(3)
+    Handler.state = State(asked)
+    Serving(("127.0.0.1", asked.port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Real servers for tests: one of each kind is shared by all tests of a process that ask for it (tests/conftest.py).
+
+What they serve has a head of its own, because a server of vLLM on a CPU that was joined by its URL does not bring a
+tied one up to date. Tests that use one name its group, so that those of a kind run in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etude.chat import Tokenizer
+from etude.models import create, save, tiny
+from etude.rollout import Served, ServerConfig, SglangConfig, VllmConfig
+from etude.rollout.engines import serve
+from tests.components import require_environment
+from tests.rollout import sglang_on_cpu
+from tests.worlds import make_tokenizer
+
+CONTEXT = 128
+SIZES = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "context": CONTEXT, "tied": False}
+OPTIONS: dict[str, Any] = {"kv_gib": 0.05, "max_running": 32}
+AT_START = {"TORCH_COMPILE_DISABLE": "1"}
+"""Nothing is compiled for the few tokens of a test."""
+
+
+def on(kind: str) -> list[pytest.MarkDecorator]:
+    """What marks a test that uses a server of this kind. It may be the one that waits for it to start."""
+    return [pytest.mark.xdist_group(kind), pytest.mark.timeout(900)]
+
+
+def make_served_model(directory: Path, seed: int) -> Path:
+    """A random model whose next token depends strongly on what it has read, with a tokenizer of characters."""
+    model = create(tiny(make_tokenizer(directory), **SIZES), seed=seed, dtype=torch.float32)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4)
+    save(model, directory)
+    return directory
+
+
+def options_of(kind: str, directory: Path) -> dict[str, Any]:
+    """What a server of this kind is started with on a CPU."""
+    made = require_environment(kind)
+    if kind == "vllm":
+        return OPTIONS | {"python": made.python}
+    return OPTIONS | {"python": sglang_on_cpu.python(made, directory)}
+
+
+@contextmanager
+def started(kind: str, model: Path, directory: Path) -> Iterator[Served]:
+    """A server of this kind."""
+    config: ServerConfig = {"vllm": VllmConfig, "sglang": SglangConfig}[kind](**options_of(kind, directory))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in AT_START.items():
+            patch.setenv(name, value)
+        engine = serve(config, model, Tokenizer.load(model), dtype="float32", device="cpu", logs=directory / "logs")
+    with engine:
+        yield engine
+
+
+def bring(engine: Served, model: Path, version: int) -> None:
+    """Have it compute with the weights of a directory."""
+    asyncio.run(engine.load(model, version))

