@@ -55,19 +55,31 @@ class Fleet:
         self._last: int | None = None  # the version that was published last
         self._one = asyncio.Lock()
 
+    def close(self) -> None:
+        """Let go of what the carrier holds."""
+        self._carrier.close()
+
     async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Metrics:
         """Bring all replicas to these weights; returns the bytes that travelled, the time it took, for how much of it
         nothing was sampled, and how many replicas were withdrawn."""
         async with self._one:
-            return await self._publish(weights, version)
+            return await self._publish(weights, version, self._servers)
 
-    async def _publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Metrics:
+    async def bring(self, server: Server, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Bring one replica, which began anew, to the weights that the others have: those published last."""
+        async with self._one:
+            if self._last is not None:
+                await self._publish(weights, self._last, (server,))
+
+    async def _publish(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, servers: tuple[Server, ...]
+    ) -> Metrics:
         begun = time.perf_counter()
-        behind = any(server.version != self._last for server in self._servers)
+        behind = any(server.version != self._last for server in servers)
         parcels = self._carrier.parcels(self._plan.checked(weights), behind)
         first = await parcels.next()
         assert first is not None, "a plan refuses to publish nothing"
-        trip = _Trip(self._servers, self._carrier, self._timeout)
+        trip = _Trip(servers, self._carrier, self._timeout)
         held = time.perf_counter()
         try:
             await trip.each(self._hold)
