@@ -181,7 +181,7 @@ class _Trip:
         except TimeoutError as error:
             raise EngineError(
                 f"{server.url} took more than {self._timeout:g} s for a part of the update. Is it alive? If it is "
-                f"only slow, raise sync.timeout."
+                f"only slow, raise `timeout`."
             ) from error
 
     async def _fell_out(self, server: Server, error: Exception) -> None:

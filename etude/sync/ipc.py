@@ -33,8 +33,8 @@ class IpcCarrier:
     def __init__(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(
-                "sync.carrier=ipc shares memory of an NVIDIA GPU, and torch sees none here. On one machine without a "
-                "GPU take sync.carrier=shm."
+                "`carrier=ipc` shares memory of an NVIDIA GPU, and torch sees none here. On one machine without a GPU "
+                "take `carrier=shm`."
             )
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype

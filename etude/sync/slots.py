@@ -102,7 +102,7 @@ class Slot:
             raise ConfigError(
                 f"A bucket of {nbytes / 2**20:.0f} MiB does not fit into {SHARED}, which has "
                 f"{room.f_bavail * room.f_frsize / 2**20:.0f} MiB free. Enlarge it (docker run --shm-size=…), make "
-                f"sync.bucket_mib smaller, or publish by sync.carrier=disk."
+                f"`bucket_mib` smaller, or publish through files."
             )
         self._storage = torch.UntypedStorage._new_using_filename_cpu(nbytes)
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(self._storage)

@@ -27,7 +27,7 @@ def test_each_carrier_is_chosen_by_its_name(name: str, kind: type[Carrier], tmp_
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_its_memory_cannot_be_shared(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"torch sees none here.*sync.carrier=shm"):
+    with pytest.raises(ConfigError, match=r"torch sees none here.*`carrier=shm`"):
         carrier(SyncConfig(carrier="ipc"), tmp_path)
 
 

@@ -68,6 +68,6 @@ def test_without_delta_everything_is_written(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"could not be written to .*sync.directory"):
+    with pytest.raises(CheckpointError, match=r"could not be written to .*`directory`"):
         written(DiskCarrier(tmp_path / "file", 1 << 20), weights(), whole=True)
     assert (tmp_path / "file").is_file()

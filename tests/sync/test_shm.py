@@ -73,5 +73,5 @@ def test_a_slot_casts_and_aligns() -> None:
 
 
 def test_a_bucket_that_shared_memory_cannot_hold_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"does not fit into /dev/shm.*sync.bucket_mib"):
+    with pytest.raises(ConfigError, match=r"does not fit into /dev/shm.*`bucket_mib`"):
         Slot(1 << 50).fill(Stream(weights().items()))
