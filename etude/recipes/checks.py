@@ -20,7 +20,7 @@ from etude.recipes.recipe import Recipe, Reference, Teacher
 from etude.recipes.run import Critic, Run
 from etude.records import Rollout, Sample
 from etude.rewards import Nothing
-from etude.rollout import EngineConfig
+from etude.rollout import EngineConfig, ServerConfig
 from etude.rollout.kv import block_bytes
 
 __all__ = [
@@ -306,6 +306,11 @@ def of_servers(run: Run) -> None:
     """Refuse what servers cannot be asked for."""
     if isinstance(run.rollout, EngineConfig):
         return
+    if run.ranks > 1 and isinstance(run.rollout, ServerConfig) and run.rollout.carrier != "files":
+        raise ConfigError(
+            f"`rollout.carrier={run.rollout.carrier}` brings the weights of one rank, and there are "
+            f"`ranks={run.ranks}`. Leave it out: files are written for all of them."
+        )
     if run.train.precision == "fp64":
         raise ConfigError(
             "`train.precision=fp64` is what no server computes in. Choose another, or `rollout=embedded`."

@@ -40,6 +40,7 @@ FREE = (
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),
     *("rollout.url", "rollout.python", "rollout.replicas", "rollout.tensor_parallel", "rollout.nodes", "rollout.meet"),
     *("rollout.devices", "rollout.memory", "rollout.line", "rollout.start_timeout", "rollout.restarts"),
+    *("rollout.carrier", "rollout.bucket_mib"),
     *("env.timeout", "env.at_once"),
     *("agent.strategy", "agent.runners", "agent.at_once", "agent.timeout", "agent.silence", "agent.patience"),
     *("agent.calls", "agent.listen", "agent.store"),

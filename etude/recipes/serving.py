@@ -1,8 +1,8 @@
-"""The servers of a run: started from its weights, and brought to its new ones through files.
+"""The servers of a run: started from its weights, and brought to its new ones through files, or by a carrier.
 
-The weights lie in the run's directory as any server loads them, written whole before a server hears of them. The two
-newest stay there, because a server that is started again begins with the newest that it was told of; all are gone when
-the run is over.
+As files the weights lie in the run's directory as any server loads them, written whole before a server hears of them.
+The two newest stay there, because a server that is started again begins with the newest that it was told of; all are
+gone when the run is over. Where a carrier brings them instead, a server that is started again is brought to them anew.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from etude.chat import Tokenizer
+from etude.config.env import cache_directory
 from etude.observe import Metrics, Sum, make_console
 from etude.protocols import Crew
 from etude.recipes.checks import threads_of
@@ -25,6 +28,8 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.workers import PolicyWorker
 from etude.rollout import Served, ServerConfig
 from etude.rollout.engines import Device, Dtype, serve
+from etude.sync import Fleet, SyncConfig, fleet
+from etude.sync.plugin import laid_out
 
 __all__ = ["DTYPES", "WEIGHTS", "Publisher", "device_name", "serving"]
 
@@ -45,9 +50,13 @@ class Publisher:
     tokenizer: Path
     untied: bool
     sleeps: bool
+    fleet: Fleet | None = None
+    """Who carries the weights, where files do not."""
 
     def __call__(self, version: int) -> Metrics:
         """Have every server compute with the workers' weights, under a new version; what that cost."""
+        if self.fleet is not None:
+            return asyncio.run(self._carry(self.fleet, version))
         begun = time.perf_counter()
         where = self.directory / f"{version:08d}"
         shutil.rmtree(where, ignore_errors=True)
@@ -63,6 +72,15 @@ class Publisher:
         """Have the servers give their memory up, until new weights are published."""
         asyncio.run(self.served.sleep())
 
+    async def _carry(self, fleet: Fleet, version: int) -> Metrics:
+        if self.sleeps:
+            await self.served.wake()
+        return await self.served.carried(fleet.publish(self.weights(), version), version)
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The workers' weights, as servers compute with them."""
+        return self.crew.call(PolicyWorker.served, self.untied)
+
     async def _load(self, where: Path, version: int) -> None:
         if self.sleeps:
             await self.served.wake()
@@ -76,6 +94,7 @@ def serving(
     """The servers of a run, which begin with its workers' weights, and who brings them new ones."""
     device, sleeps = device_name(run), run.train.offload
     untied, weights = config.untied(device), directory / WEIGHTS
+    plugged = None if config.carrier == "files" else laid_out(cache_directory() / "plugins")
     place = run.model.tokenizer or run.model.path
     assert place is not None, "a run has a model"
     shutil.rmtree(weights, ignore_errors=True)
@@ -94,9 +113,17 @@ def serving(
             logs=logs,
             threads=threads,
             sleeps=sleeps,
+            plugged=plugged,
             console=shown,
         ) as served:
-            yield served, Publisher(crew, served, weights, place, untied, sleeps)
+            publisher = Publisher(crew, served, weights, place, untied, sleeps)
+            with ExitStack() as stack:
+                if config.carrier != "files":
+                    sync = SyncConfig(carrier=config.carrier, bucket_mib=config.bucket_mib)
+                    publisher.fleet = known = fleet(served.servers, sync, weights)
+                    stack.callback(known.close)
+                    served.renewed_by(lambda server: known.bring(server, publisher.weights()))
+                yield served, publisher
     finally:
         shutil.rmtree(weights, ignore_errors=True)
 

@@ -237,6 +237,12 @@ class PolicyWorker:
         self.restore(tensors, checkpoint.facts["learner"])
 
     @spread()
+    def served(self, untied: bool) -> Iterable[tuple[str, Tensor]]:
+        """The weights as servers compute with them, one at a time: adapters are added in. untied: see `write`."""
+        model = self._learner.model
+        return model.untied_weights() if untied else model.merged_weights()
+
+    @spread()
     def write(self, directory: Path, tokenizer: Path, untied: bool) -> int:
         """Write the policy as a model directory that a server loads; how many bytes its weights are. One rank does.
 

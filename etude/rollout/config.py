@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
@@ -48,6 +48,14 @@ class ServerConfig(Rollout):
     start_timeout: float = Field(900.0, gt=0, description="seconds that a server may take to start")
     restarts: int = Field(3, ge=0, description="how often a server that ended, or hangs, is started again")
     arguments: tuple[str, ...] = Field((), description="what else stands on the servers' command line")
+    carrier: Literal["files", "shm", "ipc", "gloo", "nccl"] = Field(
+        "files",
+        description="how weights reach the servers: `files` of a whole model, `shm`: shared memory of this machine, "
+        "`ipc`: that of its GPU, `gloo` and `nccl`: a broadcast on this machine, between processors or GPUs",
+    )
+    bucket_mib: int = Field(
+        256, ge=1, description="MiB of a bucket of weights, of which there are two; `files` have none"
+    )
 
     @field_validator("url", "arguments", mode="before")
     @classmethod
@@ -76,6 +84,11 @@ class ServerConfig(Rollout):
             raise ConfigError(
                 f"`rollout.nodes={self.nodes}` share one replica, each with as many devices: have `rollout.replicas=1` "
                 f"and a `rollout.tensor_parallel` that {self.nodes} divides."
+            )
+        if self.carrier == "files" and self.bucket_mib != fresh["bucket_mib"].default:
+            raise ConfigError(
+                "`rollout.bucket_mib` is for carriers that have buckets, and `rollout.carrier=files` has none. Leave "
+                "it out, or choose `rollout.carrier=shm`."
             )
         if self.nodes == 1 and self.meet != fresh["meet"].default:
             raise ConfigError("`rollout.meet` is where several `rollout.nodes` meet. Leave it out, or set those.")

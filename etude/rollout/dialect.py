@@ -52,6 +52,8 @@ class Launch:
     """Whether it is to give its memory up when it is asked to."""
     threads: int
     arguments: tuple[str, ...] = ()
+    plugged: Path | None = None
+    """A folder with Etude's plug-in for weights, for the path that the server's Python imports from."""
 
 
 @dataclass

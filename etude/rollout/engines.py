@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -37,19 +38,21 @@ def serve(
     logs: Path,
     threads: int = 1,
     sleeps: bool = False,
+    plugged: Path | None = None,
     console: Console | None = None,
 ) -> Served:
     """The servers that the options ask for, ready. They begin with the weights in the directory `model`, as version 0.
 
     logs: where each writes what it says. threads: with how many a server on a CPU computes. sleeps: whether they are to
-    give their memory up when they are asked to. console: where it is shown that they start.
+    give their memory up when they are asked to. plugged: see `Launch`. console: where it is shown that they start.
     """
     shape = Shape.read(model)
     dialect = config.dialect()
     asked: list[tuple[str, Launch | None]] = [(url, None) for url in config.url]
     if not config.url:
         python = python_of(config, device, console)
-        started = launches(config, python, model, shape, dtype=dtype, device=device, threads=threads, sleeps=sleeps)
+        known = partial(launches, config, python, model, shape, dtype=dtype, device=device, threads=threads)
+        started = known(sleeps=sleeps, plugged=plugged)
         asked = [(f"http://127.0.0.1:{launch.port}", launch) for launch in started]
 
     def replicas() -> list[Replica]:
@@ -78,6 +81,7 @@ def launches(
     device: Device,
     threads: int = 1,
     sleeps: bool = False,
+    plugged: Path | None = None,
 ) -> list[Launch]:
     """How each replica is started."""
     width = config.tensor_parallel // config.nodes
@@ -99,6 +103,7 @@ def launches(
             sleeps=sleeps,
             threads=threads,
             arguments=config.arguments,
+            plugged=plugged,
         )
         for place in range(config.replicas)
     ]

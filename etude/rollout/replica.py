@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from etude.errors import EngineError
 from etude.observe import get_log
@@ -33,6 +34,8 @@ class Replica:
         """The directory that it would be started from now, and the version of the weights there."""
         self.lost = ""
         """Why it is gone for good."""
+        self.renew: Callable[[Server], Coroutine[Any, Any, None]] | None = None
+        """Brings it to the newest weights when it was started again, where no directory has them."""
         self._launch, self._patience = launch, patience
         self._warden = Warden(f"{server.dialect.package} server {log.stem}", log)
         self._sick = 0
@@ -100,6 +103,8 @@ class Replica:
             get_log("rollout").warning(told, why, self.started, self.restarts)
             try:
                 await self.start()
+                if self.renew is not None:
+                    await self.renew(self.server)
             except EngineError as error:
                 why = str(error)
                 await self.end()

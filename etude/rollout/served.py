@@ -178,12 +178,15 @@ class Served:
         """Do this with every server that is there, all at once, on their loop."""
         return await asyncio.wrap_future(self._post(self._each(do)))
 
-    async def carried(self, what: Coroutine[Any, Any, T]) -> T:
-        """Do what a carrier does to the servers, on their loop. Those that it stamped are asked again at once."""
+    async def carried(self, what: Coroutine[Any, Any, T], version: int) -> T:
+        """Do what a carrier does to bring the servers to this version, on their loop. Those that it stamped are asked
+        again at once; one that it did not is asked nothing."""
 
         async def done() -> T:
             try:
-                return await what
+                found = await what
+                self.rotation.wanted = version
+                return found
             finally:
                 self.rotation.admit()
 
@@ -210,6 +213,11 @@ class Served:
             raise EngineError("No server answers that new weights could be given to. Start them, and publish again.")
         self.rotation.wanted = version
         self.rotation.admit()
+
+    def renewed_by(self, renew: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
+        """Have a server that was started again brought to the newest weights by this, on the servers' loop."""
+        for replica in self.replicas:
+            replica.renew = renew
 
     # -- on the servers' thread ---------------------------------------------------------------------------------------
 

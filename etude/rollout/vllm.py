@@ -51,13 +51,16 @@ class Vllm(Dialect):
             words.append("--enable-sleep-mode")
         if launch.device == "cpu":
             words.append("--enforce-eager")
+        if launch.plugged is not None:
+            words += ["--weight-transfer-config", '{"backend": "etude"}']
         return [*words, *launch.arguments]
 
     def environment(self, launch: Launch) -> dict[str, str]:
         """Nothing is reported either, and the endpoints for training are open."""
         found = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         alone = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch.device == "cpu" else {}
-        return super().environment(launch) | found | alone
+        plugged = {} if launch.plugged is None else {"PYTHONPATH": str(launch.plugged)}
+        return super().environment(launch) | found | alone | plugged
 
     async def version(self, to: Connection) -> str:
         """As /version tells."""

@@ -2,6 +2,41 @@
 
 from __future__ import annotations
 
-from etude.sync.local import LocalCarrier
+from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["LocalCarrier"]
+import torch
+
+from etude.sync.config import SyncConfig
+from etude.sync.fleet import Fleet
+from etude.sync.local import LocalCarrier
+from etude.sync.plan import Plan, shares
+from etude.sync.server import Carrier, Server
+
+__all__ = ["Carrier", "Fleet", "LocalCarrier", "Plan", "Server", "SyncConfig", "carrier", "fleet", "shares"]
+
+
+def carrier(config: SyncConfig, directory: Path) -> Carrier:
+    """The carrier that was asked for. directory: the run's own."""
+    nbytes = config.bucket_mib * 2**20
+    dtype: torch.dtype | None = None if config.dtype == "as_trained" else getattr(torch, config.dtype)
+    if config.carrier == "shm":
+        from etude.sync.shm import ShmCarrier
+
+        return ShmCarrier(nbytes, dtype)
+    if config.carrier == "ipc":
+        from etude.sync.ipc import IpcCarrier
+
+        return IpcCarrier(nbytes, dtype)
+    if config.carrier == "disk":
+        from etude.sync.disk import DiskCarrier
+
+        return DiskCarrier(directory / config.directory, nbytes, dtype, delta=config.delta)
+    from etude.sync.group import GroupCarrier
+
+    return GroupCarrier(config.carrier, nbytes, dtype, address=config.address, timeout=config.timeout)
+
+
+def fleet(servers: Sequence[Server], config: SyncConfig, directory: Path) -> Fleet:
+    """A `WeightCarrier` to these servers."""
+    return Fleet(servers, carrier(config, directory), running=config.running, timeout=config.timeout)

@@ -57,12 +57,27 @@ def test_a_run_starts_its_server_and_ends_it(kind: str, sums: Path) -> None:
     assert (run / "servers" / f"{kind}-0.log").exists()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_whose_weights_go_through_shared_memory(kind: str, sums: Path) -> None:
+    """The server is started with what it takes, and with a model whose head is its embedding."""
+    given = {f"rollout.{name}": value for name, value in options_of(kind, sums).items()}
+    given |= {"model.path": make_model(sums / "tied", hidden=64), "rollout.carrier": "shm", "rollout.bucket_mib": 1}
+    run = train(sums, sums / "run", rollout=kind, **given, steps=3)
+    for line in measured(run):
+        assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_hold_ms"] > 0
+    assert not (run / "published").exists()
+
+
 def test_what_servers_cannot_do_is_refused(sums: Path, capsys: Captured) -> None:
     server = {"rollout": "vllm", "rollout.url": "http://127.0.0.1:9"}
     place = sums / "refused"
     assert "no server computes in" in refused_run(capsys, sums, place, **server, train__precision="fp64")
     assert "on a GPU only" in refused_run(capsys, sums, place, **server, device="cpu", train__offload="true")
     assert "servers are given merged weights" in refused_run(capsys, sums, place, **server, lora__publish="merged")
+    assert "brings the weights of one rank" in refused_run(
+        capsys, sums, place, **server, ranks=2, rollout__carrier="shm"
+    )
+    assert "has none" in refused_run(capsys, sums, place, **server, rollout__bucket_mib=8)
     assert "could not be asked" in failed(capsys, sums, place, **server)
 
 

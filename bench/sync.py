@@ -1,0 +1,210 @@
+"""Time bringing weights from a trainer to an engine, beside one copy of them.
+
+    python -m bench.sync [--size 75m] [--rounds 5] [--only shm disk] [--json FILE]
+
+The weights are a random Qwen3-shaped model's in bf16. Every publish brings all of them: cut into buckets, shown to an
+engine in a process of its own, and copied by it over its own weights, over the same code as a run's. That engine does
+nothing else, so this is the carrier's own speed; a server also packs what it fetched for its kernels.
+
+    alias    to an engine of this process that shares the trainer's memory; nothing is moved
+    local    to an engine of this process that has weights of its own
+    shm      through two buckets of shared memory
+    disk     through files
+    gloo     by a broadcast over the loopback
+
+The yardstick is one copy of all weights, in memory; the share of its bandwidth is the inverse of the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.common import Case, machine, measure, table, write_json
+from bench.workers import Worker
+from etude.models import create, tiny
+from etude.observe import make_console, progress
+from etude.sync import Carrier, Fleet, LocalCarrier
+from etude.sync.disk import DiskCarrier
+from etude.sync.group import GroupCarrier
+from etude.sync.shm import ShmCarrier
+
+KINDS = ("alias", "local", "shm", "disk", "gloo")
+LIMITS = {"alias": 0.1, "local": 1.2, "shm": 2.0, "disk": 40.0, "gloo": 20.0}
+"""How many copies of the weights each should cost at most."""
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"vocabulary": 64, "layers": 2, "hidden": 32},
+    "75m": {
+        "vocabulary": 32_768,
+        **{"layers": 18, "hidden": 512, "heads": 8, "kv_heads": 4, "intermediate": 1536},
+    },
+    "0.6b": {
+        "vocabulary": 151_936,
+        **{"layers": 28, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "intermediate": 3072},
+    },
+}
+
+
+class Receiver:
+    """The other process, as carriers see a server."""
+
+    def __init__(self, log: Path, threads: int) -> None:
+        self.url, self.ranks, self.version = "a process of its own", 1, 0
+        self.dialect = SimpleNamespace(name="vllm")
+        command = [sys.executable, "-m", "bench.sync_worker", str(threads)]
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        self._worker = Worker("the receiver", command, log, {"GLOO_SOCKET_IFNAME": loopback})
+        self._worker.hear()
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """What concerns weights is handed on."""
+        if path in ("/update_weights", "/init_weight_transfer_engine") and body is not None:
+            (told,) = body.values()
+            return await asyncio.to_thread(self._asked, told)
+        return {"success": True}
+
+    def sums(self, names: Iterable[str]) -> dict[str, float]:
+        """What some of its weights add up to."""
+        found: dict[str, float] = self._asked({"sums": list(names)})["sums"]
+        return found
+
+    async def abort(self) -> None:
+        """Nothing is under way."""
+
+    async def resume(self) -> None:
+        """Nothing was paused."""
+
+    async def drain(self) -> None:
+        """Nothing is under way."""
+
+    def withdraw(self) -> None:
+        """It is in no rotation."""
+
+    async def stamped(self, version: int) -> None:
+        """It has this version."""
+        self.version = version
+
+    def close(self) -> None:
+        """End it."""
+        self._worker.close()
+
+    def _asked(self, told: dict[str, Any]) -> dict[str, Any]:
+        self._worker.tell(json.dumps(told))
+        return self._worker.hear()
+
+
+class Held:
+    """An engine of this process."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.model, self._weights = self, weights
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """What it computes with."""
+        return self._weights.items()
+
+    async def swap(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Write these over its own."""
+        del version
+        for name, weight in weights:
+            self._weights[name].copy_(weight)
+
+
+def weights_of(size: str) -> dict[str, Tensor]:
+    """A random model's, in bf16."""
+    shape = dict(SIZES[size])
+    model = create(tiny(shape.pop("vocabulary"), **shape), seed=0, dtype=torch.bfloat16)
+    return {name: weight.detach() for name, weight in model.named_weights()}
+
+
+def copies(weights: dict[str, Tensor]) -> Callable[[], None]:
+    """One copy of all of them, over memory that is there."""
+    others = {name: torch.empty_like(weight) for name, weight in weights.items()}
+
+    def copy() -> None:
+        for name, weight in weights.items():
+            others[name].copy_(weight)
+
+    return copy
+
+
+def publishing(
+    name: str, weights: dict[str, Tensor], receiver: Receiver, directory: Path, bucket_mib: int
+) -> Callable[[], None]:
+    """A publish by this carrier."""
+    carrier: LocalCarrier | Fleet
+    if name in ("alias", "local"):
+        own = weights if name == "alias" else {key: torch.empty_like(weight) for key, weight in weights.items()}
+        carrier = LocalCarrier(Held(own))
+    else:
+        nbytes = bucket_mib * 2**20
+        made: dict[str, Callable[[], Carrier]] = {
+            "shm": lambda: ShmCarrier(nbytes),
+            "disk": lambda: DiskCarrier(directory, nbytes),
+            "gloo": lambda: GroupCarrier("gloo", nbytes),
+        }
+        carrier = Fleet([receiver], made[name]())
+    loop, version = asyncio.new_event_loop(), [0]
+
+    def publish() -> None:
+        version[0] += 1
+        loop.run_until_complete(carrier.publish(weights.items(), version[0]))
+
+    return publish
+
+
+def check(weights: dict[str, Tensor], receiver: Receiver) -> None:
+    """The receiver has what was published."""
+    names = [name for at, name in enumerate(weights) if at % 7 == 0]
+    wanted = {name: float(weights[name].double().sum()) for name in names}
+    if receiver.sums(names) != wanted:
+        raise RuntimeError("The receiver has other weights than were published to it.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="75m", help="the model")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; medians are shown")
+    parser.add_argument("--only", nargs="*", default=KINDS, choices=KINDS, help="time these alone")
+    parser.add_argument("--bucket-mib", type=int, default=64, help="MiB of a bucket")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
+    asked = parser.parse_args(argv)
+    console = make_console()
+    weights = weights_of(asked.size)
+    total = sum(weight.nbytes for weight in weights.values())
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        receiver = stack.enter_context(closing(Receiver(directory / "receiver.log", torch.get_num_threads())))
+        copy = copies(weights)
+        cases = []
+        for name in asked.only:
+            work = publishing(name, weights, receiver, directory / "weights", asked.bucket_mib)
+            cases.append(Case(name, f"a publish of {total / 2**20:.0f} MiB", work, copy, LIMITS[name]))
+        with progress("timing", len(cases) * (asked.rounds + 1), console) as bar:
+            measured = measure(cases, asked.rounds, bar.advance)
+        if set(asked.only) - {"alias", "local"}:
+            check(weights, receiver)
+    console.print(f"Size {asked.size}, bf16, {machine()['threads']} threads, median of {asked.rounds} rounds.")
+    console.print(table(measured, "copy"))
+    for each in measured:
+        console.print(f"{each.name}: {each.seconds:.3f} s, {1 / each.ratio:.0%} of a copy's bandwidth")
+    if asked.json:
+        write_json(asked.json, measured, {"size": asked.size, "bytes": total, "bucket_mib": asked.bucket_mib})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,40 @@
+"""How weights reach engines that are servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from etude.config import Config
+from etude.sync.fleet import Running
+
+__all__ = ["CarrierName", "SyncConfig"]
+
+CarrierName = Literal["shm", "disk", "gloo", "nccl", "ipc"]
+
+
+class SyncConfig(Config):
+    """Publishing to servers. An engine in this process needs none of it."""
+
+    carrier: CarrierName = Field(
+        "shm",
+        description="shm: shared memory of this machine; ipc: of its GPU; nccl, gloo: a broadcast across machines, "
+        "between GPUs or processors; disk: a directory that all see",
+    )
+    bucket_mib: int = Field(
+        256, ge=1, description="MiB of a bucket, of which there are two; one tensor that is larger has room, too"
+    )
+    dtype: Literal["as_trained", "float32", "bfloat16", "float16"] = Field(
+        "as_trained", description="what weights are rounded to on their way; engines cast to their own in any case"
+    )
+    running: Running = Field(
+        "continue",
+        description="what becomes of requests under way: finish: publishing waits for them; continue: they go on with "
+        "the new weights, and each token carries the version that drew it",
+    )
+    timeout: float = Field(300.0, gt=0, description="seconds that a server may take for one part of an update")
+    directory: Path = Field(Path("weights"), description="for disk: where, relative to the run's directory")
+    delta: bool = Field(False, description="for disk: write only the parts of the model that changed")
+    address: str = Field("127.0.0.1", description="for nccl and gloo: where servers reach the trainer")

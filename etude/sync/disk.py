@@ -1,0 +1,146 @@
+"""Publishing through a directory that trainer and servers both see: slow, simple, and across any machines.
+
+    directory/
+      publish-4711-7/              a publish of process 4711, under its name once it is whole
+        weights-00001.safetensors …
+      .publish-4711-8.writing/     one that is being written
+
+Files have at most a bucket each, and are written one tensor after the other. What servers have read is removed at the
+next publish, so at most two versions lie there. With `delta`, only the parts of the model (a layer's attention, a
+layer's MLP, the embedding …) are written in which a weight differs from the publish before, unless a replica missed
+that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from etude.errors import CheckpointError
+from etude.sync.plan import Piece, Stream, dtype_name, gathered
+from etude.sync.server import Parcel, Server
+
+__all__ = ["DiskCarrier", "part_of"]
+
+
+class DiskCarrier:
+    """A `Carrier` to servers that see a directory."""
+
+    def __init__(
+        self, directory: Path, bucket_bytes: int, dtype: torch.dtype | None = None, *, delta: bool = False
+    ) -> None:
+        self._directory = directory.resolve()
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
+        self._delta = delta
+        self._known: dict[str, bytes] = {}  # of each part, what its weights hash to
+        self._count = 0
+
+    def parcels(self, weights: Iterable[tuple[str, Tensor]], whole: bool, /) -> _Written:
+        """The weights, in one directory."""
+        return _Written(self, Stream(weights, self._dtype), {} if whole else dict(self._known))
+
+    async def join(self, server: Server) -> None:
+        """A directory needs no introduction."""
+
+    def leave(self, server: Server) -> None:
+        """Nor a farewell."""
+
+    def close(self) -> None:
+        """Remove what lies there."""
+        shutil.rmtree(self._directory / self._name(), ignore_errors=True)
+
+    def write(self, stream: Stream, known: dict[str, bytes]) -> tuple[Path, list[Piece]]:
+        """Write what differs from what is known, in files, under its name when it is whole."""
+        old, self._count = self._directory / self._name(), self._count + 1
+        made = self._directory / self._name()
+        writing = made.with_name(f".{made.name}.writing")
+        try:
+            shutil.rmtree(writing, ignore_errors=True)
+            shutil.rmtree(made, ignore_errors=True)
+            writing.mkdir(parents=True)
+            pieces = list(self._files(writing, stream, known))
+            writing.rename(made)
+            shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            shutil.rmtree(writing, ignore_errors=True)
+            raise CheckpointError(
+                f"The weights could not be written to {made} ({error}). Make room there, or name another "
+                f"`directory`."
+            ) from error
+        return made, pieces
+
+    def _files(self, directory: Path, stream: Stream, known: dict[str, bytes]) -> Iterator[Piece]:
+        held: dict[str, Tensor] = {}
+        count = 0
+        for part, tensors in groupby(_each(stream), key=lambda named: part_of(named[0])):
+            whole = dict(tensors)
+            if self._delta:
+                self._known[part] = _hash(whole)
+                if known.get(part) == self._known[part]:
+                    continue
+            for name, tensor in whole.items():
+                if held and tensor.nbytes + sum(other.nbytes for other in held.values()) > self._bucket_bytes:
+                    count += 1
+                    _save(held, directory / f"weights-{count:05d}.safetensors")
+                    held = {}
+                held[name] = tensor
+                yield Piece(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0)
+        if held:
+            _save(held, directory / f"weights-{count + 1:05d}.safetensors")
+
+    def _name(self) -> str:
+        return f"publish-{os.getpid()}-{self._count}"
+
+
+class _Written:
+    """One parcel: a directory."""
+
+    def __init__(self, carrier: DiskCarrier, stream: Stream, known: dict[str, bytes]) -> None:
+        self._carrier = carrier
+        self._stream = stream
+        self._known = known
+        self._done = False
+
+    async def next(self) -> Parcel | None:
+        """The directory, once."""
+        if self._done:
+            return None
+        self._done = True
+        made, pieces = await asyncio.to_thread(self._carrier.write, self._stream, self._known)
+        return Parcel("disk", tuple(pieces), {"directory": str(made)})
+
+
+def part_of(name: str) -> str:
+    """The part of a model that a weight belongs to, and that servers may compute as one map: the attention of a layer
+    for `model.layers.0.self_attn.q_proj.weight`."""
+    return ".".join(name.split(".")[:-2]) or name
+
+
+def _each(stream: Stream) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of their own, in memory of the processor, in the dtype that they travel in."""
+    while (found := stream.peek()) is not None:
+        name, tensor, dtype = found
+        stream.take()
+        yield name, torch.empty(tensor.shape, dtype=dtype).copy_(gathered(tensor))
+
+
+def _hash(tensors: dict[str, Tensor]) -> bytes:
+    said = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors.items():
+        said.update(name.encode())
+        said.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return said.digest()
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})

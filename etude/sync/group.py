@@ -1,0 +1,176 @@
+"""Publishing across machines: a broadcast in a process group that the sender makes with each replica.
+
+    sender (rank 0) ──broadcast──► rank 1 … rank n of one replica
+
+One group for each replica, so that one that dies takes no other with it. `nccl` runs between GPUs; `gloo` between
+processors, and is how all of this runs where there is no GPU. A parcel is sent one tensor after the other while the
+server's endpoint fetches in the same order, from a bucket in the sender's memory: that of a GPU for `nccl`.
+
+    waits for      the replica's ranks to join, and then to fetch; both end by the group's own timeout
+    unblocked by   them, or by `leave`, which ends the group
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from etude.errors import EngineError
+from etude.sync.dialects import dialect
+from etude.sync.plan import Piece, Stream, dtype_name, gathered
+from etude.sync.server import Parcel, Server
+
+__all__ = ["GroupCarrier", "Wire"]
+
+Wire = Literal["gloo", "nccl"]
+
+
+class GroupCarrier:
+    """A `Carrier` to servers that join a process group."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        bucket_bytes: int,
+        dtype: torch.dtype | None = None,
+        *,
+        address: str = "127.0.0.1",
+        timeout: float = 300.0,
+    ) -> None:
+        self._wire = wire
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
+        self._address = address
+        self._timeout = timedelta(seconds=timeout)
+        self._groups: dict[str, _Group] = {}
+        self.name = f"etude-{secrets.token_hex(4)}"
+        """What the groups are called, each in a store of its own."""
+
+    def parcels(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> _Broadcast:
+        """The weights, a bucket at a time."""
+        return _Broadcast(self, Stream(weights, self._dtype), self._bucket_bytes)
+
+    async def join(self, server: Server) -> None:
+        """Make a group with all ranks of a server."""
+        if server.url in self._groups:
+            return
+        group = _Group(self.name, self._wire, server.ranks + 1, self._timeout)
+        port = group.listen(self._address)
+        told = {
+            "name": group.name,
+            "backend": self._wire,
+            "address": self._address,
+            "port": port,
+            "size": group.size,
+            "timeout": self._timeout.total_seconds(),
+        }
+        async with asyncio.TaskGroup() as both:
+            both.create_task(dialect(server).join(server, told))
+            both.create_task(asyncio.to_thread(group.meet))
+        self._groups[server.url] = group
+
+    def leave(self, server: Server) -> None:
+        """End the group with a server that failed."""
+        group = self._groups.pop(server.url, None)
+        if group is not None:
+            group.end()
+
+    def close(self) -> None:
+        """End all groups."""
+        for group in self._groups.values():
+            group.end()
+        self._groups.clear()
+
+    @property
+    def device(self) -> torch.device:
+        """Where what is sent must lie."""
+        return torch.device("cuda", torch.cuda.current_device()) if self._wire == "nccl" else torch.device("cpu")
+
+    def group(self, server: Server) -> _Group:
+        """The group with a server."""
+        if server.url not in self._groups:
+            raise EngineError(f"{server.url} has left the process group that weights are broadcast in.")
+        return self._groups[server.url]
+
+
+class _Group:
+    """A process group apart from the one that the trainer's ranks may have. Its store lives with the sender."""
+
+    def __init__(self, name: str, wire: Wire, size: int, timeout: timedelta) -> None:
+        self.name = name
+        self.size = size
+        self._wire = wire
+        self._timeout = timeout
+        self._store: Any = None
+        self._group: Any = None
+
+    def listen(self, address: str) -> int:
+        """Open the store that all ranks meet at; returns its port."""
+        self._store = dist.TCPStore(address, 0, self.size, True, self._timeout, wait_for_workers=False)
+        port: int = self._store.port
+        return port
+
+    def meet(self) -> None:
+        """Wait for all ranks. The prefixes are those under which torch's own helper has a named group meet."""
+        named = dist.PrefixStore(self.name, self._store)
+        store = dist.PrefixStore(f"{self.name}/", named)
+        if self._wire == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            self._group = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, self.size, options)
+        else:
+            self._group = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), 0, self.size, self._timeout)
+
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        """Broadcast each in turn, as bytes: what is read is what was written, whatever a transport calls its dtype."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        for tensor in tensors:
+            self._group.broadcast([tensor], options).wait(self._timeout)
+
+    def end(self) -> None:
+        """Let go of it; whoever waits in it fails."""
+        with suppress(RuntimeError, AttributeError):
+            self._group.abort()
+        self._group = self._store = None
+
+
+class _Broadcast:
+    """Buckets of tensors, ready to be sent."""
+
+    def __init__(self, carrier: GroupCarrier, stream: Stream, bucket_bytes: int) -> None:
+        self._carrier = carrier
+        self._stream = stream
+        self._bucket_bytes = bucket_bytes
+
+    async def next(self) -> Parcel | None:
+        """The next bucket."""
+        tensors = await asyncio.to_thread(self._bucket)
+        if not tensors:
+            return None
+        pieces = tuple(Piece(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0) for name, tensor in tensors)
+
+        async def sent(server: Server) -> None:
+            group = self._carrier.group(server)
+            await asyncio.to_thread(group.send, [tensor for _, tensor in tensors])
+
+        return Parcel("group", pieces, {"group": self._carrier.name}, sent=sent)
+
+    def _bucket(self) -> list[tuple[str, Tensor]]:
+        """Tensors as they are to be sent: at least one, and no more than a bucket of them."""
+        bucket: list[tuple[str, Tensor]] = []
+        room = self._bucket_bytes
+        while (found := self._stream.peek()) is not None and (not bucket or self._stream.nbytes() <= room):
+            name, tensor, dtype = found
+            room -= self._stream.nbytes()
+            bucket.append((name, gathered(tensor).to(device=self._carrier.device, dtype=dtype).contiguous()))
+            self._stream.take()
+        return bucket

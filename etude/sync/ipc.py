@@ -1,0 +1,125 @@
+"""Publishing between processes that share a GPU: through two buckets that CUDA lets the other process open.
+
+Nothing leaves the device: a bucket is filled by copies on the GPU, and the server copies from it on the GPU. What
+travels is the handle of the bucket, a few hundred bytes.
+
+    waits for      the trainer's own copies, before a bucket is shown to anybody
+    unblocked by   the device
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from etude.errors import ConfigError
+from etude.sync.plan import ALIGNMENT, Piece, Stream, dtype_name, gathered
+from etude.sync.server import Parcel, Server
+
+__all__ = ["IpcCarrier"]
+
+
+class IpcCarrier:
+    """A `Carrier` to servers on the trainer's GPU."""
+
+    def __init__(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "`carrier=ipc` shares memory of an NVIDIA GPU, and torch sees none here. On one machine without a GPU "
+                "take `carrier=shm`."
+            )
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
+        self._buckets: list[Tensor | None] = [None, None]
+        self._turn = 0
+
+    def parcels(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> _Filled:
+        """The weights, a bucket at a time."""
+        return _Filled(self, Stream(weights, self._dtype))
+
+    async def join(self, server: Server) -> None:
+        """A handle needs no introduction."""
+
+    def leave(self, server: Server) -> None:
+        """Nor a farewell."""
+
+    def close(self) -> None:
+        """Give the device's memory back, when the others have let go of it."""
+        self._buckets = [None, None]
+        torch.cuda.ipc_collect()
+
+    def bucket(self, nbytes: int) -> Tensor:
+        """The bucket whose turn it is, with room for a tensor of this size."""
+        self._turn = 1 - self._turn
+        held = self._buckets[self._turn]
+        if held is None or held.nbytes < nbytes:
+            self._buckets[self._turn] = None
+            held = torch.empty(max(nbytes, self._bucket_bytes), dtype=torch.uint8, device="cuda")
+            self._buckets[self._turn] = held
+        return held
+
+
+class _Filled:
+    """Buckets, filled one after the other."""
+
+    def __init__(self, carrier: IpcCarrier, stream: Stream) -> None:
+        self._carrier = carrier
+        self._stream = stream
+
+    async def next(self) -> Parcel | None:
+        """The next bucket that is full."""
+        found = await asyncio.to_thread(self._fill)
+        if found is None:
+            return None
+        bucket, pieces = found
+        handle = [_plain(part) for part in _handle(bucket)]
+        return Parcel("ipc", tuple(pieces), {"handle": handle}, handed=lambda server: _handles(bucket, pieces, server))
+
+    def _fill(self) -> tuple[Tensor, list[Piece]] | None:
+        if not self._stream.nbytes():
+            return None
+        bucket = self._carrier.bucket(self._stream.nbytes())
+        pieces: list[Piece] = []
+        end = 0
+        while (found := self._stream.peek()) is not None and end + self._stream.nbytes() <= bucket.nbytes:
+            name, tensor, dtype = found
+            piece = Piece(name, dtype_name(dtype), tuple(tensor.shape), end)
+            _view(bucket, piece).copy_(gathered(tensor))
+            self._stream.take()
+            pieces.append(piece)
+            end = -(-(end + piece.nbytes) // ALIGNMENT) * ALIGNMENT
+        torch.cuda.synchronize(bucket.device)
+        return bucket, pieces
+
+
+def _view(bucket: Tensor, piece: Piece) -> Tensor:
+    dtype: torch.dtype = getattr(torch, piece.dtype)
+    return bucket[piece.offset : piece.offset + piece.nbytes].view(dtype).view(piece.shape)
+
+
+def _handle(bucket: Tensor) -> Sequence[Any]:
+    """What torch needs to open the bucket: device, sizes, CUDA's handles and torch's count of who has it open."""
+    _, told = reduce_tensor(bucket)
+    device, shared, size, offset, _, counter, counter_offset, event, synced = told[6:]
+    return device, size, shared, offset, counter, counter_offset, event, synced
+
+
+def _plain(part: Any) -> Any:
+    """The same as JSON holds it."""
+    return {"bytes": b64encode(part).decode()} if isinstance(part, bytes) else part
+
+
+def _handles(bucket: Tensor, pieces: Sequence[Piece], server: Server) -> str:
+    """The pieces as torch hands tensors on a GPU to another process, in base 64."""
+    del server
+    told = io.BytesIO()
+    ForkingPickler(told).dump([(piece.name, _view(bucket, piece)) for piece in pieces])
+    return b64encode(told.getvalue()).decode()

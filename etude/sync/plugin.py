@@ -1,0 +1,47 @@
+"""Putting the plug-in within a vLLM server's reach, whichever Python serves.
+
+The plug-in is a distribution of its own, for whoever starts servers by hand and installs it into their environment. For
+a server that Etude starts, the same files are laid out as an installer would, in a folder of their own that goes into
+the server's PYTHONPATH: nobody's environment is changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+from etude.errors import EngineError
+
+__all__ = ["PACKAGE", "laid_out"]
+
+PACKAGE = "etude_vllm_weights"
+_HERE = Path(__file__).resolve()
+_SOURCES = (_HERE.parents[2] / "plugins" / "vllm_weights" / PACKAGE, _HERE.with_name(PACKAGE))
+"""Where it is: in the repository, and in an installed Etude."""
+
+
+def laid_out(cache: Path) -> Path:
+    """The folder for PYTHONPATH, below `cache`: the one that is there, or one written now. Another plug-in gets another
+    folder."""
+    source = next((path for path in _SOURCES if path.is_dir()), None)
+    if source is None:
+        raise EngineError(f"Etude's plug-in for vLLM is not there: {_SOURCES[1]} is missing. Install Etude anew.")
+    files = sorted(source.glob("*.py"))
+    said = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    made = cache / f"{PACKAGE}-{said}"
+    if not made.is_dir():
+        draft = cache / f".{made.name}.writing"
+        shutil.rmtree(draft, ignore_errors=True)
+        (draft / PACKAGE).mkdir(parents=True)
+        for file in files:
+            shutil.copyfile(file, draft / PACKAGE / file.name)
+        told = draft / f"{PACKAGE}-1.0.dist-info"
+        told.mkdir()
+        (told / "METADATA").write_text("Metadata-Version: 2.1\nName: etude-vllm-weights\nVersion: 1.0\n", "utf-8")
+        (told / "entry_points.txt").write_text(f"[vllm.general_plugins]\netude_weights = {PACKAGE}:register\n", "utf-8")
+        try:
+            draft.rename(made)
+        except OSError:  # another was faster
+            shutil.rmtree(draft, ignore_errors=True)
+    return made

@@ -1,0 +1,201 @@
+"""What every carrier keeps its word on, with real servers of both kinds.
+
+The truth is what a server says that was started from the exported weights, and what the embedded engine says of any
+others. The model's output head is its embedding, which a server on a CPU computes with in a form of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from etude.errors import EngineError
+from etude.models import Model, create, save, tiny
+from etude.records import SamplingParams
+from etude.rollout.torch_engine import EngineConfig, TorchEngine
+from etude.sync import Carrier, Fleet
+from etude.sync.disk import DiskCarrier
+from etude.sync.fleet import Running
+from etude.sync.group import GroupCarrier
+from etude.sync.shm import ShmCarrier
+from tests.servers import Served, serving
+from tests.worlds import ALPHABET, make_tokenizer
+
+PROMPT = (5, 6, 7, 8, 9)
+COUNT = 12
+BUCKET = 1 << 16
+"""Bytes: the model takes several."""
+VOCABULARY = len(ALPHABET) + 2
+LAST = "model.layers.1.mlp.down_proj.weight"
+Weights = dict[str, Tensor]
+
+
+@dataclass
+class World:
+    """A server that runs, and the models that are published to it."""
+
+    server: Served
+    fresh: tuple[list[int], list[float], list[int]]
+    """What it said when it had just started from the first one's files."""
+    directory: Path
+    version: int = 0
+
+    def fleet(self, name: str, *more: Served, running: Running = "continue", delta: bool = False) -> Fleet:
+        made: dict[str, Callable[[], Carrier]] = {
+            "shm": lambda: ShmCarrier(BUCKET),
+            "disk": lambda: DiskCarrier(self.directory / "published", BUCKET, delta=delta),
+            "gloo": lambda: GroupCarrier("gloo", BUCKET, timeout=30),
+        }
+        return Fleet([self.server, *more], made[name](), running=running, timeout=30)
+
+    def publish(self, fleet: Fleet, weights: Weights) -> dict[str, float]:
+        self.version += 1
+        return asyncio.run(fleet.publish(weights.items(), self.version)).reduce()
+
+    def says(self, weights: Weights) -> None:
+        """The server computes with these, and stamps what it says with their version."""
+        ids, logp, versions = self.server.says(PROMPT, COUNT)
+        wanted_ids, wanted = embedded(weights)
+        assert ids == wanted_ids
+        assert np.allclose(logp, wanted, atol=2e-3)
+        assert set(versions) == {self.version} == {self.server.version} and not self.server.withdrawn
+
+
+def model_of(seed: int) -> Model:
+    """A model whose output head is its embedding, and whose next token depends strongly on what it has read."""
+    model = create(tiny(VOCABULARY, layers=2, hidden=64, heads=2, kv_heads=1, context=2048), seed=seed)
+    with torch.no_grad():
+        for _, weight in model.named_weights():
+            weight.mul_(4 if weight.ndim == 2 else 1)
+    return model
+
+
+def weights_of(seed: int) -> Weights:
+    """Its weights."""
+    return {name: weight.detach() for name, weight in model_of(seed).named_weights()}
+
+
+def embedded(weights: Weights) -> tuple[list[int], list[float]]:
+    """What the embedded engine says with these weights."""
+    model = model_of(0)
+    with torch.no_grad():
+        for name, weight in model.named_weights():
+            weight.copy_(weights[name])
+    with TorchEngine(model, None, EngineConfig(kv_gib=0.01)) as engine:
+        (said,) = engine.generate_all([np.array(PROMPT, np.int32)], [SamplingParams(max_tokens=COUNT, temperature=0.0)])
+    return said.ids.tolist(), said.raw_logp.tolist()
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    directory = tmp_path_factory.mktemp(request.param)
+    make_tokenizer(directory / "model")
+    save(model_of(1), directory / "model")
+    with serving(request.param, directory / "model", directory) as server:
+        yield World(server, server.says(PROMPT, COUNT), directory)
+
+
+FIRST, SECOND = weights_of(1), weights_of(2)
+
+
+@pytest.mark.parametrize("name", ["shm", "disk", "gloo"])
+def test_after_publish_a_server_computes_with_the_trainers_weights(world: World, name: str) -> None:
+    fleet = world.fleet(name)
+    told = world.publish(fleet, SECOND)
+    assert told["publish_bytes"] == sum(weight.nbytes for weight in SECOND.values())
+    assert told["publish_withdrawn"] == 0 and told["publish_ms"] >= told["publish_hold_ms"] > 0
+    world.says(SECOND)
+    world.publish(fleet, FIRST)
+    world.says(FIRST)
+    ids, logp, _ = world.server.says(PROMPT, COUNT)
+    assert ids == world.fresh[0] and np.allclose(logp, world.fresh[1], atol=1e-5)
+    for changed in ("model.embed_tokens.weight", LAST):  # whoever left one tensor as it was would be found out
+        other = FIRST | {changed: FIRST[changed] * 1.5}
+        world.publish(fleet, other)
+        assert not np.allclose(world.server.says(PROMPT, COUNT)[1], world.fresh[1], atol=1e-3)
+        world.says(other)
+
+
+def test_only_what_changed_is_carried_where_that_is_asked_for(world: World) -> None:
+    fleet = world.fleet("disk", delta=True)
+    world.publish(fleet, FIRST)
+    other = FIRST | {LAST: FIRST[LAST] * 2}
+    told = world.publish(fleet, other)
+    assert 0 < told["publish_bytes"] < sum(weight.nbytes for weight in FIRST.values()) / 2
+    world.says(other)
+
+
+@pytest.mark.parametrize("running", ["continue", "finish"])
+def test_what_is_under_way_goes_on_or_is_waited_for(world: World, running: Running) -> None:
+    fleet = world.fleet("shm", running=running)
+    world.publish(fleet, FIRST)
+    old = world.version
+
+    async def both() -> list[tuple[list[int], list[float], list[int]]]:
+        begun = asyncio.Event()
+        asked = [asyncio.create_task(world.server.generate((5, 6, at), 300, begun)) for at in range(4)]
+        await begun.wait()
+        await fleet.publish(SECOND.items(), old + 1)
+        return await asyncio.gather(*asked)
+
+    said = asyncio.run(both())
+    world.version += 1
+    assert all(len(ids) == len(versions) == 300 for ids, _, versions in said)
+    for _, _, versions in said:
+        assert versions == sorted(versions), "a version follows the one before it"
+        assert set(versions) == ({old} if running == "finish" else {old, old + 1})
+    world.says(SECOND)
+
+
+def test_weights_that_cannot_be_had_leave_the_old_ones_serving(world: World) -> None:
+    fleet = world.fleet("shm")
+    world.publish(fleet, FIRST)
+
+    def none() -> Iterator[tuple[str, Tensor]]:
+        raise OSError("a rank is gone")
+        yield "", torch.empty(0)
+
+    with pytest.raises(OSError, match="a rank is gone"):
+        asyncio.run(fleet.publish(none(), 99))
+    world.says(FIRST)
+
+
+@pytest.mark.parametrize("name", ["shm", "disk"])
+def test_a_failure_in_the_middle_takes_a_server_out_until_the_next_publish(world: World, name: str) -> None:
+    fleet = world.fleet(name)
+    world.publish(fleet, FIRST)
+    world.server.breaks = ("/update_weights", 1 if name == "shm" else 0)
+    with pytest.raises(EngineError, match="No engine was brought to the new weights"):
+        world.publish(fleet, SECOND)
+    world.server.breaks = None
+    assert world.server.withdrawn
+    world.publish(fleet, SECOND)
+    world.says(SECOND)
+
+
+def test_weights_that_end_half_way_take_a_server_out_until_the_next_publish(world: World) -> None:
+    fleet = world.fleet("shm")
+
+    def half() -> Iterator[tuple[str, Tensor]]:
+        yield from list(SECOND.items())[:-6]
+        raise OSError("a rank is gone")
+
+    with pytest.raises(OSError, match="a rank is gone"):
+        asyncio.run(fleet.publish(half(), 99))
+    assert world.server.withdrawn
+    world.publish(fleet, FIRST)
+    world.says(FIRST)
+
+
+def test_one_that_is_gone_keeps_no_other_from_its_weights(world: World) -> None:
+    gone = Served(world.server.dialect.name, "http://127.0.0.1:9", None, world.directory)
+    told = world.publish(world.fleet("shm", gone), SECOND)
+    assert told["publish_withdrawn"] == 1 and gone.withdrawn
+    world.says(SECOND)

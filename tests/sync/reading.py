@@ -1,0 +1,80 @@
+"""The other side, in a process of its own: what the plug-in fetches, without a server around it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+READER = """
+import base64, json, pickle, sys, torch
+from etude_vllm_weights.fetching import Fetcher
+fetcher = Fetcher(torch.device("cpu"))
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "group" in asked:
+        fetcher.join(asked["group"])
+        found = {}
+    elif "handles" in asked:
+        found = dict(pickle.loads(base64.b64decode(asked["handles"])))
+    else:
+        found = dict(fetcher.fetch(**asked))
+    said = {n: [str(t.dtype), list(t.shape), t.double().sum().item(), t.double().view(-1)[-1].item()]
+            for n, t in found.items()}
+    del found
+    print(json.dumps(said), flush=True)
+"""
+
+
+class Reader:
+    """A process that fetches parcels and says what it found."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def ask(self, told: dict[str, Any]) -> None:
+        """Have it do something."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(told) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """What it found."""
+        assert self.process.stdout is not None
+        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
+
+
+def told(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What a reader says of these."""
+    return {
+        name: [str(t.dtype), list(t.shape), t.double().sum().item(), t.double().reshape(-1)[-1].item()]
+        for name, t in tensors.items()
+    }
+
+
+@contextmanager
+def reader() -> Iterator[Reader]:
+    """One of them."""
+    path = str(ROOT / "plugins" / "vllm_weights")
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r})\n{READER}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Reader(process)
+    finally:
+        process.kill()
+        process.wait(10)
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()

@@ -1,0 +1,73 @@
+"""A directory that appears whole, goes when the next has come, and holds what changed where that is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from etude.errors import CheckpointError
+from etude.models import create, tiny
+from etude.sync.disk import DiskCarrier, part_of
+
+MODEL = create(tiny(50, layers=2, hidden=32, context=128), seed=0)
+
+
+def weights() -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in MODEL.named_weights()}
+
+
+def written(carrier: DiskCarrier, published: dict[str, Tensor], *, whole: bool) -> tuple[Path, dict[str, Tensor]]:
+    parcel = asyncio.run(carrier.parcels(published.items(), whole).next())
+    assert parcel is not None
+    directory = Path(parcel.where["directory"])
+    found: dict[str, Tensor] = {}
+    for file in directory.glob("*.safetensors"):
+        found |= load_file(file)
+    assert sorted(found) == sorted(piece.name for piece in parcel.pieces)
+    return directory, found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_publish_is_a_directory_of_files_no_larger_than_a_bucket(tmp_path: Path) -> None:
+    carrier = DiskCarrier(tmp_path, 20_000)
+    first, found = written(carrier, weights(), whole=True)
+    assert same(found, weights())
+    sizes = [file.stat().st_size for file in first.iterdir()]
+    assert len(sizes) > 2 and max(sizes) < 25_000
+    second, _ = written(carrier, weights(), whole=True)
+    assert list(tmp_path.iterdir()) == [second] != [first]
+    carrier.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_delta_holds_the_parts_that_changed_whole(tmp_path: Path) -> None:
+    carrier = DiskCarrier(tmp_path, 1 << 20, delta=True)
+    published = weights()
+    assert same(written(carrier, published, whole=True)[1], published)
+    published["model.layers.1.self_attn.q_proj.weight"] += 1
+    _, found = written(carrier, published, whole=False)
+    part = {name: weight for name, weight in published.items() if part_of(name) == "model.layers.1.self_attn"}
+    assert len(part) > 3 and same(found, part)
+    assert same(written(carrier, published, whole=True)[1], published), "a server that missed one needs everything"
+    assert not written(carrier, published, whole=False)[1]
+
+
+def test_without_delta_everything_is_written(tmp_path: Path) -> None:
+    carrier = DiskCarrier(tmp_path, 1 << 20)
+    for _ in range(2):
+        assert same(written(carrier, weights(), whole=False)[1], weights())
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"could not be written to .*`directory`"):
+        written(DiskCarrier(tmp_path / "file", 1 << 20), weights(), whole=True)
+    assert (tmp_path / "file").is_file()

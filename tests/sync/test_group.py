@@ -1,0 +1,56 @@
+"""A broadcast to one replica: what its ranks receive, and how it ends where one goes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etude.sync.group import GroupCarrier
+from tests.servers import Served
+from tests.sync.reading import Reader, reader, told
+
+
+class Replica(Served):
+    """A reader where a server would be: it joins and fetches as the plug-in does."""
+
+    def __init__(self, by: Reader) -> None:
+        super().__init__("vllm", "http://reader", None, Path())
+        self.by = by
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        assert path == "/init_weight_transfer_engine" and body is not None
+        self.by.ask(body["init_info"])
+        return await asyncio.to_thread(self.by.answer)
+
+
+async def broadcast(carrier: GroupCarrier, replica: Replica, published: dict[str, torch.Tensor]) -> dict[str, Any]:
+    await carrier.join(replica)
+    parcels = carrier.parcels(published.items(), True)
+    found: dict[str, Any] = {}
+    while (parcel := await parcels.next()) is not None:
+        pieces = [[piece.name, piece.dtype, list(piece.shape), piece.offset] for piece in parcel.pieces]
+        replica.by.ask({"kind": "group", "pieces": pieces, "where": dict(parcel.where)})
+        assert parcel.sent is not None
+        _, said = await asyncio.gather(parcel.sent(replica), asyncio.to_thread(replica.by.answer))
+        found |= said
+    return found
+
+
+def test_a_replica_receives_every_tensor_and_may_join_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
+    published = {"a": torch.randn(30, 40), "b": torch.randn(7).bfloat16(), "c": torch.arange(9), "d": torch.ones(200)}
+    carrier = GroupCarrier("gloo", 4800, timeout=20)
+    with reader() as by:
+        replica = Replica(by)
+        assert asyncio.run(broadcast(carrier, replica, published)) == told(published)
+        assert asyncio.run(broadcast(carrier, replica, published)) == told(published), "once joined, it stays"
+        carrier.leave(replica)
+        assert asyncio.run(broadcast(carrier, replica, published)) == told(published), "and it may come back"
+        carrier.close()

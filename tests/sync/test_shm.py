@@ -1,0 +1,77 @@
+"""Two buckets of shared memory: what another process finds there, and what they cost."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.errors import ConfigError
+from etude.sync.plan import Stream
+from etude.sync.server import Parcel
+from etude.sync.shm import ShmCarrier
+from etude.sync.slots import Slot
+from tests.servers import Served
+from tests.sync.reading import Reader, reader, told
+
+BUCKET = 1 << 16
+
+
+def weights(seed: int = 0) -> dict[str, Tensor]:
+    """Of several sizes and dtypes; the second is larger than a bucket."""
+    chance = torch.Generator().manual_seed(seed)
+    sizes = {"a": (7, 11), "b": (300, 100), "c": (3,), "d": (64, 128), "e": (50, 100), "f": (1,)}
+    made = {name: torch.randn(size, generator=chance) for name, size in sizes.items()}
+    return made | {"a": made["a"].bfloat16(), "counts": torch.arange(5)}
+
+
+async def fetched(
+    carrier: ShmCarrier, published: dict[str, Tensor], by: Reader, *, torch_handles: bool
+) -> list[Parcel]:
+    """Every parcel, of which the other process has found the tensors that were published."""
+    parcels = carrier.parcels(published.items(), True)
+    seen: list[Parcel] = []
+    found = {}
+    while (parcel := await parcels.next()) is not None:
+        seen.append(parcel)
+        if torch_handles:
+            assert parcel.handed is not None
+            by.ask({"handles": parcel.handed(Served("sglang", "http://nowhere", None, Path()))})
+        else:
+            pieces = [[piece.name, piece.dtype, list(piece.shape), piece.offset] for piece in parcel.pieces]
+            by.ask({"kind": "shm", "pieces": pieces, "where": dict(parcel.where)})
+        found |= await asyncio.to_thread(by.answer)
+    assert found == told(published)
+    return seen
+
+
+@pytest.mark.parametrize("torch_handles", [False, True])
+def test_another_process_finds_every_tensor_and_two_buckets_are_held(torch_handles: bool) -> None:
+    carrier = ShmCarrier(BUCKET)
+    with reader() as by:
+        for seed in range(3):
+            parcels = asyncio.run(fetched(carrier, weights(seed), by, torch_handles=torch_handles))
+            assert len(parcels) > 2
+            paths = {parcel.where["path"] for parcel in parcels}
+            assert len(paths) == 2 and all(Path(path).exists() for path in paths)
+        largest = max(BUCKET, max(tensor.nbytes for tensor in weights().values()))
+        assert carrier.held_bytes <= 2 * (largest + 64)
+        carrier.close()
+        assert not any(Path(path).exists() for path in paths)
+
+
+def test_a_slot_casts_and_aligns() -> None:
+    slot = Slot(BUCKET)
+    pieces = slot.fill(Stream(weights().items(), torch.float16))
+    assert [piece.name for piece in pieces] == ["a", "b", "c"]
+    assert all(piece.offset % 64 == 0 and piece.dtype == "float16" for piece in pieces)
+    slot.close()
+    assert slot.capacity == 0
+
+
+def test_a_bucket_that_shared_memory_cannot_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"does not fit into /dev/shm.*`bucket_mib`"):
+        Slot(1 << 50).fill(Stream(weights().items()))
