@@ -11,7 +11,7 @@ from etude.models.body import Attend
 from etude.models.config import Lora
 from etude.models.head import logp_and_entropy, over_chunks, token_logp
 from etude.models.layout import Layout
-from etude.models.load import Head, context_of, create, load, save
+from etude.models.load import Head, context_of, create, load, outlined, save
 from etude.models.model import Model
 from etude.models.resident import Resident
 from etude.models.tiny import tiny
@@ -30,6 +30,7 @@ __all__ = [
     "create",
     "load",
     "logp_and_entropy",
+    "outlined",
     "over_chunks",
     "save",
     "tiny",
