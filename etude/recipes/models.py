@@ -46,7 +46,7 @@ def critic(run: Run, policy: Model) -> Model:
 def worker_of(
     run: Run,
     policy: Model,
-    engine: TorchEngine,
+    engine: TorchEngine | None,
     *,
     reference: Frozen | None = None,
     teacher: Frozen | None = None,

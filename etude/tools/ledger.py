@@ -81,6 +81,11 @@ class Ledger:
             self.note(tensor)
             self._kinds[self._held[tensor.untyped_storage()._cdata][0]] = kind
 
+    def kind(self, tensor: Tensor) -> str | None:
+        """What a tensor is known as."""
+        self.note(tensor)
+        return self._kinds[self._held[tensor.untyped_storage()._cdata][0]]
+
     @contextmanager
     def of(self, kind: str | None, named: Named = lambda _: None) -> Iterator[None]:
         """What is made within is of this kind, unless `named` knows better of a tensor. None: it does not count."""

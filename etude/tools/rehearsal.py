@@ -1,126 +1,292 @@
-"""A step of training played through without memory: the real code, on tensors that have shapes and no numbers.
+"""A step of a run played through without memory: the real model, learner, algorithm and cache, on outlines.
 
-Nothing is estimated by formula. The model, the learner, the engine's cache and the algorithm are the ones that a run is
-made of; what they make of weights has a shape, a type and a lifetime, and the ledger writes down how much it would
-have taken. What is known all the same is known: where a row ends, which tokens are actions, how a prompt is shared are
-real numbers, and so every choice that the code makes of them is the one that it would make.
+Nothing is estimated by formula. What a run is made of is put together as `build` does it, and does each of its phases
+once, at its worst: prompts and answers as long as they may be, micro-batches full, every place of the engine taken.
 
-    Outline      what is made of weights has no numbers; who asks for one is told that all is well
-    Pretend      tensors say that they are on a GPU, so that the code takes the paths that it would take there
+    sampling     a step of the engine that reads prompts, and one in which everybody is at the end of an answer
+    asking       what the models are asked of a batch before anything is learned from it
+    updating     two micro-batches or more, and the optimizer's step
+
+Loading is not played: it takes less than updating does.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from etude.batch import COLUMNS, Batch, Kind
+from etude.errors import ConfigError
+from etude.models import Model, Resident, adapt, outlined
+from etude.observe import get_log
+from etude.recipes import checks, models
+from etude.recipes.run import Run
+from etude.recipes.workers import PolicyWorker
+from etude.records import Rollout, Sample
+from etude.rollout.blocks import Blocks
+from etude.rollout.kv import SHORTEST, Cache, Pass
+from etude.rollout.request import Request
+from etude.rollout.sampling import draw
+from etude.rollout.schedule import Scheduler, Work
+from etude.rollout.torch_engine import LOGITS, blocks_of
 from etude.tools.ledger import Ledger
+from etude.tools.outline import Pretend, as_one_of, without_memory
+from etude.train import Frozen
+from etude.train.optim import PRECISIONS
 
-__all__ = ["Outline", "Pretend", "Written", "without_memory"]
+__all__ = ["AT_REST", "Rehearsed", "batch_of", "named_by_optimizers", "perform", "rehearse"]
 
-_aten = torch.ops.aten
-
-MADE_OF_NOTHING = frozenset(
-    [_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default, _aten.ones.default]
-    + [_aten.full.default, _aten.rand.default, _aten.randn.default, _aten.normal.float_float]
-)
-"""What makes a tensor without reading one."""
-
-
-def _first(*args: Any, **_: Any) -> int:
-    size: int = args[0].nbytes
-    return size
+AT_REST = frozenset({"masters", "optimizer"})
+"""What is away while the engine samples, under `train.offload`."""
+FULL = 3
+"""So many micro-batches are played, or all of an update if it has fewer: the first finds no gradient, each other one
+does."""
 
 
-WITHIN: Mapping[Any, Callable[..., int]] = {
-    _aten.logsumexp.default: _first,
-}
-"""What kernels take for themselves while they run, in bytes, by their arguments."""
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a device was asked for."""
+
+    ledger: Ledger
+    model: Model
+    """The policy, without numbers."""
+    held: int
+    """How many tokens the engine's cache holds."""
+    at_once: int
+    """How many answers are drawn at once, at most."""
+    row: tuple[int, int]
+    """How long a prompt and its answer may be."""
 
 
-class Written(TorchDispatchMode):
-    """Whatever is computed within is written down: the ledger of a real computation, or of one without memory."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
-        self.ledger = ledger
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it, and note what came of it."""
-        kwargs = kwargs or {}
-        if func in WITHIN:
-            self.ledger.passing(WITHIN[func](*args, **kwargs))
-        out = self.run(func, args, kwargs)
-        for each in tree_flatten(out)[0]:
-            if isinstance(each, Tensor):
-                self.ledger.note(each)
-        return out
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """As torch would."""
-        return func(*args, **kwargs)
+def rehearse(run: Run, device: torch.device, *, train: bool = True, sample: bool = True) -> Rehearsed:
+    """Play one rank's step on a device of this kind. With `train` false it only samples there, and the other way
+    round, as where the engine has a device of its own."""
+    ledger = Ledger()
+    with without_memory(ledger), as_one_of(run.ranks), _quietly():
+        return _Stage(run, device, ledger).play(train, sample)
 
 
-class Outline(Written):
-    """Floating-point tensors that are made of nothing have no numbers, and what is computed from such has none.
-
-    Whole numbers and truth values keep theirs, and so does what is computed from them alone. A number that is read off
-    a tensor without any is 1, and two of them are never equal.
-    """
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__(ledger)
-        self._bare = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """By shapes alone, where a tensor has no numbers."""
-        bare = any(isinstance(each, FakeTensor) for each in tree_flatten((args, kwargs))[0])
-        if not bare:
-            dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            if func in MADE_OF_NOTHING and dtype.is_floating_point:
-                with self._bare:
-                    return func(*args, **kwargs)
-            return func(*args, **kwargs)
-        if func is _aten._local_scalar_dense.default:
-            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
-        if func is _aten.equal.default:
-            return False
-        if func is _aten.allclose.default:
-            return True
-        return func(*args, **kwargs)
+def perform(run: Run) -> Rehearsed:
+    """The same on this processor, with random weights and memory: what a rehearsal is measured against."""
+    return _Stage(run, torch.device("cpu"), Ledger()).play(train=True, sample=True)
 
 
-class Pretend(TorchFunctionMode):
-    """Within, every tensor says that it is on this device, and what is asked to go there stays where it is."""
+class _Stage:
+    """The parts of a run, without numbers."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
+    def __init__(self, run: Run, device: torch.device, ledger: Ledger) -> None:
+        assert run.model.path is not None, "a plan is of a model"
+        self.ledger, self.device = ledger, device
+        self.offload = run.train.offload
+        rests = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
+        changes: dict[str, Any] = {"train": rests, "epochs": 1, "steps": run.steps * run.epochs}
+        self.run = run.model_copy(update=changes)
+        with ledger.of("weights"):
+            self.policy = outlined(run.model.path, dtype=PRECISIONS[run.train.precision])
+            if run.lora.on:
+                self.policy = adapt(self.policy, run.lora, seed=run.seed)
+            if run.model.freeze:
+                self.policy.freeze(run.model.freeze)
+        checks.room(run, self.policy)
+        self.row = _row(run, self.policy)
+        self.held: object = None
+        """What the engine keeps while others work."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As if it were there."""
-        if func is torch.Tensor.device.__get__:  # type: ignore[attr-defined]
-            return self._device
-        if func is torch.Tensor.backward:
-            with self:
-                return torch.autograd.backward(args[0], *args[1:], **(kwargs or {}))
-        here = torch.device("cpu")
-        args, kwargs = tree_map_only(torch.device, lambda _: here, (args, kwargs or {}))
-        return func(*args, **kwargs)
+    def play(self, train: bool, sample: bool) -> Rehearsed:
+        """Each phase once."""
+        run, ledger = self.run, self.ledger
+        with named_by_optimizers(ledger, self.policy):
+            worker = self._worker() if train else None
+            on = Pretend(self.device) if self.device.type != "cpu" else nullcontext()
+            wanted = -(-run.collect.tasks * run.collect.group_size // run.ranks)
+            at_once = run.rollout.max_running if run.data.val else min(run.rollout.max_running, wanted)
+            blocks = blocks_of(self.policy, run.rollout)
+            if sample:
+                self._sample(blocks, at_once, on)
+            if worker is not None:
+                self._learn(worker, on)
+        return Rehearsed(ledger, self.policy, blocks * run.rollout.block_size, at_once, self.row)
+
+    def _worker(self) -> PolicyWorker:
+        """The learner, and what stands beside it."""
+        run = self.run
+        reference = self._frozen("reference", run.reference.path) if checks.compares(run) else None
+        teacher = self._frozen("teacher", run.teacher.path) if checks.imitates(run) else None
+        critic = None
+        if checks.foresees(run):
+            precision = PRECISIONS[run.critic.train.precision]
+            with self.ledger.of("critic"):
+                critic = outlined(run.critic.path or self._path, dtype=precision, head="value")
+        with self.ledger.of("optimizer"):
+            return models.worker_of(run, self.policy, None, reference=reference, teacher=teacher, critic=critic)
+
+    def _frozen(self, role: str, path: Any) -> Frozen:
+        if role == "reference" and path is None and self.run.lora.rank:
+            return Frozen(self.policy, self.run.train.micro_tokens, unadapted=True)
+        with self.ledger.of(role):
+            model = outlined(path or self._path, dtype=self.policy.dtype)
+        return Frozen(model, self.run.train.micro_tokens)
+
+    @property
+    def _path(self) -> Any:
+        return self.run.model.path
+
+    def _sample(self, blocks: int, at_once: int, on: Any) -> None:
+        """The cache, and two steps of the engine; the cache stays, unless the engine sleeps while others work."""
+        run, model, ledger = self.run, self.policy, self.ledger
+        with ledger.of("engine"):
+            engine = Resident(model, merge=run.lora.publish == "merged", prepack=False).model
+        with on, torch.no_grad():
+            with ledger.of("kv"):
+                cache = Cache(model, blocks=blocks, size=run.rollout.block_size, steady=run.rollout.deterministic)
+            with ledger.phase("sampling"), ledger.of("activations", _logits(engine)):
+                for works, table in _steps(run, model, blocks, at_once, sum(self.row)):
+                    _step(engine, cache, works, table)
+                    cache.fetched = torch.empty(0, dtype=cache.dtype)
+        if not self.offload:
+            self.held = cache, engine
+
+    def _learn(self, worker: PolicyWorker, on: Any) -> None:
+        run, ledger = self.run, self.ledger
+        batch = batch_of(run, self.row)
+        told = checks.from_the_models(run)
+        with on:
+            with ledger.phase("asking"), ledger.of("activations", _logits(self.policy)):
+                if told:
+                    worker.annotate(batch, told)
+            batch = worker.estimate(batch, run.critic.warmup + 1)
+            if batch.old_logp is None:
+                batch = batch.replace(old_logp=torch.zeros(batch.tokens))
+            with ledger.phase("updating"), ledger.of("activations", _logits(self.policy)):
+                worker.update([batch])
 
 
 @contextmanager
-def without_memory(ledger: Ledger) -> Iterator[Outline]:
-    """Within, tensors are outlines, and the ledger is written."""
-    with warnings.catch_warnings(), Outline(ledger) as outline:
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        yield outline
+def named_by_optimizers(ledger: Ledger, policy: Model) -> Iterator[None]:
+    """What an optimizer steps on says what it is: gradients, moments, and the weights that are kept beside a half-
+    precision copy."""
+    computed = {weight.untyped_storage()._cdata for weight in policy.parameters()}
+
+    def about_to_step(optimizer: Any, *_: object) -> None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        ledger.name((w.grad for w in weights if w.grad is not None), "gradients")
+        beside = [w for w in weights if w.untyped_storage()._cdata not in computed]
+        ledger.name((w for w in beside if ledger.kind(w) == "optimizer"), "masters")
+        for weight in weights:
+            ledger.name((kept for kept in optimizer.state[weight].values() if isinstance(kept, Tensor)), "optimizer")
+
+    handle = register_optimizer_step_pre_hook(about_to_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def batch_of(run: Run, row: tuple[int, int]) -> Batch:
+    """One rank's share of an update batch at its worst, or as much of it as fills a few micro-batches: every row as
+    long as it may be."""
+    prompt, answer = row
+    rollouts = -(-run.collect.tasks * run.collect.group_size // (run.updates * run.ranks))
+    size = min(run.collect.group_size, rollouts)
+    enough = FULL * max(1, run.train.micro_tokens // (prompt + size * answer)) + 1
+    groups = min(-(-rollouts // size), enough)
+    action = np.arange(prompt + answer) >= prompt
+    nothing = np.zeros(prompt + answer, np.int32)
+    rows, told = [], []
+    for group in range(groups):
+        for _ in range(size):
+            place = len(told)
+            told.append(Rollout(place, group, group, float(place % 2)))
+            rows.append(Sample(nothing, action, nothing.astype(np.float32), nothing, nothing, place))
+    batch = Batch.from_records(rows, told)
+    there = {name for name, _ in batch.columns()}
+    needed = sorted((run.needs() | run.critic.loss.needs() | checks.from_the_models(run)) - there)
+    return batch.replace(**{name: _zeros(name, batch) for name in needed if name in COLUMNS})
+
+
+def _zeros(name: str, batch: Batch) -> Tensor:
+    """A column of which nothing is known."""
+    whole = {"anchor": torch.int64, "role": torch.int64, "observation": torch.bool}
+    if COLUMNS[name] is Kind.UNIT:
+        return torch.tensor([0] * batch.rollouts).to(whole.get(name, torch.float64))
+    return torch.tensor([0] * batch.tokens).to(whole.get(name, torch.float32))
+
+
+def _row(run: Run, policy: Model) -> tuple[int, int]:
+    """The longest prompt, and what may follow it."""
+    prompt = run.data.max_prompt
+    if run.env.asked:
+        return prompt, max((run.env.max_tokens or checks.longest(run, policy)) - prompt, 1)
+    if run.agent.path is not None:
+        return prompt, max(checks.longest(run, policy) - prompt, 1)
+    return prompt, run.sampling.max_tokens
+
+
+def _steps(run: Run, model: Model, blocks: int, at_once: int, longest: int) -> Iterator[tuple[list[Work], Any]]:
+    """The work of two steps of the engine: prompts are read, and everybody is at the end of an answer."""
+    longest = min(longest, blocks * run.rollout.block_size, model.context)
+    for prefill in (run.rollout.prefill_tokens, at_once * longest):
+        scheduler = Scheduler(
+            Blocks(blocks, run.rollout.block_size),
+            max_running=run.rollout.max_running,
+            prefill_tokens=prefill,
+            longest=longest + SHORTEST,
+        )
+        chance = np.random.default_rng(0)
+        for _ in range(at_once):
+            prompt = chance.integers(0, model.vocabulary, longest - 1).astype(np.int32)
+            one = run.sampling.params(0)
+            scheduler.add(Request(prompt, one, limit=longest, vocabulary=model.vocabulary, tokenizer=None))
+        works = scheduler.schedule()
+        if prefill > run.rollout.prefill_tokens:
+            scheduler.advance([Work(each.request, 0, longest - 2) for each in works])
+            works = [Work(each.request, longest - 2, longest - 1) for each in works]
+        yield works, scheduler.table
+
+
+def _step(model: Model, cache: Cache, works: list[Work], table: Any) -> None:
+    """As the engine does one."""
+    run = Pass(cache, works, table)
+    hidden = model.hidden(run.ids, run.positions, run)
+    requests = [work.request for work in run.drawing]
+    rows = max(1, LOGITS // (model.vocabulary * cache.rows)) * cache.rows
+    for start in range(0, len(requests), rows):
+        some = requests[start : start + rows]
+        logits = model.logits(hidden[run.last[start : start + rows]])[: len(some)]
+        draw(logits, [r.drawing for r in some], [r.generated for r in some], [r.length for r in some])
+
+
+def _logits(model: Model) -> Any:
+    """Tells what is as wide as a vocabulary, and what has the form of the head: a gradient on its way."""
+    head = tuple(model.head_weight.shape)
+
+    def named(tensor: Tensor) -> str | None:
+        shape = tuple(tensor.shape)
+        if shape == head:
+            return "gradients"
+        return "logits" if len(shape) == 2 and shape[1] == head[0] and tensor.is_floating_point() else None
+
+    return named
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warnings of what is only played; what cannot be played is a sentence."""
+    log = get_log("models")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"This run cannot be rehearsed without its numbers, so no plan can be made of it: {error} Try it at a "
+            f"small size: `peak_memory_gb` in its metrics is what an update took."
+        ) from error
+    finally:
+        log.disabled = before

@@ -1,0 +1,156 @@
+"""Tensors that have shapes and no numbers, and take no memory: what a computation would take is read off them.
+
+What is made of weights has a shape, a type and a lifetime. What is known all the same is known: where a row ends, which
+tokens are actions, how a prompt is shared are real numbers, and so every choice that the code makes of them is the one
+that it would make.
+
+    Written      what is computed is written down in a ledger
+
+    Outline      what is made of weights has no numbers; who asks for one is told that all is well
+    Pretend      tensors say that they are on a GPU, so that the code takes the paths that it would take there
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from etude.tools.ledger import Ledger
+
+__all__ = ["Outline", "Pretend", "Written", "as_one_of", "without_memory"]
+
+_aten = torch.ops.aten
+
+HERE = torch.device("cpu")
+"""Where tensors without numbers really are."""
+MADE_OF_NOTHING = frozenset(
+    (
+        *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default, _aten.ones.default),
+        *(_aten.full.default, _aten.rand.default, _aten.randn.default),
+    )
+)
+"""What makes a tensor without reading one."""
+
+
+def _first(*args: Any, **_: Any) -> int:
+    size: int = args[0].nbytes
+    return size
+
+
+WITHIN: Mapping[Any, Callable[..., int]] = {
+    _aten.logsumexp.default: _first,
+}
+"""What kernels take for themselves while they run, in bytes, by their arguments."""
+
+
+class Written(TorchDispatchMode):
+    """Whatever is computed within is written down: the ledger of a real computation, or of one without memory."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and note what came of it."""
+        kwargs = kwargs or {}
+        if func in WITHIN:
+            self.ledger.passing(WITHIN[func](*args, **kwargs))
+        out = self.run(func, args, kwargs)
+        for each in tree_flatten(out)[0]:
+            if isinstance(each, Tensor):
+                self.ledger.note(each)
+        return out
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """As torch would."""
+        return func(*args, **kwargs)
+
+
+class Outline(Written):
+    """Floating-point tensors that are made of nothing have no numbers, and what is computed from such has none.
+
+    Whole numbers and truth values keep theirs, and so does what is computed from them alone. A number that is read off
+    a tensor without any is 1, and two of them are never equal.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self._bare = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """By shapes alone, where a tensor has no numbers."""
+        bare = any(isinstance(each, FakeTensor) for each in tree_flatten((args, kwargs))[0])
+        if func is torch.ops.c10d.allgather_.default and not bare:
+            return _all_alike(func, args, kwargs)
+        if not bare:
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            if func in MADE_OF_NOTHING and dtype.is_floating_point:
+                with self._bare:
+                    return func(*args, **kwargs)
+            return func(*args, **kwargs)
+        if func is _aten._local_scalar_dense.default:
+            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+        if func is _aten.equal.default:
+            return False
+        if func is _aten.allclose.default:
+            return True
+        return func(*args, **kwargs)
+
+
+class Pretend(TorchFunctionMode):
+    """Within, every tensor says that it is on this device, and what is asked to go there stays where it is."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As if it were there."""
+        if func is torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            return self._device
+        if func is torch.Tensor.backward:
+            with self:
+                return torch.autograd.backward(args[0], *args[1:], **(kwargs or {}))
+        args, kwargs = tree_map_only(torch.device, lambda _: HERE, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _all_alike(func: Any, args: Any, kwargs: Any) -> Any:
+    """A gathering in which every rank has what this one has."""
+    out = func(*args, **kwargs)
+    for heard, mine in zip(args[0], args[1], strict=True):
+        for each in heard:
+            each.copy_(mine)
+    return out
+
+
+@contextmanager
+def as_one_of(ranks: int) -> Iterator[None]:
+    """Within, this process believes itself the first of so many ranks, and speaks to nobody."""
+    if ranks == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def without_memory(ledger: Ledger) -> Iterator[Outline]:
+    """Within, tensors are outlines, and the ledger is written."""
+    with warnings.catch_warnings(), Outline(ledger) as outline:
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield outline
