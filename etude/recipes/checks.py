@@ -14,15 +14,16 @@ from etude.errors import BatchError, ConfigError, DataError
 from etude.models import Model
 from etude.observe import MlflowConfig, Observe, WandbConfig, get_log
 from etude.recipes.evaluate import Evaluation
+from etude.recipes.placement import ROLES, refuse
 from etude.recipes.recipe import Recipe, Reference, Teacher
 from etude.recipes.run import Critic, Run
 from etude.records import Rollout, Sample
-from etude.rewards import Nothing
+from etude.rewards import Combined, Nothing, RewardFunction, ScoredByModel
 from etude.rollout.kv import block_bytes
 
 __all__ = [
     *("algorithm", "before", "compares", "fits", "foresees", "from_the_models", "idle_trackers", "imitates", "longest"),
-    *("of_agents", "of_ranks", "room", "threads_of"),
+    *("of_agents", "of_ranks", "roles", "room", "threads_of"),
 ]
 
 MOST_RANKS = 8
@@ -65,6 +66,7 @@ def before(run: Run) -> None:
     of_agents(run)
     _environment(run)
     algorithm(run)
+    refuse(run, frozenset(ROLES) - roles(run), together="full_kl" in run.outputs())
     for warning in _idle_options(run):
         get_log("recipes").warning("%s", warning)
 
@@ -288,6 +290,18 @@ def imitates(run: Run) -> bool:
 def foresees(run: Run) -> bool:
     """Whether a critic says what it expects."""
     return bool(run.needs() & BY_THE_CRITIC)
+
+
+def roles(run: Run) -> frozenset[str]:
+    """Who there is beside the policy and its engine."""
+    there = {"reference": compares(run), "teacher": imitates(run), "critic": foresees(run)}
+    return frozenset(role for role, is_there in (there | {"reward": _scored(run.reward)}).items() if is_there)
+
+
+def _scored(reward: RewardFunction) -> bool:
+    """Whether a model in this process scores answers, alone or among others."""
+    parts = reward.parts.values() if isinstance(reward, Combined) else ()
+    return isinstance(reward, ScoredByModel) or any(map(_scored, parts))
 
 
 def from_the_models(run: Run) -> frozenset[str]:
