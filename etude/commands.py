@@ -306,7 +306,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(json.dumps(tree(found)))
     else:
         found = show(run, knobs=not arguments.quick)
-    return 1 if found.device.fits is False else 0
+    return 1 if found.fits is False else 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

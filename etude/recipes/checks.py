@@ -23,7 +23,7 @@ from etude.rollout.kv import block_bytes
 
 __all__ = [
     *("algorithm", "before", "compares", "fits", "foresees", "from_the_models", "idle_trackers", "imitates", "longest"),
-    *("of_agents", "of_ranks", "roles", "room", "threads_of"),
+    *("of_agents", "of_ranks", "roles", "room", "scored", "threads_of"),
 ]
 
 MOST_RANKS = 8
@@ -295,13 +295,15 @@ def foresees(run: Run) -> bool:
 def roles(run: Run) -> frozenset[str]:
     """Who there is beside the policy and its engine."""
     there = {"reference": compares(run), "teacher": imitates(run), "critic": foresees(run)}
-    return frozenset(role for role, is_there in (there | {"reward": _scored(run.reward)}).items() if is_there)
+    there["reward"] = bool(scored(run.reward))
+    return frozenset(role for role, is_there in there.items() if is_there)
 
 
-def _scored(reward: RewardFunction) -> bool:
-    """Whether a model in this process scores answers, alone or among others."""
-    parts = reward.parts.values() if isinstance(reward, Combined) else ()
-    return isinstance(reward, ScoredByModel) or any(map(_scored, parts))
+def scored(reward: RewardFunction) -> list[ScoredByModel]:
+    """The rewards that a model in this process gives: this one, or parts of it."""
+    if isinstance(reward, Combined):
+        return [found for part in reward.parts.values() for found in scored(part)]
+    return [reward] if isinstance(reward, ScoredByModel) else []
 
 
 def from_the_models(run: Run) -> frozenset[str]:

@@ -122,8 +122,13 @@ class Pretend(TorchFunctionMode):
         if func is torch.Tensor.backward:
             with self:
                 return torch.autograd.backward(args[0], *args[1:], **(kwargs or {}))
-        args, kwargs = tree_map_only(torch.device, lambda _: HERE, (args, kwargs or {}))
+        args, kwargs = tree_map_only((torch.device, str), _here, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _here(named: torch.device | str) -> torch.device | str:
+    """A device becomes the one that is here; any other text is let be."""
+    return HERE if isinstance(named, torch.device) or named.partition(":")[0] == "cuda" else named
 
 
 def _all_alike(func: Any, args: Any, kwargs: Any) -> Any:

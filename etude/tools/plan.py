@@ -18,6 +18,7 @@ from pydantic import Field
 from etude.errors import ConfigError, EtudeError
 from etude.recipes import checks
 from etude.recipes.folder import check_model
+from etude.recipes.placement import gpus_of, placed
 from etude.recipes.run import Run
 from etude.tools.doctor.machine import room
 from etude.tools.ledger import Peak
@@ -27,6 +28,7 @@ from etude.tools.rehearsal import AT_REST, Rehearsed, rehearse
 __all__ = ["GIB", "Knob", "Plan", "PlanRun", "Planned", "plan", "tree"]
 
 GIB = 2**30
+CPU = torch.device("cpu")
 
 
 class PlanRun(Run):
@@ -49,6 +51,8 @@ class Planned:
     """What one device of a kind holds."""
 
     name: str
+    count: int
+    """How many of them there are."""
     phases: Mapping[str, Peak]
     """The most that is held in each phase of a step."""
     limit: int | None
@@ -74,7 +78,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Knob:
-    """An option, set to something else, and what the device would hold then."""
+    """An option, set to something else, and what the fullest device would hold then."""
 
     option: str
     value: str
@@ -85,9 +89,8 @@ class Knob:
 class Plan:
     """What was found."""
 
-    device: Planned
-    count: int
-    """How many of them the run has."""
+    devices: tuple[Planned, ...]
+    """The one on which the policy learns is the first."""
     ranks: int
     row: tuple[int, int]
     """The longest prompt, and its longest answer."""
@@ -99,25 +102,29 @@ class Plan:
     pace: Pace | None
     knobs: tuple[Knob, ...] = field(default=())
 
+    @property
+    def fits(self) -> bool | None:
+        """Whether every device has room."""
+        answers = [device.fits for device in self.devices]
+        return None if None in answers else all(answers)
+
 
 def plan(asked: PlanRun, *, knobs: bool = True, tell: Callable[[str], None] = lambda _: None) -> Plan:
     """Rehearse a run, and what would make it smaller. tell: hears what is under way."""
-    run, device, count = _settled(asked)
+    run, device = _settled(asked)
     tell("the run as it is asked for")
-    base = _own_size(device)
-    played = rehearse(run, device)
-    found = _planned(run, device, played, _limit(asked, device), base)
+    limit, base = _limit(asked, device), _own_size(device)
+    devices, played = _planned(run, device, limit, base)
     turned = []
     for option, value, changed in _candidates(run, device) if knobs else ():
         tell(f"{option}={value}")
         try:
-            other = _planned(changed, device, rehearse(changed, device), None, base)
+            others, _ = _planned(changed, device, limit, base)
         except EtudeError:  # such a run would be refused, and is no way out
             continue
-        turned.append(Knob(option, value, other.total))
+        turned.append(Knob(option, value, max(other.total for other in others)))
     return Plan(
-        device=found,
-        count=count,
+        devices=devices,
         ranks=run.ranks,
         row=played.row,
         at_once=played.at_once,
@@ -130,13 +137,12 @@ def plan(asked: PlanRun, *, knobs: bool = True, tell: Callable[[str], None] = la
 
 def tree(plan: Plan) -> dict[str, Any]:
     """All of it as plain data."""
-    device = plan.device
-    told = {"total": device.total, "fits": device.fits, "worst": device.worst}
-    return {**asdict(plan), "device": {**asdict(device), **told}}
+    devices = [{**asdict(each), "total": each.total, "fits": each.fits, "worst": each.worst} for each in plan.devices]
+    return {**asdict(plan), "devices": devices, "fits": plan.fits}
 
 
-def _settled(asked: PlanRun) -> tuple[Run, torch.device, int]:
-    """The run with as many ranks as there are GPUs for, what each computes on, and how many of those there are."""
+def _settled(asked: PlanRun) -> tuple[Run, torch.device]:
+    """The run with as many ranks as there are GPUs for, and what each computes on."""
     if asked.model.path is None:
         raise ConfigError("A plan is of a model: give its directory with `model.path=…`; its weights are not read.")
     check_model(asked.model.path)
@@ -144,32 +150,66 @@ def _settled(asked: PlanRun) -> tuple[Run, torch.device, int]:
     gpus = here if asked.gpus is None and asked.device != "cpu" else asked.gpus or 0
     if asked.device == "cpu" and gpus:
         raise ConfigError(f"`gpus={gpus}` plans for GPUs, and `device=cpu` computes on the processor. Leave one out.")
-    if gpus and asked.ranks > gpus:
-        raise ConfigError(
-            f"`ranks={asked.ranks}` want a GPU each, and the plan is for `gpus={gpus}`: {asked.ranks} > {gpus}. Lower "
-            f"`ranks`, or ask for more GPUs."
-        )
+    each = 2 if asked.placement.layout == "split" else 1
     given = {name: getattr(asked, name) for name in Run.model_fields}
-    ranks = gpus if asked.ranks == 1 and gpus > 1 else asked.ranks
-    run = Run.model_construct(**(given | {"ranks": ranks}))
+    ranks = max(gpus // each, 1) if asked.ranks == 1 else asked.ranks
+    run = Run.model_construct(**(given | {"ranks": ranks if gpus else asked.ranks}))
+    if gpus and gpus_of(run) > gpus:
+        apart = f", and one more for each engine (`placement.layout=split`): {2 * ranks}" if each == 2 else ""
+        raise ConfigError(
+            f"The plan is for `gpus={gpus}`, and this layout wants {gpus_of(run)}: one for each of `ranks={ranks}`"
+            f"{apart}. Lower `ranks`, place models elsewhere, or ask for more GPUs."
+        )
     checks.algorithm(run)
     if run.train.offload and not gpus:
         raise ConfigError(
             "`train.offload` makes room on a GPU, and this plan has none. Leave it out, or give `gpus=…`."
         )
-    return run, torch.device("cuda", 0) if gpus else torch.device("cpu"), ranks if gpus else 1
+    return run, torch.device("cuda", 0) if gpus else CPU
 
 
-def _planned(run: Run, device: torch.device, played: Rehearsed, limit: int | None, also: int) -> Planned:
-    """A device with all that it holds; of the processor, with what all ranks hold in its one memory."""
-    here = run.ranks if device.type == "cpu" else 1
-    phases = {}
-    for name in played.ledger.phases:
-        away = AT_REST if run.train.offload and name == "sampling" else frozenset[str]()
-        peak = played.ledger.peak(name, away)
-        phases[name] = Peak(peak.total * here, {kind: size * here for kind, size in peak.kinds.items()})
-    named = "the processor's memory" if device.type == "cpu" else "each GPU"
-    return Planned(named, phases, limit, also * here)
+def _planned(run: Run, device: torch.device, limit: int | None, also: int) -> tuple[tuple[Planned, ...], Rehearsed]:
+    """Every kind of device with all that it holds, that of the policy first; and the rehearsal on it."""
+    found, first = [], None
+    for where, roles in _hosts(run, device).items():
+        played = rehearse(run, device, roles)
+        first = first or played
+        name, count, copies = _named(run, where, roles)
+        phases = {}
+        for phase in played.ledger.phases:
+            away = AT_REST if run.train.offload and phase == "sampling" else frozenset[str]()
+            peak = played.ledger.peak(phase, away)
+            phases[phase] = Peak(peak.total * copies, {kind: size * copies for kind, size in peak.kinds.items()})
+        found.append(Planned(name, count, phases, limit, also * copies))
+    assert first is not None, "the policy is somewhere"
+    return tuple(found), first
+
+
+def _hosts(run: Run, device: torch.device) -> dict[torch.device, frozenset[str]]:
+    """Who is on which device, as the first rank names them. On the processor all are together; who is there while the
+    policy is on a GPU takes nothing of any GPU."""
+    there = checks.roles(run)
+    if device.type == "cpu":
+        return {device: frozenset({"policy", "engine"} | there)}
+    engine = torch.device("cuda", run.ranks) if run.placement.layout == "split" else device
+    hosts: dict[torch.device, set[str]] = {device: {"policy"}}
+    hosts.setdefault(engine, set()).add("engine")
+    for role in sorted(there):
+        where = placed(run.placement, role, policy=device, engine=engine)
+        if where.type != "cpu":
+            hosts.setdefault(where, set()).add(role)
+    return {where: frozenset(roles) for where, roles in hosts.items()}
+
+
+def _named(run: Run, where: torch.device, roles: frozenset[str]) -> tuple[str, int, int]:
+    """What such devices are called, how many there are, and how many ranks share one."""
+    if where.type == "cpu":
+        return "the processor's memory", 1, run.ranks
+    if "policy" in roles:
+        return "each GPU that trains" if "engine" not in roles else "each GPU", run.ranks, 1
+    if "engine" in roles:
+        return "each GPU that samples", run.ranks, 1
+    return f"{where}, with {' and '.join(sorted(roles))}", 1, run.ranks
 
 
 def _limit(asked: PlanRun, device: torch.device) -> int | None:

@@ -13,7 +13,7 @@ from etude.tools.plan import GIB, Plan, Planned, PlanRun, plan
 __all__ = ["show"]
 
 KINDS = (
-    *("weights", "engine", "reference", "teacher", "critic", "masters", "gradients", "optimizer"),
+    *("weights", "engine", "reference", "teacher", "critic", "reward model", "masters", "gradients", "optimizer"),
     *("kv", "activations", "logits", "other"),
 )
 """In the order in which they are shown."""
@@ -40,18 +40,18 @@ def show(asked: PlanRun, *, knobs: bool = True, console: Console | None = None) 
         f"{answer}, {found.at_once} at once; {found.cached:,} tokens of keys and values.",
         soft_wrap=True,
     )
-    console.print(_table(found))
-    console.print(_verdict(found.device), soft_wrap=True)
+    for device in found.devices:
+        console.print(_table(device))
+        console.print(_verdict(device), soft_wrap=True)
     _show_knobs(found, console)
     _show_pace(found, console)
     return found
 
 
-def _table(found: Plan) -> Table:
+def _table(device: Planned) -> Table:
     """What is held in each phase, at its worst moment."""
-    device = found.device
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
-    shown.add_column(f"GiB on {device.name}" + (f" ({found.count} of them)" if found.count > 1 else ""))
+    shown.add_column(f"GiB on {device.name}" + (f" ({device.count} of them)" if device.count > 1 else ""))
     for phase in device.phases:
         shown.add_column(phase, justify="right", style="bold" if phase == device.worst else "")
     for kind in KINDS:
@@ -78,7 +78,7 @@ def _verdict(device: Planned) -> Text:
 
 def _show_knobs(found: Plan, console: Console) -> None:
     """What each option would leave, most telling first."""
-    total = found.device.total
+    total = max(device.total for device in found.devices)
     worth = [knob for knob in found.knobs if total - knob.total > NOTABLE * total]
     if not worth:
         return

@@ -22,13 +22,16 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from etude.algorithms import State
 from etude.batch import COLUMNS, Batch, Kind
 from etude.errors import ConfigError
 from etude.models import Model, Resident, adapt, outlined
 from etude.observe import get_log
 from etude.recipes import checks, models
+from etude.recipes.checks import BY_THE_CRITIC, BY_THE_REFERENCE, BY_THE_TEACHER, scored
+from etude.recipes.placement import ROLES
 from etude.recipes.run import Run
-from etude.recipes.workers import PolicyWorker
+from etude.recipes.workers import Minimise, PolicyWorker
 from etude.records import Rollout, Sample
 from etude.rollout.blocks import Blocks
 from etude.rollout.kv import SHORTEST, Cache, Pass
@@ -38,16 +41,20 @@ from etude.rollout.schedule import Scheduler, Work
 from etude.rollout.torch_engine import LOGITS, blocks_of
 from etude.tools.ledger import Ledger
 from etude.tools.outline import Pretend, as_one_of, without_memory
-from etude.train import Frozen
+from etude.train import Frozen, Learner, ModelScorer
 from etude.train.optim import PRECISIONS
 
-__all__ = ["AT_REST", "Rehearsed", "batch_of", "named_by_optimizers", "perform", "rehearse"]
+__all__ = ["AT_REST", "EVERYBODY", "Rehearsed", "batch_of", "named_by_optimizers", "perform", "rehearse"]
 
 AT_REST = frozenset({"masters", "optimizer"})
 """What is away while the engine samples, under `train.offload`."""
 FULL = 3
 """So many micro-batches are played, or all of an update if it has fewer: the first finds no gradient, each other one
 does."""
+
+
+EVERYBODY = frozenset({"policy", "engine", *ROLES})
+"""Whose memory may be on a device."""
 
 
 @dataclass(frozen=True)
@@ -65,67 +72,81 @@ class Rehearsed:
     """How long a prompt and its answer may be."""
 
 
-def rehearse(run: Run, device: torch.device, *, train: bool = True, sample: bool = True) -> Rehearsed:
-    """Play one rank's step on a device of this kind. With `train` false it only samples there, and the other way
-    round, as where the engine has a device of its own."""
+def rehearse(run: Run, device: torch.device, roles: frozenset[str] = EVERYBODY) -> Rehearsed:
+    """Play one rank's step on a device of this kind, as far as it is played by those of its models that are there."""
     ledger = Ledger()
     with without_memory(ledger), as_one_of(run.ranks), _quietly():
-        return _Stage(run, device, ledger).play(train, sample)
+        return _Stage(run, device, ledger, roles).play()
 
 
 def perform(run: Run) -> Rehearsed:
     """The same on this processor, with random weights and memory: what a rehearsal is measured against."""
-    return _Stage(run, torch.device("cpu"), Ledger()).play(train=True, sample=True)
+    return _Stage(run, torch.device("cpu"), Ledger(), EVERYBODY).play()
 
 
 class _Stage:
     """The parts of a run, without numbers."""
 
-    def __init__(self, run: Run, device: torch.device, ledger: Ledger) -> None:
+    def __init__(self, run: Run, device: torch.device, ledger: Ledger, roles: frozenset[str]) -> None:
         assert run.model.path is not None, "a plan is of a model"
-        self.ledger, self.device = ledger, device
+        self.ledger, self.device, self.roles = ledger, device, roles
         self.offload = run.train.offload
         rests = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
         changes: dict[str, Any] = {"train": rests, "epochs": 1, "steps": run.steps * run.epochs}
         self.run = run.model_copy(update=changes)
-        with ledger.of("weights"):
-            self.policy = outlined(run.model.path, dtype=PRECISIONS[run.train.precision])
-            if run.lora.on:
-                self.policy = adapt(self.policy, run.lora, seed=run.seed)
-            if run.model.freeze:
-                self.policy.freeze(run.model.freeze)
+        apart = run.placement.layout == "split"
+        with ledger.of("weights" if "policy" in roles else None):
+            self.policy = self._policy()
+        self.sampled = self.policy
+        if apart and "engine" in roles:
+            with ledger.of("engine" if "policy" in roles else "weights"):
+                self.sampled = self._policy()
         checks.room(run, self.policy)
         self.row = _row(run, self.policy)
         self.held: object = None
         """What the engine keeps while others work."""
 
-    def play(self, train: bool, sample: bool) -> Rehearsed:
+    def play(self) -> Rehearsed:
         """Each phase once."""
         run, ledger = self.run, self.ledger
+        on = Pretend(self.device) if self.device.type != "cpu" else nullcontext()
+        wanted = -(-run.collect.tasks * run.collect.group_size // run.ranks)
+        at_once = run.rollout.max_running if run.data.val else min(run.rollout.max_running, wanted)
+        blocks = blocks_of(self.policy, run.rollout)
         with named_by_optimizers(ledger, self.policy):
-            worker = self._worker() if train else None
-            on = Pretend(self.device) if self.device.type != "cpu" else nullcontext()
-            wanted = -(-run.collect.tasks * run.collect.group_size // run.ranks)
-            at_once = run.rollout.max_running if run.data.val else min(run.rollout.max_running, wanted)
-            blocks = blocks_of(self.policy, run.rollout)
-            if sample:
+            worker = self._worker() if "policy" in self.roles else None
+            if "engine" in self.roles:
                 self._sample(blocks, at_once, on)
+            if "reward" in self.roles:
+                self._score(on)
             if worker is not None:
                 self._learn(worker, on)
+            else:
+                self._ask(on)
         return Rehearsed(ledger, self.policy, blocks * run.rollout.block_size, at_once, self.row)
 
-    def _worker(self) -> PolicyWorker:
-        """The learner, and what stands beside it."""
+    def _policy(self) -> Model:
         run = self.run
-        reference = self._frozen("reference", run.reference.path) if checks.compares(run) else None
-        teacher = self._frozen("teacher", run.teacher.path) if checks.imitates(run) else None
-        critic = None
-        if checks.foresees(run):
-            precision = PRECISIONS[run.critic.train.precision]
-            with self.ledger.of("critic"):
-                critic = outlined(run.critic.path or self._path, dtype=precision, head="value")
+        model = outlined(self._path, dtype=PRECISIONS[run.train.precision])
+        if run.lora.on:
+            model = adapt(model, run.lora, seed=run.seed)
+        if run.model.freeze:
+            model.freeze(run.model.freeze)
+        return model
+
+    def _worker(self) -> PolicyWorker:
+        """The learner, and what stands beside it here."""
+        run, here = self.run, self.roles & checks.roles(self.run)
+        reference = self._frozen("reference", run.reference.path) if "reference" in here else None
+        teacher = self._frozen("teacher", run.teacher.path) if "teacher" in here else None
+        critic = self._critic() if "critic" in here else None
         with self.ledger.of("optimizer"):
             return models.worker_of(run, self.policy, None, reference=reference, teacher=teacher, critic=critic)
+
+    def _critic(self) -> Model:
+        critic = self.run.critic
+        with self.ledger.of("critic"):
+            return outlined(critic.path or self._path, dtype=PRECISIONS[critic.train.precision], head="value")
 
     def _frozen(self, role: str, path: Any) -> Frozen:
         if role == "reference" and path is None and self.run.lora.rank:
@@ -140,7 +161,7 @@ class _Stage:
 
     def _sample(self, blocks: int, at_once: int, on: Any) -> None:
         """The cache, and two steps of the engine; the cache stays, unless the engine sleeps while others work."""
-        run, model, ledger = self.run, self.policy, self.ledger
+        run, model, ledger = self.run, self.sampled, self.ledger
         with ledger.of("engine"):
             engine = Resident(model, merge=run.lora.publish == "merged", prepack=False).model
         with on, torch.no_grad():
@@ -151,7 +172,7 @@ class _Stage:
                     _step(engine, cache, works, table)
                     cache.fetched = torch.empty(0, dtype=cache.dtype)
         if not self.offload:
-            self.held = cache, engine
+            self.held = cache, engine, self.sampled
 
     def _learn(self, worker: PolicyWorker, on: Any) -> None:
         run, ledger = self.run, self.ledger
@@ -159,13 +180,48 @@ class _Stage:
         told = checks.from_the_models(run)
         with on:
             with ledger.phase("asking"), ledger.of("activations", _logits(self.policy)):
-                if told:
-                    worker.annotate(batch, told)
+                if told - self._elsewhere():
+                    worker.annotate(batch, told - self._elsewhere())
             batch = worker.estimate(batch, run.critic.warmup + 1)
             if batch.old_logp is None:
                 batch = batch.replace(old_logp=torch.zeros(batch.tokens))
             with ledger.phase("updating"), ledger.of("activations", _logits(self.policy)):
                 worker.update([batch])
+
+    def _elsewhere(self) -> frozenset[str]:
+        """The columns that are told by models that are not here."""
+        told_by = {"reference": BY_THE_REFERENCE, "teacher": BY_THE_TEACHER, "critic": BY_THE_CRITIC}
+        return frozenset().union(*(columns for role, columns in told_by.items() if role not in self.roles))
+
+    def _ask(self, on: Any) -> None:
+        """What those do that are here without the policy."""
+        run, ledger, here = self.run, self.ledger, self.roles & checks.roles(self.run)
+        batch = batch_of(run, self.row)
+        for role, path in (("reference", run.reference.path), ("teacher", run.teacher.path)):
+            if role in here:
+                model = self._frozen(role, path)
+                with on, ledger.phase("asking"), ledger.of("activations", _logits(model.model)):
+                    model.logp(batch)
+        if "critic" in here:
+            critic = self._critic()
+            with ledger.of("optimizer"):
+                learner = Learner(critic, run.critic.train, steps=run.steps * run.updates, option="critic.train")
+            batch = run.estimate(batch, State()).batch
+            with on, ledger.of("activations"):
+                with ledger.phase("asking"):
+                    learner.annotate(batch, learner.columns & checks.from_the_models(run))
+                with ledger.phase("updating"):
+                    learner.update(batch, Minimise(run.critic.loss))
+
+    def _score(self, on: Any) -> None:
+        """What reward models are asked."""
+        for reward in scored(self.run.reward):
+            with self.ledger.of("reward model"):
+                model = outlined(reward.path, dtype=PRECISIONS[reward.precision], head="score")
+            scorer, ids = ModelScorer(model, reward.micro_tokens), np.zeros(sum(self.row), np.int32)
+            with on, self.ledger.phase("scoring"), self.ledger.of("activations"):
+                scorer.scores([ids] * min(self.run.collect.tasks * self.run.collect.group_size, 64))
+            self.held = self.held, model
 
 
 @contextmanager

@@ -133,10 +133,11 @@ def test_a_plan_for_gpus_needs_none(model: Path, capsys: Captured) -> None:
     told = [f"model.path={model}", *OPTIONS, "gpus=1", "gpu_gib=1", "--json"]
     assert main(["plan", "grpo", *told]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["device"]["name"] == "each GPU" and found["device"]["fits"] and found["device"]["limit"] == GIB
-    assert {"sampling", "updating"} <= found["device"]["phases"].keys()
+    (device,) = found["devices"]
+    assert device["name"] == "each GPU" and device["limit"] == GIB and device["fits"] and found["fits"]
+    assert {"sampling", "updating"} <= device["phases"].keys()
     saved = {knob["option"]: knob["total"] for knob in found["knobs"]}
-    assert saved["train.offload"] < found["device"]["total"]
+    assert saved["train.offload"] < device["total"]
     assert main(["plan", *told[:-2], "gpu_gib=0.001", "--quick"]) == 1
     shown = capsys.readouterr().out
     assert "GiB too much" in shown and "keys and values" in shown
@@ -144,17 +145,30 @@ def test_a_plan_for_gpus_needs_none(model: Path, capsys: Captured) -> None:
 
 def test_more_ranks_keep_less_each(model: Path) -> None:
     one, two = (plan(asked(model, "train.precision=bf16", f"gpus={gpus}"), knobs=False) for gpus in (1, 2))
-    assert (one.ranks, two.ranks, two.count) == (1, 2, 2)
-    held = [found.device.phases["updating"].kinds for found in (one, two)]
+    assert (one.ranks, two.ranks, two.devices[0].count) == (1, 2, 2)
+    held = [found.devices[0].phases["updating"].kinds for found in (one, two)]
     assert held[1]["optimizer"] == pytest.approx(held[0]["optimizer"] / 2, rel=0.02)
     assert held[1]["weights"] == held[0]["weights"]
     assert not torch.distributed.is_initialized()
 
 
+def test_each_device_holds_what_is_placed_on_it(model: Path) -> None:
+    layout = ("placement.layout=split", "kl=reverse", "placement.reference=cuda:2")
+    trains, samples, asks = plan(asked(model, "gpus=3", "ranks=1", *layout), knobs=False).devices
+    assert (trains.name, samples.name) == ("each GPU that trains", "each GPU that samples")
+    assert asks.name == "cuda:2, with reference" and set(asks.phases) == {"asking"}
+    assert set(samples.phases) == {"sampling"} and {"kv", "weights"} <= samples.phases["sampling"].kinds.keys()
+    held = trains.phases["updating"].kinds
+    assert "optimizer" in held and not {"kv", "reference"} & held.keys()
+    assert asks.phases["asking"].kinds["reference"] == held["weights"]
+
+
 def test_what_cannot_be_planned_is_refused(model: Path, capsys: Captured, tmp_path: Path) -> None:
     assert "`model.path=…`" in refused(capsys, "plan", "grpo")
     path = f"model.path={model}"
-    assert "3 > 2" in refused(capsys, "plan", path, "ranks=3", "gpus=2")
+    assert "wants 3: one for each of `ranks=3`" in refused(capsys, "plan", path, "ranks=3", "gpus=2")
+    split = "placement.layout=split"
+    assert "wants 6: one for each of `ranks=3`" in refused(capsys, "plan", path, "ranks=3", "gpus=4", split)
     assert "Leave one out" in refused(capsys, "plan", path, "device=cpu", "gpus=2")
     assert "makes room on a GPU" in refused(capsys, "plan", path, "gpus=0", "train.offload=true")
     assert "do not fit into" in refused(capsys, "plan", path, "gpus=0", "sampling.max_tokens=100000")
