@@ -46,7 +46,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
 SIZES: dict[str, Any] = {"vocabulary": 4096, "layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4}
 COMMON = (
     *("data.max_prompt=48", "sampling.max_tokens=96", "collect.tasks=8", "collect.group_size=4", "device=cpu"),
-    *("train.micro_tokens=1024", "rollout.kv_gib=0.02", "rollout.max_running=32", "rollout.prefill_tokens=256"),
+    *("train.micro_tokens=1024", "rollout.kv_gib=0.003", "rollout.max_running=32", "rollout.prefill_tokens=256"),
     "rollout.prepack=false",
 )
 WITHIN = 0.10

@@ -87,12 +87,21 @@ class Outline(Written):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger)
         self._bare = FakeTensorMode(allow_non_fake_inputs=True)
+        self.busy = 0
+        """Whether torch is at work below."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """By shapes alone, where a tensor has no numbers."""
+        self.busy += 1
+        try:
+            return self._run(func, args, kwargs)
+        finally:
+            self.busy -= 1
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         bare = any(isinstance(each, FakeTensor) for each in tree_flatten((args, kwargs))[0])
-        if func is torch.ops.c10d.allgather_.default and not bare:
-            return _all_alike(func, args, kwargs)
+        if func.namespace == "c10d":
+            return _unheard(func, args, kwargs, bare)
         if not bare:
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
             if func in MADE_OF_NOTHING and dtype.is_floating_point:
@@ -109,21 +118,50 @@ class Outline(Written):
 
 
 class Pretend(TorchFunctionMode):
-    """Within, every tensor says that it is on this device, and what is asked to go there stays where it is."""
+    """Within, whoever asks a tensor where it is hears of another device, and what is asked to go there stays.
 
-    def __init__(self, device: torch.device) -> None:
+    torch itself, below the outline, is told the truth: it need not have such a device.
+    """
+
+    def __init__(self, outline: Outline, device: torch.device) -> None:
         super().__init__()
-        self._device = device
+        self._outline, self._device = outline, device
+        self._truth: Any = None
+
+    def __enter__(self) -> Pretend:
+        self._truth = FakeTensor.device
+        FakeTensor.device = property(self._told)  # type: ignore[method-assign,assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        FakeTensor.device = self._truth  # type: ignore[method-assign]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As if it were there."""
-        if func is torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+        kwargs = kwargs or {}
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
             return self._device
-        if func is torch.Tensor.backward:
-            with self:
-                return torch.autograd.backward(args[0], *args[1:], **(kwargs or {}))
-        args, kwargs = tree_map_only((torch.device, str), _here, (args, kwargs or {}))
+        if func is torch.Tensor.backward:  # what it runs is ours again
+            with self._again():
+                given = [kwargs.get(name) for name in ("gradient", "retain_graph")]
+                return torch.autograd.backward(args[0], *given, create_graph=bool(kwargs.get("create_graph")))
+        args, kwargs = tree_map_only((torch.device, str), _here, (args, kwargs))
         return func(*args, **kwargs)
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """This mode, once more, inside of itself."""
+        TorchFunctionMode.__enter__(self)
+        try:
+            yield
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
+
+    def _told(self, tensor: Any) -> torch.device:
+        truth: torch.device = self._truth.fget(tensor)
+        return truth if self._outline.busy else self._device
 
 
 def _here(named: torch.device | str) -> torch.device | str:
@@ -131,12 +169,15 @@ def _here(named: torch.device | str) -> torch.device | str:
     return HERE if isinstance(named, torch.device) or named.partition(":")[0] == "cuda" else named
 
 
-def _all_alike(func: Any, args: Any, kwargs: Any) -> Any:
-    """A gathering in which every rank has what this one has."""
+def _unheard(func: Any, args: Any, kwargs: Any, bare: bool) -> Any:
+    """An exchange with nobody: in a gathering every rank has what this one has, and what has no numbers stays so."""
+    if bare:
+        args, kwargs = tree_map_only(Tensor, lambda _: torch.zeros(1, dtype=torch.int64), (args, kwargs))
     out = func(*args, **kwargs)
-    for heard, mine in zip(args[0], args[1], strict=True):
-        for each in heard:
-            each.copy_(mine)
+    if func is torch.ops.c10d.allgather_.default:
+        for heard, mine in zip(args[0], args[1], strict=True):
+            for each in heard:
+                each.copy_(mine)
     return out
 
 

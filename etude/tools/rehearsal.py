@@ -13,7 +13,7 @@ Loading is not played: it takes less than updating does.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,21 +75,23 @@ class Rehearsed:
 def rehearse(run: Run, device: torch.device, roles: frozenset[str] = EVERYBODY) -> Rehearsed:
     """Play one rank's step on a device of this kind, as far as it is played by those of its models that are there."""
     ledger = Ledger()
-    with without_memory(ledger), as_one_of(run.ranks), _quietly():
-        return _Stage(run, device, ledger, roles).play()
+    with without_memory(ledger) as outline, as_one_of(run.ranks), _quietly():
+        on = nullcontext() if device.type == "cpu" else Pretend(outline, device)
+        return _Stage(run, on, ledger, roles).play()
 
 
 def perform(run: Run) -> Rehearsed:
     """The same on this processor, with random weights and memory: what a rehearsal is measured against."""
-    return _Stage(run, torch.device("cpu"), Ledger(), EVERYBODY).play()
+    return _Stage(run, nullcontext(), Ledger(), EVERYBODY).play()
 
 
 class _Stage:
     """The parts of a run, without numbers."""
 
-    def __init__(self, run: Run, device: torch.device, ledger: Ledger, roles: frozenset[str]) -> None:
+    def __init__(self, run: Run, on: AbstractContextManager[Any], ledger: Ledger, roles: frozenset[str]) -> None:
+        """on: within, what computes believes itself on the device that is planned for."""
         assert run.model.path is not None, "a plan is of a model"
-        self.ledger, self.device, self.roles = ledger, device, roles
+        self.on, self.ledger, self.roles = on, ledger, roles
         self.offload = run.train.offload
         rests = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
         changes: dict[str, Any] = {"train": rests, "epochs": 1, "steps": run.steps * run.epochs}
@@ -109,20 +111,19 @@ class _Stage:
     def play(self) -> Rehearsed:
         """Each phase once."""
         run, ledger = self.run, self.ledger
-        on = Pretend(self.device) if self.device.type != "cpu" else nullcontext()
         wanted = -(-run.collect.tasks * run.collect.group_size // run.ranks)
         at_once = run.rollout.max_running if run.data.val else min(run.rollout.max_running, wanted)
         blocks = blocks_of(self.policy, run.rollout)
         with named_by_optimizers(ledger, self.policy):
             worker = self._worker() if "policy" in self.roles else None
             if "engine" in self.roles:
-                self._sample(blocks, at_once, on)
+                self._sample(blocks, at_once)
             if "reward" in self.roles:
-                self._score(on)
+                self._score()
             if worker is not None:
-                self._learn(worker, on)
+                self._learn(worker)
             else:
-                self._ask(on)
+                self._ask()
         return Rehearsed(ledger, self.policy, blocks * run.rollout.block_size, at_once, self.row)
 
     def _policy(self) -> Model:
@@ -159,12 +160,12 @@ class _Stage:
     def _path(self) -> Any:
         return self.run.model.path
 
-    def _sample(self, blocks: int, at_once: int, on: Any) -> None:
+    def _sample(self, blocks: int, at_once: int) -> None:
         """The cache, and two steps of the engine; the cache stays, unless the engine sleeps while others work."""
         run, model, ledger = self.run, self.sampled, self.ledger
         with ledger.of("engine"):
             engine = Resident(model, merge=run.lora.publish == "merged", prepack=False).model
-        with on, torch.no_grad():
+        with self.on, torch.no_grad():
             with ledger.of("kv"):
                 cache = Cache(model, blocks=blocks, size=run.rollout.block_size, steady=run.rollout.deterministic)
             with ledger.phase("sampling"), ledger.of("activations", _logits(engine)):
@@ -174,52 +175,52 @@ class _Stage:
         if not self.offload:
             self.held = cache, engine, self.sampled
 
-    def _learn(self, worker: PolicyWorker, on: Any) -> None:
+    def _learn(self, worker: PolicyWorker) -> None:
         run, ledger = self.run, self.ledger
         batch = batch_of(run, self.row)
         told = checks.from_the_models(run)
-        with on:
-            with ledger.phase("asking"), ledger.of("activations", _logits(self.policy)):
-                if told - self._elsewhere():
-                    worker.annotate(batch, told - self._elsewhere())
-            batch = worker.estimate(batch, run.critic.warmup + 1)
-            if batch.old_logp is None:
-                batch = batch.replace(old_logp=torch.zeros(batch.tokens))
-            with ledger.phase("updating"), ledger.of("activations", _logits(self.policy)):
-                worker.update([batch])
+        asked = told - self._elsewhere()
+        with self.on, ledger.phase("asking"), ledger.of("activations", _logits(self.policy)):
+            if asked:
+                worker.annotate(batch, asked)
+        batch = worker.estimate(batch, run.critic.warmup + 1)
+        if batch.old_logp is None:
+            batch = batch.replace(old_logp=torch.tensor([0.0] * batch.tokens))
+        with self.on, ledger.phase("updating"), ledger.of("activations", _logits(self.policy)):
+            worker.update([batch])
 
     def _elsewhere(self) -> frozenset[str]:
         """The columns that are told by models that are not here."""
         told_by = {"reference": BY_THE_REFERENCE, "teacher": BY_THE_TEACHER, "critic": BY_THE_CRITIC}
         return frozenset().union(*(columns for role, columns in told_by.items() if role not in self.roles))
 
-    def _ask(self, on: Any) -> None:
+    def _ask(self) -> None:
         """What those do that are here without the policy."""
         run, ledger, here = self.run, self.ledger, self.roles & checks.roles(self.run)
         batch = batch_of(run, self.row)
         for role, path in (("reference", run.reference.path), ("teacher", run.teacher.path)):
             if role in here:
                 model = self._frozen(role, path)
-                with on, ledger.phase("asking"), ledger.of("activations", _logits(model.model)):
+                with self.on, ledger.phase("asking"), ledger.of("activations", _logits(model.model)):
                     model.logp(batch)
         if "critic" in here:
             critic = self._critic()
             with ledger.of("optimizer"):
                 learner = Learner(critic, run.critic.train, steps=run.steps * run.updates, option="critic.train")
             batch = run.estimate(batch, State()).batch
-            with on, ledger.of("activations"):
+            with self.on, ledger.of("activations"):
                 with ledger.phase("asking"):
                     learner.annotate(batch, learner.columns & checks.from_the_models(run))
                 with ledger.phase("updating"):
                     learner.update(batch, Minimise(run.critic.loss))
 
-    def _score(self, on: Any) -> None:
+    def _score(self) -> None:
         """What reward models are asked."""
         for reward in scored(self.run.reward):
             with self.ledger.of("reward model"):
                 model = outlined(reward.path, dtype=PRECISIONS[reward.precision], head="score")
             scorer, ids = ModelScorer(model, reward.micro_tokens), np.zeros(sum(self.row), np.int32)
-            with on, self.ledger.phase("scoring"), self.ledger.of("activations"):
+            with self.on, self.ledger.phase("scoring"), self.ledger.of("activations"):
                 scorer.scores([ids] * min(self.run.collect.tasks * self.run.collect.group_size, 64))
             self.held = self.held, model
 
@@ -288,7 +289,7 @@ def _row(run: Run, policy: Model) -> tuple[int, int]:
 def _steps(run: Run, model: Model, blocks: int, at_once: int, longest: int) -> Iterator[tuple[list[Work], Any]]:
     """The work of two steps of the engine: prompts are read, and everybody is at the end of an answer."""
     longest = min(longest, blocks * run.rollout.block_size, model.context)
-    for prefill in (run.rollout.prefill_tokens, at_once * longest):
+    for reads, prefill in ((True, run.rollout.prefill_tokens), (False, at_once * longest)):
         scheduler = Scheduler(
             Blocks(blocks, run.rollout.block_size),
             max_running=run.rollout.max_running,
@@ -301,7 +302,7 @@ def _steps(run: Run, model: Model, blocks: int, at_once: int, longest: int) -> I
             one = run.sampling.params(0)
             scheduler.add(Request(prompt, one, limit=longest, vocabulary=model.vocabulary, tokenizer=None))
         works = scheduler.schedule()
-        if prefill > run.rollout.prefill_tokens:
+        if not reads:
             scheduler.advance([Work(each.request, 0, longest - 2) for each in works])
             works = [Work(each.request, longest - 2, longest - 1) for each in works]
         yield works, scheduler.table

@@ -81,8 +81,15 @@ def test_outlines_have_shapes_and_lifetimes_and_whole_numbers_stay_numbers() -> 
 
 
 def test_what_pretends_takes_the_paths_of_a_gpu() -> None:
-    with without_memory(Ledger()), Pretend(torch.device("cuda", 0)):
-        assert torch.zeros(3).device.type == torch.zeros(3, device="cpu").to("cuda").device.type == "cuda"
+    gpu, seen = torch.device("cuda", 0), list[torch.device]()
+    with without_memory(Ledger()) as outline, Pretend(outline, gpu):
+        weight = torch.zeros(3, requires_grad=True)
+        weight.register_hook(lambda grad: seen.append(grad.device))
+        made = torch.ones(3, device=gpu) * weight.to("cuda")
+        made.sum().backward()
+        assert weight.device == made.device == torch.tensor([1]).to(gpu).device == gpu
+        assert weight.grad is not None and seen == [gpu]
+    assert weight.device.type == "cpu"
 
 
 # -- foreseen and measured ---------------------------------------------------------------------------------------------
@@ -113,7 +120,7 @@ def test_every_kind_of_memory_has_its_name(model: Path) -> None:
         ("train.micro_tokens=256", "activations"),
         ("train.activation_checkpointing=true", "activations"),
         ("lora.rank=4", "optimizer"),
-        ("rollout.kv_gib=0.01", "kv"),
+        ("rollout.kv_gib=0.0015", "kv"),
     ],
 )
 def test_knobs_move_what_they_are_for(option: str, kind: str, model: Path) -> None:
