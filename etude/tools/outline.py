@@ -81,7 +81,8 @@ class Outline(Written):
     """Floating-point tensors that are made of nothing have no numbers, and what is computed from such has none.
 
     Whole numbers and truth values keep theirs, and so does what is computed from them alone. A number that is read off
-    a tensor without any is 1, and two of them are never equal.
+    a tensor without any is 1, whether all of something holds is true, whether any does is not, and two tensors are never
+    equal.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -109,12 +110,22 @@ class Outline(Written):
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
-            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+            return _said(args[0])
         if func is _aten.equal.default:
             return False
         if func is _aten.allclose.default:
             return True
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func is _aten.any.default:
+            out.says = False
+        return out
+
+
+def _said(tensor: Any) -> float | bool:
+    """What is told of a number that there is not: all is as it should be, and nothing is otherwise."""
+    if tensor.dtype is torch.bool:
+        return bool(getattr(tensor, "says", True))
+    return 1.0 if tensor.is_floating_point() else 1
 
 
 class Pretend(TorchFunctionMode):
