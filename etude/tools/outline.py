@@ -80,9 +80,8 @@ class Written(TorchDispatchMode):
 class Outline(Written):
     """Floating-point tensors that are made of nothing have no numbers, and what is computed from such has none.
 
-    Whole numbers and truth values keep theirs, and so does what is computed from them alone. A number that is read off
-    a tensor without any is 1, whether all of something holds is true, whether any does is not, and two tensors are never
-    equal.
+    Whole numbers and truth values keep theirs, and so does what is computed from them alone. Of what has none, a number
+    that is read is 1; that all of it holds is true, that any does is false; and no two are equal.
     """
 
     def __init__(self, ledger: Ledger) -> None:
