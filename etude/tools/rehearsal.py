@@ -5,7 +5,7 @@ once, at its worst: prompts and answers as long as they may be, micro-batches fu
 
     sampling     a step of the engine that reads prompts, and one in which everybody is at the end of an answer
     asking       what the models are asked of a batch before anything is learned from it
-    updating     two micro-batches or more, and the optimizer's step
+    updating     two full micro-batches, and the optimizer's step
 
 Loading is not played: it takes less than updating does.
 """
@@ -48,7 +48,7 @@ __all__ = ["AT_REST", "EVERYBODY", "Rehearsed", "batch_of", "named_by_optimizers
 
 AT_REST = frozenset({"masters", "optimizer"})
 """What is away while the engine samples, under `train.offload`."""
-FULL = 3
+FULL = 2
 """So many micro-batches are played, or all of an update if it has fewer: the first finds no gradient, each other one
 does."""
 
@@ -252,7 +252,7 @@ def batch_of(run: Run, row: tuple[int, int]) -> Batch:
     prompt, answer = row
     rollouts = -(-run.collect.tasks * run.collect.group_size // (run.updates * run.ranks))
     size = min(run.collect.group_size, rollouts)
-    enough = FULL * max(1, run.train.micro_tokens // (prompt + size * answer)) + 1
+    enough = FULL * max(1, run.train.micro_tokens // (prompt + size * answer))
     groups = min(-(-rollouts // size), enough)
     action = np.arange(prompt + answer) >= prompt
     nothing = np.zeros(prompt + answer, np.int32)
