@@ -209,4 +209,5 @@ def without_memory(ledger: Ledger) -> Iterator[Outline]:
     """Within, tensors are outlines, and the ledger is written."""
     with warnings.catch_warnings(), Outline(ledger) as outline:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        warnings.filterwarnings("ignore", message=".*CUDA is not available")
         yield outline

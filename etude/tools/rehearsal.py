@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from etude.algorithms import State
 from etude.batch import COLUMNS, Batch, Kind
+from etude.data.pack import tree
 from etude.errors import ConfigError
 from etude.models import Model, Resident, adapt, outlined
 from etude.observe import get_log
@@ -41,7 +42,8 @@ from etude.rollout.schedule import Scheduler, Work
 from etude.rollout.torch_engine import LOGITS, blocks_of
 from etude.tools.ledger import Ledger
 from etude.tools.outline import Pretend, as_one_of, without_memory
-from etude.train import Frozen, Learner, ModelScorer
+from etude.train import Frozen, Learner
+from etude.train.forward import ForwardPass, cut
 from etude.train.optim import PRECISIONS
 
 __all__ = ["AT_REST", "EVERYBODY", "Rehearsed", "batch_of", "named_by_optimizers", "perform", "rehearse"]
@@ -51,8 +53,6 @@ AT_REST = frozenset({"masters", "optimizer"})
 FULL = 2
 """So many micro-batches are played, or all of an update if it has fewer: the first finds no gradient, each other one
 does."""
-
-
 EVERYBODY = frozenset({"policy", "engine", *ROLES})
 """Whose memory may be on a device."""
 
@@ -219,9 +219,10 @@ class _Stage:
         for reward in scored(self.run.reward):
             with self.ledger.of("reward model"):
                 model = outlined(reward.path, dtype=PRECISIONS[reward.precision], head="score")
-            scorer, ids = ModelScorer(model, reward.micro_tokens), np.zeros(sum(self.row), np.int32)
-            with self.on, self.ledger.phase("scoring"), self.ledger.of("activations"):
-                scorer.scores([ids] * min(self.run.collect.tasks * self.run.collect.group_size, 64))
+            forward, batch = ForwardPass(model, tree, 1.0), batch_of(self.run, self.row)
+            with self.on, torch.no_grad(), self.ledger.phase("scoring"), self.ledger.of("activations"):
+                for micro, _ in cut(batch, reward.micro_tokens, "rollout", model.device):
+                    forward(micro, frozenset({"score"}))
             self.held = self.held, model
 
 
