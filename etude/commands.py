@@ -89,6 +89,15 @@ It says how runners and a trainer join. The admin key is made the first time, un
 other machines can reach the store, it must be given. Nothing is encrypted on the way: between machines that others can
 listen to, put it behind a proxy that is. Ctrl-C or SIGTERM ends it, and nothing that it acknowledged is lost."""
 
+PLAN = """\
+examples:
+  etude plan grpo model.path=Qwen3-0.6B
+  etude plan grpo model.path=Qwen3-4B gpus=8 gpu_gib=80 sampling.max_tokens=8192
+  etude plan grpo model.path=Qwen3-4B gpus=1 gpu_gib=80 train.offload=true --quick
+
+A step is rehearsed on tensors that take no memory: of the model, only config.json and the tokenizer are read. Exit code
+1 if it does not fit."""
+
 SHELLS = ("bash", "zsh", "fish")
 COMPLETION = """\
 put it where your shell starts:
@@ -183,6 +192,13 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
     _add_runner(commands, debug)
     _add_engine(commands, debug)
 
+    roots = {"": "etude.tools.plan:PlanRun"}
+    told = "tell how much memory a run will take, and which option moves it"
+    plan = of_a_run(commands, "plan", told, PLAN, debug, "[PRESET] ", roots)
+    plan.add_argument("--quick", action="store_true", help="leave out what each option would save")
+    plan.add_argument("--json", action="store_true", help="print one JSON object instead")
+    plan.set_defaults(command=_plan)
+
     doctor = commands.add_parser("doctor", help="look for what stands in the way of a run", parents=[debug])
     where = "where runs are to be kept; by default here"
     doctor.add_argument("directory", nargs="?", type=Path, default=Path(), metavar="DIRECTORY", help=where)
@@ -276,6 +292,22 @@ def _runner(arguments: argparse.Namespace) -> None:
 
     configure("info")
     join(arguments.agent, arguments.url, name=arguments.name, max_concurrency=arguments.n)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from etude.recipes.commands import asked
+    from etude.recipes.presets import split
+    from etude.tools.plan import PlanRun, plan, tree
+    from etude.tools.plan_shown import show
+
+    preset, overrides = split(arguments.overrides)
+    run = asked(PlanRun, overrides, arguments.config, preset)
+    if arguments.json:
+        found = plan(run, knobs=not arguments.quick)
+        print(json.dumps(tree(found)))
+    else:
+        found = show(run, knobs=not arguments.quick)
+    return 1 if found.fits is False else 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

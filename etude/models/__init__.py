@@ -12,7 +12,7 @@ from etude.models.config import Lora
 from etude.models.divided import Divided
 from etude.models.head import logp_and_entropy, over_chunks, token_logp
 from etude.models.layout import Layout
-from etude.models.load import Head, context_of, create, load, save
+from etude.models.load import Head, context_of, create, load, outlined, save
 from etude.models.model import Model
 from etude.models.resident import Resident
 from etude.models.strand import Side
@@ -34,6 +34,7 @@ __all__ = [
     "create",
     "load",
     "logp_and_entropy",
+    "outlined",
     "over_chunks",
     "save",
     "tiny",

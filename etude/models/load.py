@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from etude.errors import ConfigError
 from etude.models.generic import ATTENTION, offer, refuse
 from etude.models.model import Model, cast
 
-__all__ = ["Head", "context_of", "create", "load", "save"]
+__all__ = ["Head", "context_of", "create", "load", "outlined", "save"]
 
 Head = Literal["language", "score", "value"]
 """What stands on the hidden states: logits; one number, as a reward model's files have it; or one number that begins at
@@ -118,6 +119,18 @@ def create(
         module = auto.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION)
     cast(module, dtype, torch.device(device))
     return Model(module)
+
+
+def outlined(directory: Path | str | PreTrainedConfig, *, dtype: torch.dtype, head: Head = "language") -> Model:
+    """A model of the sizes that a directory's config names, or a config: made where torch makes tensors, in the dtype
+    that it computes in, and its weights are nobody's. For whoever asks what a model would take."""
+    config = copy.deepcopy(directory) if isinstance(directory, PreTrainedConfig) else _config(Path(directory))
+    refuse(config)
+    offer()
+    if head != "language":
+        config.num_labels = 1
+    auto = _auto if head == "language" else _judging
+    return Model(auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION))
 
 
 def save(model: Model, directory: Path | str) -> None:

@@ -87,6 +87,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     from etude.recipes.device import device_of
     from etude.recipes.frame import introduce
     from etude.recipes.parts import Learners, Parts, Scoring
+    from etude.recipes.placement import engine_device, lines, placed
     from etude.recipes.saving import Saver, taken_up
     from etude.recipes.scoring import live
     from etude.recipes.workers import PolicyWorker
@@ -95,7 +96,8 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     _can_call(run, chat)
     agentic = run.agent.path is not None
     train, overlong = (given(run, run.data.train), 0) if agentic else tasks(run, chat, "data.train", run.data.train)
-    judge = stack.enter_context(Judge(live(run.reward, device_of(run)), run.judging))
+    where = placed(run.placement, "reward", policy=device_of(run), engine=engine_device(run))
+    judge = stack.enter_context(Judge(live(run.reward, where), run.judging))
     crew, engine, publisher = _crew(run, chat, directory, stack)
     runner = stack.enter_context(asyncio.Runner())
     store = stack.enter_context(closing(open_store(directory / folder.JOURNAL)))
@@ -131,6 +133,8 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         saved=step,
     )
     introduce(run, *crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, written)
+    for line in lines(run, checks.roles(run)):
+        get_log("recipes").info("%s", line)
     if source.replays:
         told = "The answers of what was collected since, up to step %d, are read back and not drawn again."
         get_log("recipes").info(told, source.replays)
@@ -249,13 +253,15 @@ def rank(run: Run) -> PolicyWorker:
 def _rank(run: Run, chat: Chat) -> tuple[PolicyWorker, TorchEngine | None]:
     """A model, the engine that samples from it unless servers do, and whoever trains it."""
     from etude.recipes import checks
+    from etude.recipes.placement import engine_device
     from etude.rollout import EngineConfig, TorchEngine
 
     model = model_of(run, chat, trained=True)
     checks.room(run, model)
     if not isinstance(run.rollout, EngineConfig):
         return _worker(run, model, None), None
-    engine = TorchEngine(model, chat.tokenizer, run.rollout, merge=run.lora.publish == "merged")
+    sampled = model if run.placement.layout == "colocated" else model.copy(device=engine_device(run))
+    engine = TorchEngine(sampled, chat.tokenizer, run.rollout, merge=run.lora.publish == "merged")
     try:
         return _worker(run, model, engine), engine
     except BaseException:

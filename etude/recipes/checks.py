@@ -16,16 +16,17 @@ from etude.models import Model
 from etude.observe import MlflowConfig, Observe, WandbConfig, get_log
 from etude.recipes.device import device_of
 from etude.recipes.evaluate import Evaluation
+from etude.recipes.placement import ROLES, refuse
 from etude.recipes.recipe import Recipe, Reference, Teacher
 from etude.recipes.run import Critic, Run
 from etude.records import Rollout, Sample
-from etude.rewards import Nothing
+from etude.rewards import Combined, Nothing, RewardFunction, ScoredByModel
 from etude.rollout import EngineConfig, ServerConfig
 from etude.rollout.kv import block_bytes
 
 __all__ = [
     *("algorithm", "before", "compares", "fits", "foresees", "from_the_models", "idle_trackers", "imitates", "longest"),
-    *("of_agents", "of_ranks", "of_servers", "room", "threads_of"),
+    *("of_agents", "of_ranks", "of_servers", "roles", "room", "scored", "threads_of"),
 ]
 
 MOST_RANKS = 8
@@ -69,6 +70,7 @@ def before(run: Run) -> None:
     of_servers(run)
     _environment(run)
     algorithm(run)
+    refuse(run, frozenset(ROLES) - roles(run), together="full_kl" in run.outputs())
     for warning in _idle_options(run):
         get_log("recipes").warning("%s", warning)
 
@@ -340,6 +342,20 @@ def imitates(run: Run) -> bool:
 def foresees(run: Run) -> bool:
     """Whether a critic says what it expects."""
     return bool(run.needs() & BY_THE_CRITIC)
+
+
+def roles(run: Run) -> frozenset[str]:
+    """Who there is beside the policy and its engine."""
+    there = {"reference": compares(run), "teacher": imitates(run), "critic": foresees(run)}
+    there["reward"] = bool(scored(run.reward))
+    return frozenset(role for role, is_there in there.items() if is_there)
+
+
+def scored(reward: RewardFunction) -> list[ScoredByModel]:
+    """The rewards that a model in this process gives: this one, or parts of it."""
+    if isinstance(reward, Combined):
+        return [found for part in reward.parts.values() for found in scored(part)]
+    return [reward] if isinstance(reward, ScoredByModel) else []
 
 
 def from_the_models(run: Run) -> frozenset[str]:

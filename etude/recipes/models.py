@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
 from etude.models import Model, adapt, load
 from etude.recipes import checks
 from etude.recipes.folder import check_model
 from etude.recipes.meter import peak_of
+from etude.recipes.placement import engine_device, placed
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
 from etude.recipes.supervised import Supervised
@@ -44,7 +47,7 @@ def critic(run: Run, policy: Model) -> Model:
     """Who foresees what will be earned, before it has learned anything."""
     where = _checked(run, "critic", run.critic.path)
     precision = PRECISIONS[run.critic.train.precision]
-    model = load(where, dtype=precision, device=policy.device, exact=True, head="value")
+    model = load(where, dtype=precision, device=_place(run, policy, "critic"), exact=True, head="value")
     _refuse_other_tokens(run, policy, "critic", where, model)
     _refuse_short_context(run, policy, "critic", where, model)
     return model
@@ -92,15 +95,23 @@ def frozen(
     stays: bool = False,
 ) -> Frozen:
     """A model beside the policy that never learns: the policy's own as it was at first, unless another is named. Under
-    `train.offload` it rests in the processor's memory, unless it `stays`."""
-    where, rests = _checked(run, role, path), run.train.offload and not stays
-    model = load(where, dtype=policy.dtype, device="cpu" if rests else policy.device)
+    `train.offload` it rests in the processor's memory, unless it `stays`, or is placed elsewhere than the policy."""
+    where, place = _checked(run, role, path), _place(run, policy, role)
+    rests = run.train.offload and not stays and place == policy.device
+    model = load(where, dtype=policy.dtype, device="cpu" if rests else place)
     _refuse_other_tokens(run, policy, role, where, model)
     _refuse_short_context(run, policy, role, where, model)
     if path is None and run.lora.path is not None:
         model = adapt(model, run.lora, seed=run.seed)
     home = policy.device if rests else None
     return Frozen(model, run.train.micro_tokens, temperature=temperature, home=home, mesh=mesh)
+
+
+def _place(run: Recipe, policy: Model, role: str) -> torch.device:
+    """Where a role's model is: beside the policy, unless the run places it."""
+    if not isinstance(run, Run) or getattr(run.placement, role) == "policy":
+        return policy.device
+    return placed(run.placement, role, policy=policy.device, engine=engine_device(run))
 
 
 def _checked(run: Recipe, role: str, path: Path | None) -> Path:

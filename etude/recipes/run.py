@@ -23,6 +23,7 @@ from etude.recipes.collecting import Collection
 from etude.recipes.environment import EnvConfig
 from etude.recipes.evaluate import Evaluation
 from etude.recipes.names import KNOWN_AS
+from etude.recipes.placement import Placement
 from etude.recipes.recipe import Recipe, Reference, Teacher
 from etude.recipes.sampling import Sampling
 from etude.rewards import REWARDS, Judging, RewardFunction
@@ -41,7 +42,8 @@ FREE = (
     *("rollout.url", "rollout.python", "rollout.replicas", "rollout.tensor_parallel", "rollout.nodes", "rollout.meet"),
     *("rollout.devices", "rollout.memory", "rollout.line", "rollout.start_timeout", "rollout.restarts"),
     *("rollout.carrier", "rollout.bucket_mib"),
-    *("env.timeout", "env.at_once"),
+    *("env.timeout", "env.at_once", "placement.layout", "placement.reference", "placement.teacher"),
+    *("placement.critic", "placement.reward"),
     *("agent.strategy", "agent.runners", "agent.at_once", "agent.timeout", "agent.silence", "agent.patience"),
     *("agent.calls", "agent.listen", "agent.store"),
     *("reward.at_once", "reward.prices", "reward.requests_per_minute", "reward.tokens_per_minute"),
@@ -80,6 +82,7 @@ class Run(Recipe, Algorithm):
     reference: Reference = Field(Reference(), description="the policy that `kl` compares with")
     teacher: Teacher = Field(Teacher(), description="the policy that `advantage=distillation` learns from")
     critic: Critic = Field(Critic(), description="what `advantage=gae` compares with")
+    placement: Placement = Field(Placement(), description="which device each model is on")
     data: Data = Field(Data(), description="the tasks")
     env: EnvConfig = Field(EnvConfig(), description="whom it speaks with, where a rollout is more than one answer")
     agent: AgentConfig = Field(AgentConfig(), description="who plays rollouts, where an agent does")

@@ -46,7 +46,7 @@ from etude.rollout.team import dismiss_team
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
 
-__all__ = ["EngineConfig", "TorchEngine"]
+__all__ = ["EngineConfig", "TorchEngine", "blocks_of"]
 
 Ids = NDArray[np.int32]
 
@@ -87,14 +87,7 @@ class TorchEngine:
     ) -> None:
         """merge: of a model with adapters, compute with weights of one's own in which they are added up."""
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        bytes_of_block = block_bytes(model, config.block_size)
-        useful = config.max_running * -(-model.context // config.block_size)
-        self._blocks = min(int(config.kv_gib * 2**30) // bytes_of_block, useful)
-        if self._blocks == 0:
-            raise ConfigError(
-                f"kv_gib={config.kv_gib:g} does not hold one block: {config.block_size} tokens of this model take "
-                f"{bytes_of_block / 2**30:.3g} GiB. Raise kv_gib or lower block_size."
-            )
+        self._blocks = blocks_of(model, config)
         self._cache: Cache | None = self._allocate()
         self._resident = Resident(model, merge=merge, prepack=config.prepack)
         self._scheduler = self._fresh_scheduler(version)
@@ -427,6 +420,19 @@ class TorchEngine:
         scheduler.version = version
         scheduler.counts = counts or scheduler.counts
         return scheduler
+
+
+def blocks_of(model: Model, config: EngineConfig) -> int:
+    """How many blocks of keys and values an engine of this model has: no more than requests could fill."""
+    bytes_of_block = block_bytes(model, config.block_size)
+    useful = config.max_running * -(-model.context // config.block_size)
+    blocks = min(int(config.kv_gib * 2**30) // bytes_of_block, useful)
+    if blocks == 0:
+        raise ConfigError(
+            f"kv_gib={config.kv_gib:g} does not hold one block: {config.block_size} tokens of this model take "
+            f"{bytes_of_block / 2**30:.3g} GiB. Raise kv_gib or lower block_size."
+        )
+    return blocks
 
 
 def _told(error: Exception, config: EngineConfig) -> EngineError:

@@ -121,6 +121,7 @@ class Learner:
         self._masters = Masters(model.trained_weights(), config, model.take_exact(), ranks=of_group(), option=option)
         self._version = torch.tensor(0)
         self._cost = Cost.of(model)
+        self._on_gpu = model.device.type == "cuda"
         if config.offload and model.device.type == "cpu":
             raise ConfigError(
                 f"`{option}.offload` keeps the optimizer in the processor's memory while a GPU samples, and this run "
@@ -294,19 +295,19 @@ class Learner:
         """Forget the last gradient, and start the clock."""
         self._masters.begin()
         self._mesh.waited()  # what exchanges took before is not of this update
-        if self.model.device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.model.device)
         return self._now()
 
     def _now(self) -> float:
-        if self.model.device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
 
     def _measured(self, batch: Batch, mine: Denominators, flops: float, begun: float) -> Metrics:
         """Of this rank: tokens add up over ranks, and seconds pass on all of them at once."""
         seconds = self._now() - begun
-        if self.model.device.type == "cuda":
+        if self._on_gpu:
             peak = torch.cuda.max_memory_allocated(self.model.device)
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

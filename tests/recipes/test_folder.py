@@ -27,6 +27,7 @@ from etude.recipes.folder import (
     rooted,
     settle,
 )
+from etude.recipes.placement import ROLES
 from etude.recipes.run import FREE, Run
 from etude.records import Task
 from etude.rewards import RewardFunction
@@ -123,7 +124,8 @@ def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: P
     values |= {f"{whose}train.{switch}": "true" for whose in ("", "critic.") for switch in switches}
     values |= {"lora.publish": "merged", "reward.prices": "[1,2]"}
     values |= {"agent.strategy": "cs", "agent.listen": "127.0.0.1:8700"}
-    values |= {"agent.store": "http://127.0.0.1:8700"}
+    values |= {"agent.store": "http://127.0.0.1:8700", "placement.layout": "split"}
+    values |= {f"placement.{role}": "engine" for role in ROLES}
     judged = {"reward": "judge", "reward.path": None, "reward.base_url": "http://here/v1", "reward.model": "small"}
     beside: dict[str, Any] = judged if path.startswith("reward.") else {}
     beside |= {"lora.rank": 2} if path == "lora.publish" else {}

@@ -45,7 +45,12 @@ USED_FILES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usa
 
 
 def memory() -> Iterator[Finding]:
-    """How much there is, for this process, whatever the machine has."""
+    """How much there is."""
+    yield judged_memory(*room())
+
+
+def room() -> tuple[int, int]:
+    """The bytes of memory that there are for this process, whatever the machine has; and how many are free."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     about = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines())
     free = int(about["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in about else total
@@ -53,7 +58,7 @@ def memory() -> Iterator[Finding]:
     if limit is not None and limit < total:
         used = min((number for path in USED_FILES if (number := _number(path)) is not None), default=0)
         total, free = limit, min(free, limit - used)
-    yield judged_memory(total, free)
+    return total, free
 
 
 def judged_memory(total: int, free: int) -> Finding:

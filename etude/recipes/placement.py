@@ -1,0 +1,123 @@
+"""Where a run's models are: who shares a device with whom, and who has one of its own.
+
+    colocated    the engine samples from the policy's own weights, in the same memory. With `train.offload` they take
+                 turns on a GPU: the engine sleeps while the policy learns, and the optimizer is away while it samples
+    split        the engine has weights of its own, on a GPU of its own, which each publishing brings up to date; on the
+                 processor, in memory of its own
+
+With as many ranks as there are, rank k computes on GPU k; split, its engine samples on GPU ranks + k.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from pydantic import Field
+
+from etude.config import Config
+from etude.errors import ConfigError
+from etude.recipes.device import device_of
+
+if TYPE_CHECKING:
+    from etude.recipes.run import Run
+
+__all__ = ["ROLES", "Placement", "engine_device", "gpus_of", "lines", "placed", "refuse"]
+
+PLACE = r"^(policy|engine|cpu|cuda:\d+)$"
+"""With whom, or where."""
+ROLES = {"reference": "the reference", "teacher": "the teacher", "critic": "the critic", "reward": "the reward model"}
+"""Who can be placed, and what they are called."""
+
+
+class Placement(Config):
+    """Which device each of a run's models is on: with the `policy`, with the `engine`, `cpu`, or a GPU as `cuda:3`."""
+
+    layout: Literal["colocated", "split"] = Field(
+        "colocated", description="whether the engine shares the policy's device and weights, or has its own"
+    )
+    reference: str = Field("policy", pattern=PLACE, description="where the reference is: policy, engine, cpu, cuda:K")
+    teacher: str = Field("policy", pattern=PLACE, description="where the teacher is")
+    critic: str = Field("policy", pattern=PLACE, description="where the critic is, and learns")
+    reward: str = Field("policy", pattern=PLACE, description="where the reward model of `reward=model` is")
+
+
+def engine_device(run: Run) -> torch.device:
+    """Where this process's engine samples."""
+    mine = device_of(run)
+    if run.placement.layout == "colocated" or mine.type == "cpu":
+        return mine
+    return torch.device("cuda", run.ranks + (mine.index or 0))
+
+
+def placed(placement: Placement, role: str, *, policy: torch.device, engine: torch.device) -> torch.device:
+    """Where the model of a role is, in the process in which policy and engine are there."""
+    where = str(getattr(placement, role))
+    return {"policy": policy, "engine": engine}.get(where) or torch.device(where)
+
+
+def gpus_of(run: Run) -> int:
+    """How many GPUs a run wants that computes on such."""
+    named = [getattr(run.placement, role) for role in ROLES]
+    furthest = max((int(place.partition(":")[2]) + 1 for place in named if place.startswith("cuda:")), default=0)
+    return max(run.ranks * (2 if run.placement.layout == "split" else 1), furthest)
+
+
+def refuse(run: Run, idle: frozenset[str], *, together: bool) -> None:
+    """Refuse a layout that this machine has no room for, and one that means nothing. idle: the roles that this run has
+    nobody in. together: the reference is asked in the midst of each update of the policy."""
+    placement, device = run.placement, device_of(run)
+    for role, who in ROLES.items():
+        place = getattr(placement, role)
+        if place != "policy" and role in idle:
+            raise ConfigError(f"`placement.{role}={place}` places {who}, and this run has none. Leave it out.")
+        if place.startswith("cuda:") and device.type == "cpu":
+            raise ConfigError(
+                f"`placement.{role}={place}` is a GPU, and this run computes on the processor. Leave it out."
+            )
+    if together and placement.reference != "policy":
+        raise ConfigError(
+            f"`placement.reference={placement.reference}`: this KL compares whole distributions in the midst of each "
+            f"update, for which the reference has to be where the policy is. Leave it out, or choose `kl=reverse`."
+        )
+    if run.lora.rank and run.reference.path is None and placement.reference != "policy":
+        raise ConfigError(
+            f"`placement.reference={placement.reference}`: with `lora` the reference is the policy without its "
+            f"adapters, and is where that is. Leave it out, or name another model with `reference.path`."
+        )
+    if placement.layout == "split" and run.train.offload:
+        raise ConfigError(
+            "`train.offload` has engine and optimizer take turns on one GPU, and with `placement.layout=split` each "
+            "has its own. Leave one of them out."
+        )
+    if device.type == "cuda":
+        _refuse_too_many(run, torch.cuda.device_count())
+
+
+def _refuse_too_many(run: Run, there: int) -> None:
+    """Refuse what wants more GPUs than there are, with the sum."""
+    if gpus_of(run) <= there:
+        return
+    parts = [f"`ranks={run.ranks}` that train on one each"]
+    parts += [f"{run.ranks} more for their engines (`placement.layout=split`)"] * (run.placement.layout == "split")
+    named = [f"`placement.{role}={place}`" for role in ROLES if (place := getattr(run.placement, role))[:4] == "cuda"]
+    parts += [f"GPU numbers from 0 up to that of {' and '.join(named)}"] if named else []
+    raise ConfigError(
+        f"This layout wants {gpus_of(run)} GPUs, and torch sees {there}: {', '.join(parts)}. Lower `ranks`, choose "
+        f"`placement.layout=colocated`, place models elsewhere, or make more GPUs visible."
+    )
+
+
+def lines(run: Run, roles: frozenset[str]) -> list[str]:
+    """Who is where in this process, a line for each device. roles: who there is besides policy and engine."""
+    policy, engine = device_of(run), engine_device(run)
+    split = run.placement.layout == "split"
+    said = {str(policy): ["the policy" if split else "the policy and its engine, with the same weights"]}
+    if split:
+        said.setdefault(str(engine), []).append("the engine, with weights of its own")
+    for role in (role for role in ROLES if role in roles):
+        where = placed(run.placement, role, policy=policy, engine=engine)
+        said.setdefault(str(where), []).append(ROLES[role])
+    ranks = f" On each of {run.ranks} ranks, by the names of the first." if run.ranks > 1 else ""
+    turns = " Engine and optimizer take turns." if run.train.offload else ""
+    return [f"On {device}: {', '.join(who)}.{turns}{ranks}" for device, who in said.items()]

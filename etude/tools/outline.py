@@ -1,0 +1,213 @@
+"""Tensors that have shapes and no numbers, and take no memory: what a computation would take is read off them.
+
+What is made of weights has a shape, a type and a lifetime. What is known all the same is known: where a row ends, which
+tokens are actions, how a prompt is shared are real numbers, and so every choice that the code makes of them is the one
+that it would make.
+
+    Written      what is computed is written down in a ledger
+
+    Outline      what is made of weights has no numbers; who asks for one is told that all is well
+    Pretend      tensors say that they are on a GPU, so that the code takes the paths that it would take there
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from etude.tools.ledger import Ledger
+
+__all__ = ["Outline", "Pretend", "Written", "as_one_of", "without_memory"]
+
+_aten = torch.ops.aten
+
+HERE = torch.device("cpu")
+"""Where tensors without numbers really are."""
+MADE_OF_NOTHING = frozenset(
+    (
+        *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default, _aten.ones.default),
+        *(_aten.full.default, _aten.rand.default, _aten.randn.default),
+    )
+)
+"""What makes a tensor without reading one."""
+
+
+def _first(*args: Any, **_: Any) -> int:
+    size: int = args[0].nbytes
+    return size
+
+
+WITHIN: Mapping[Any, Callable[..., int]] = {
+    _aten.logsumexp.default: _first,
+}
+"""What kernels take for themselves while they run, in bytes, by their arguments."""
+
+
+class Written(TorchDispatchMode):
+    """Whatever is computed within is written down: the ledger of a real computation, or of one without memory."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and note what came of it."""
+        kwargs = kwargs or {}
+        if func in WITHIN:
+            self.ledger.passing(WITHIN[func](*args, **kwargs))
+        out = self.run(func, args, kwargs)
+        for each in tree_flatten(out)[0]:
+            if isinstance(each, Tensor):
+                self.ledger.note(each)
+        return out
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """As torch would."""
+        return func(*args, **kwargs)
+
+
+class Outline(Written):
+    """Floating-point tensors that are made of nothing have no numbers, and what is computed from such has none.
+
+    Whole numbers and truth values keep theirs, and so does what is computed from them alone. Of what has none, a number
+    that is read is 1; that all of it holds is true, that any does is false; and no two are equal.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self._bare = FakeTensorMode(allow_non_fake_inputs=True)
+        self.busy = 0
+        """Whether torch is at work below."""
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """By shapes alone, where a tensor has no numbers."""
+        self.busy += 1
+        try:
+            return self._run(func, args, kwargs)
+        finally:
+            self.busy -= 1
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        bare = any(isinstance(each, FakeTensor) for each in tree_flatten((args, kwargs))[0])
+        if func.namespace == "c10d":
+            return _unheard(func, args, kwargs, bare)
+        if not bare:
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            if func in MADE_OF_NOTHING and dtype.is_floating_point:
+                with self._bare:
+                    return func(*args, **kwargs)
+            return func(*args, **kwargs)
+        if func is _aten._local_scalar_dense.default:
+            return _said(args[0])
+        if func is _aten.equal.default:
+            return False
+        if func is _aten.allclose.default:
+            return True
+        out = func(*args, **kwargs)
+        if func is _aten.any.default:
+            out.says = False
+        return out
+
+
+def _said(tensor: Any) -> float | bool:
+    """What is told of a number that there is not: all is as it should be, and nothing is otherwise."""
+    if tensor.dtype is torch.bool:
+        return bool(getattr(tensor, "says", True))
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+class Pretend(TorchFunctionMode):
+    """Within, whoever asks a tensor where it is hears of another device, and what is asked to go there stays.
+
+    torch itself, below the outline, is told the truth: it need not have such a device.
+    """
+
+    def __init__(self, outline: Outline, device: torch.device) -> None:
+        super().__init__()
+        self._outline, self._device = outline, device
+        self._truth: Any = None
+
+    def __enter__(self) -> Pretend:
+        self._truth = FakeTensor.device
+        FakeTensor.device = property(self._told)  # type: ignore[method-assign,assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        FakeTensor.device = self._truth  # type: ignore[method-assign]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As if it were there."""
+        kwargs = kwargs or {}
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            return self._device
+        if func is torch.Tensor.backward:  # what it runs is ours again
+            with self._again():
+                given = [kwargs.get(name) for name in ("gradient", "retain_graph")]
+                return torch.autograd.backward(args[0], *given, create_graph=bool(kwargs.get("create_graph")))
+        args, kwargs = tree_map_only((torch.device, str), _here, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """This mode, once more, inside of itself."""
+        TorchFunctionMode.__enter__(self)
+        try:
+            yield
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
+
+    def _told(self, tensor: Any) -> torch.device:
+        truth: torch.device = self._truth.fget(tensor)
+        return truth if self._outline.busy else self._device
+
+
+def _here(named: torch.device | str) -> torch.device | str:
+    """A device becomes the one that is here; any other text is let be."""
+    return HERE if isinstance(named, torch.device) or named.partition(":")[0] == "cuda" else named
+
+
+def _unheard(func: Any, args: Any, kwargs: Any, bare: bool) -> Any:
+    """An exchange with nobody: in a gathering every rank has what this one has, and what has no numbers stays so."""
+    if bare:
+        args, kwargs = tree_map_only(Tensor, lambda _: torch.zeros(1, dtype=torch.int64), (args, kwargs))
+    out = func(*args, **kwargs)
+    if func is torch.ops.c10d.allgather_.default:
+        for heard, mine in zip(args[0], args[1], strict=True):
+            for each in heard:
+                each.copy_(mine)
+    return out
+
+
+@contextmanager
+def as_one_of(ranks: int) -> Iterator[None]:
+    """Within, this process believes itself the first of so many ranks, and speaks to nobody."""
+    if ranks == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def without_memory(ledger: Ledger) -> Iterator[Outline]:
+    """Within, tensors are outlines, and the ledger is written."""
+    with warnings.catch_warnings(), Outline(ledger) as outline:
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        warnings.filterwarnings("ignore", message=".*CUDA is not available")
+        yield outline

@@ -1,0 +1,350 @@
+"""A step of a run played through without memory: the real model, learner, algorithm and cache, on outlines.
+
+Nothing is estimated by formula. What a run is made of is put together as `build` does it, and does each of its phases
+once, at its worst: prompts and answers as long as they may be, micro-batches full, every place of the engine taken.
+
+    sampling     a step of the engine that reads prompts, and one in which everybody is at the end of an answer
+    asking       what the models are asked of a batch before anything is learned from it
+    updating     two full micro-batches, and the optimizer's step
+
+Loading is not played: it takes less than updating does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from etude.algorithms import State
+from etude.batch import COLUMNS, Batch, Kind
+from etude.data.pack import tree
+from etude.errors import ConfigError
+from etude.models import Model, Resident, adapt, outlined
+from etude.observe import get_log
+from etude.recipes import checks, models
+from etude.recipes.checks import BY_THE_CRITIC, BY_THE_REFERENCE, BY_THE_TEACHER, scored
+from etude.recipes.placement import ROLES
+from etude.recipes.run import Run
+from etude.recipes.workers import Minimise, PolicyWorker
+from etude.records import Rollout, Sample
+from etude.rollout.blocks import Blocks
+from etude.rollout.kv import SHORTEST, Cache, Pass
+from etude.rollout.request import Request
+from etude.rollout.sampling import draw
+from etude.rollout.schedule import Scheduler, Work
+from etude.rollout.torch_engine import LOGITS, blocks_of
+from etude.tools.ledger import Ledger
+from etude.tools.outline import Pretend, as_one_of, without_memory
+from etude.train import Frozen, Learner
+from etude.train.forward import ForwardPass, cut
+from etude.train.optim import PRECISIONS
+
+__all__ = ["AT_REST", "EVERYBODY", "Rehearsed", "batch_of", "named_by_optimizers", "perform", "rehearse"]
+
+AT_REST = frozenset({"masters", "optimizer"})
+"""What is away while the engine samples, under `train.offload`."""
+FULL = 2
+"""So many micro-batches are played, or all of an update if it has fewer: the first finds no gradient, each other one
+does."""
+EVERYBODY = frozenset({"policy", "engine", *ROLES})
+"""Whose memory may be on a device."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a device was asked for."""
+
+    ledger: Ledger
+    model: Model
+    """The policy, without numbers."""
+    held: int
+    """How many tokens the engine's cache holds."""
+    at_once: int
+    """How many answers are drawn at once, at most."""
+    row: tuple[int, int]
+    """How long a prompt and its answer may be."""
+
+
+def rehearse(run: Run, device: torch.device, roles: frozenset[str] = EVERYBODY) -> Rehearsed:
+    """Play one rank's step on a device of this kind, as far as it is played by those of its models that are there."""
+    ledger = Ledger()
+    with without_memory(ledger) as outline, as_one_of(run.ranks), _quietly():
+        on = nullcontext() if device.type == "cpu" else Pretend(outline, device)
+        return _Stage(run, on, ledger, roles).play()
+
+
+def perform(run: Run) -> Rehearsed:
+    """The same on this processor, with random weights and memory: what a rehearsal is measured against."""
+    return _Stage(run, nullcontext(), Ledger(), EVERYBODY).play()
+
+
+class _Stage:
+    """The parts of a run, without numbers."""
+
+    def __init__(self, run: Run, on: AbstractContextManager[Any], ledger: Ledger, roles: frozenset[str]) -> None:
+        """on: within, what computes believes itself on the device that is planned for."""
+        assert run.model.path is not None, "a plan is of a model"
+        self.on, self.ledger, self.roles = on, ledger, roles
+        self.offload = run.train.offload
+        rests = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
+        changes: dict[str, Any] = {"train": rests, "epochs": 1, "steps": run.steps * run.epochs}
+        self.run = run.model_copy(update=changes)
+        apart = run.placement.layout == "split"
+        with ledger.of("weights" if "policy" in roles else None):
+            self.policy = self._policy()
+        self.sampled = self.policy
+        if apart and "engine" in roles:
+            with ledger.of("engine" if "policy" in roles else "weights"):
+                self.sampled = self._policy()
+        checks.room(run, self.policy)
+        self.row = _row(run, self.policy)
+        self.held: object = None
+        """What the engine keeps while others work."""
+
+    def play(self) -> Rehearsed:
+        """Each phase once."""
+        run, ledger = self.run, self.ledger
+        wanted = -(-run.collect.tasks * run.collect.group_size // run.ranks)
+        at_once = run.rollout.max_running if run.data.val else min(run.rollout.max_running, wanted)
+        blocks = blocks_of(self.policy, run.rollout)
+        with named_by_optimizers(ledger, self.policy):
+            worker = self._worker() if "policy" in self.roles else None
+            if "engine" in self.roles:
+                self._sample(blocks, at_once)
+            if "reward" in self.roles:
+                self._score()
+            if worker is not None:
+                self._learn(worker)
+            else:
+                self._ask()
+        return Rehearsed(ledger, self.policy, blocks * run.rollout.block_size, at_once, self.row)
+
+    def _policy(self) -> Model:
+        run = self.run
+        model = outlined(self._path, dtype=PRECISIONS[run.train.precision])
+        if run.lora.on:
+            model = adapt(model, run.lora, seed=run.seed)
+        if run.model.freeze:
+            model.freeze(run.model.freeze)
+        return model
+
+    def _worker(self) -> PolicyWorker:
+        """The learner, and what stands beside it here."""
+        run, here = self.run, self.roles & checks.roles(self.run)
+        reference = self._frozen("reference", run.reference.path) if "reference" in here else None
+        teacher = self._frozen("teacher", run.teacher.path) if "teacher" in here else None
+        critic = self._critic() if "critic" in here else None
+        with self.ledger.of("optimizer"):
+            return models.worker_of(run, self.policy, None, reference=reference, teacher=teacher, critic=critic)
+
+    def _critic(self) -> Model:
+        critic = self.run.critic
+        with self.ledger.of("critic"):
+            return outlined(critic.path or self._path, dtype=PRECISIONS[critic.train.precision], head="value")
+
+    def _frozen(self, role: str, path: Any) -> Frozen:
+        if role == "reference" and path is None and self.run.lora.rank:
+            return Frozen(self.policy, self.run.train.micro_tokens, unadapted=True)
+        with self.ledger.of(role):
+            model = outlined(path or self._path, dtype=self.policy.dtype)
+        return Frozen(model, self.run.train.micro_tokens)
+
+    @property
+    def _path(self) -> Any:
+        return self.run.model.path
+
+    def _sample(self, blocks: int, at_once: int) -> None:
+        """The cache, and two steps of the engine; the cache stays, unless the engine sleeps while others work."""
+        run, model, ledger = self.run, self.sampled, self.ledger
+        with ledger.of("engine"):
+            engine = Resident(model, merge=run.lora.publish == "merged", prepack=False).model
+        with self.on, torch.no_grad():
+            with ledger.of("kv"):
+                cache = Cache(model, blocks=blocks, size=run.rollout.block_size, steady=run.rollout.deterministic)
+            with ledger.phase("sampling"), ledger.of("activations", _logits(engine)):
+                for works, table in _steps(run, model, blocks, at_once, sum(self.row)):
+                    _step(engine, cache, works, table)
+                    cache.fetched = torch.empty(0, dtype=cache.dtype)
+        if not self.offload:
+            self.held = cache, engine, self.sampled
+
+    def _learn(self, worker: PolicyWorker) -> None:
+        run, ledger = self.run, self.ledger
+        batch = batch_of(run, self.row)
+        told = checks.from_the_models(run)
+        asked = told - self._elsewhere()
+        with self.on, ledger.phase("asking"), ledger.of("activations", _logits(self.policy)):
+            if asked:
+                worker.annotate(batch, asked)
+        batch = worker.estimate(batch, run.critic.warmup + 1)
+        if batch.old_logp is None:
+            batch = batch.replace(old_logp=torch.tensor([0.0] * batch.tokens))
+        with self.on, ledger.phase("updating"), ledger.of("activations", _logits(self.policy)):
+            worker.update([batch])
+
+    def _elsewhere(self) -> frozenset[str]:
+        """The columns that are told by models that are not here."""
+        told_by = {"reference": BY_THE_REFERENCE, "teacher": BY_THE_TEACHER, "critic": BY_THE_CRITIC}
+        return frozenset().union(*(columns for role, columns in told_by.items() if role not in self.roles))
+
+    def _ask(self) -> None:
+        """What those do that are here without the policy."""
+        run, ledger, here = self.run, self.ledger, self.roles & checks.roles(self.run)
+        batch = batch_of(run, self.row)
+        for role, path in (("reference", run.reference.path), ("teacher", run.teacher.path)):
+            if role in here:
+                model = self._frozen(role, path)
+                with self.on, ledger.phase("asking"), ledger.of("activations", _logits(model.model)):
+                    model.logp(batch)
+        if "critic" in here:
+            critic = self._critic()
+            with ledger.of("optimizer"):
+                learner = Learner(critic, run.critic.train, steps=run.steps * run.updates, option="critic.train")
+            batch = run.estimate(batch, State()).batch
+            with self.on, ledger.of("activations"):
+                with ledger.phase("asking"):
+                    learner.annotate(batch, learner.columns & checks.from_the_models(run))
+                with ledger.phase("updating"):
+                    learner.update(batch, Minimise(run.critic.loss))
+
+    def _score(self) -> None:
+        """What reward models are asked."""
+        for reward in scored(self.run.reward):
+            with self.ledger.of("reward model"):
+                model = outlined(reward.path, dtype=PRECISIONS[reward.precision], head="score")
+            forward, batch = ForwardPass(model, tree, 1.0), batch_of(self.run, self.row)
+            with self.on, torch.no_grad(), self.ledger.phase("scoring"), self.ledger.of("activations"):
+                for micro, _ in cut(batch, reward.micro_tokens, "rollout", model.device):
+                    forward(micro, frozenset({"score"}))
+            self.held = self.held, model
+
+
+@contextmanager
+def named_by_optimizers(ledger: Ledger, policy: Model) -> Iterator[None]:
+    """What an optimizer steps on says what it is: gradients, moments, and the weights that are kept beside a half-
+    precision copy."""
+    computed = {weight.untyped_storage()._cdata for weight in policy.parameters()}
+
+    def about_to_step(optimizer: Any, *_: object) -> None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        ledger.name((w.grad for w in weights if w.grad is not None), "gradients")
+        beside = [w for w in weights if w.untyped_storage()._cdata not in computed]
+        ledger.name((w for w in beside if ledger.kind(w) == "optimizer"), "masters")
+        for weight in weights:
+            ledger.name((kept for kept in optimizer.state[weight].values() if isinstance(kept, Tensor)), "optimizer")
+
+    handle = register_optimizer_step_pre_hook(about_to_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def batch_of(run: Run, row: tuple[int, int]) -> Batch:
+    """One rank's share of an update batch at its worst, or as much of it as fills a few micro-batches: every row as
+    long as it may be."""
+    prompt, answer = row
+    rollouts = -(-run.collect.tasks * run.collect.group_size // (run.updates * run.ranks))
+    size = min(run.collect.group_size, rollouts)
+    enough = FULL * max(1, run.train.micro_tokens // (prompt + size * answer))
+    groups = min(-(-rollouts // size), enough)
+    action = np.arange(prompt + answer) >= prompt
+    nothing = np.zeros(prompt + answer, np.int32)
+    rows, told = [], []
+    for group in range(groups):
+        for _ in range(size):
+            place = len(told)
+            told.append(Rollout(place, group, group, float(place % 2)))
+            rows.append(Sample(nothing, action, nothing.astype(np.float32), nothing, nothing, place))
+    batch = Batch.from_records(rows, told)
+    there = {name for name, _ in batch.columns()}
+    needed = sorted((run.needs() | run.critic.loss.needs() | checks.from_the_models(run)) - there)
+    return batch.replace(**{name: _zeros(name, batch) for name in needed if name in COLUMNS})
+
+
+def _zeros(name: str, batch: Batch) -> Tensor:
+    """A column of which nothing is known."""
+    whole = {"anchor": torch.int64, "role": torch.int64, "observation": torch.bool}
+    if COLUMNS[name] is Kind.UNIT:
+        return torch.tensor([0] * batch.rollouts).to(whole.get(name, torch.float64))
+    return torch.tensor([0] * batch.tokens).to(whole.get(name, torch.float32))
+
+
+def _row(run: Run, policy: Model) -> tuple[int, int]:
+    """The longest prompt, and what may follow it."""
+    prompt = run.data.max_prompt
+    if run.env.asked:
+        return prompt, max((run.env.max_tokens or checks.longest(run, policy)) - prompt, 1)
+    if run.agent.path is not None:
+        return prompt, max(checks.longest(run, policy) - prompt, 1)
+    return prompt, run.sampling.max_tokens
+
+
+def _steps(run: Run, model: Model, blocks: int, at_once: int, longest: int) -> Iterator[tuple[list[Work], Any]]:
+    """The work of two steps of the engine: prompts are read, and everybody is at the end of an answer."""
+    longest = min(longest, blocks * run.rollout.block_size, model.context)
+    for reads, prefill in ((True, run.rollout.prefill_tokens), (False, at_once * longest)):
+        scheduler = Scheduler(
+            Blocks(blocks, run.rollout.block_size),
+            max_running=run.rollout.max_running,
+            prefill_tokens=prefill,
+            longest=longest + SHORTEST,
+        )
+        chance = np.random.default_rng(0)
+        for _ in range(at_once):
+            prompt = chance.integers(0, model.vocabulary, longest - 1).astype(np.int32)
+            one = run.sampling.params(0)
+            scheduler.add(Request(prompt, one, limit=longest, vocabulary=model.vocabulary, tokenizer=None))
+        works = scheduler.schedule()
+        if not reads:
+            scheduler.advance([Work(each.request, 0, longest - 2) for each in works])
+            works = [Work(each.request, longest - 2, longest - 1) for each in works]
+        yield works, scheduler.table
+
+
+def _step(model: Model, cache: Cache, works: list[Work], table: Any) -> None:
+    """As the engine does one."""
+    run = Pass(cache, works, table)
+    hidden = model.hidden(run.ids, run.positions, run)
+    requests = [work.request for work in run.drawing]
+    rows = max(1, LOGITS // (model.vocabulary * cache.rows)) * cache.rows
+    for start in range(0, len(requests), rows):
+        some = requests[start : start + rows]
+        logits = model.logits(hidden[run.last[start : start + rows]])[: len(some)]
+        draw(logits, [r.drawing for r in some], [r.generated for r in some], [r.length for r in some])
+
+
+def _logits(model: Model) -> Any:
+    """Tells what is as wide as a vocabulary, and what has the form of the head: a gradient on its way."""
+    head = tuple(model.head_weight.shape)
+
+    def named(tensor: Tensor) -> str | None:
+        shape = tuple(tensor.shape)
+        if shape == head:
+            return "gradients"
+        return "logits" if len(shape) == 2 and shape[1] == head[0] and tensor.is_floating_point() else None
+
+    return named
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warnings of what is only played; what cannot be played is a sentence."""
+    log = get_log("models")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"This run cannot be rehearsed without its numbers, so no plan can be made of it: {error} Try it at a "
+            f"small size: `peak_memory_gb` in its metrics is what an update took."
+        ) from error
+    finally:
+        log.disabled = before

@@ -1,0 +1,115 @@
+"""Where a run's models are: what is shared, what is not, what is told of it, and what cannot be.
+
+That a second GPU samples has not been run; what the layout asks of one is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etude.errors import ConfigError
+from etude.recipes import checks
+from etude.recipes.build import build
+from etude.recipes.loop import practise
+from etude.recipes.placement import Placement, engine_device, gpus_of, lines, placed, refuse
+from etude.recipes.workers import PolicyWorker
+from tests.recipes.runs import Captured, measured, refused_run, run_of, same, train, weights
+
+SPLIT = {"placement.layout": "split"}
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch tells where there are eight."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def test_an_engine_with_weights_of_its_own_samples_the_same(world: Path, tmp_path: Path) -> None:
+    shared = train(world, tmp_path / "shared")
+    apart = train(world, tmp_path / "apart", **SPLIT)
+    assert same(weights(shared), weights(apart))
+    written = [[line["publish_bytes"] for line in measured(run)] for run in (shared, apart)]
+    assert set(written[0]) == {0.0} and all(number > 0 for number in written[1])
+
+
+def test_split_means_other_memory(world: Path, tmp_path: Path) -> None:
+    for layout, is_shared in (("colocated", True), ("split", False)):
+        with build(run_of(world, directory=tmp_path / layout, **{"placement.layout": layout})) as parts:
+            worker = parts.learners.crew._worker  # type: ignore[attr-defined]
+            assert isinstance(worker, PolicyWorker)
+            mine = {weight.data_ptr() for _, weight in worker.weights()}
+            theirs = {weight.data_ptr() for _, weight in worker._hosted.model.named_weights()}
+            assert (mine == theirs) is is_shared and (mine.isdisjoint(theirs)) is not is_shared
+            practise(parts)
+
+
+def test_a_run_says_where_its_models_are(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    train(world, tmp_path / "one", steps=1, kl="reverse")
+    told = capsys.readouterr()
+    assert "On cpu: the policy and its engine, with the same weights, the reference." in told.err + told.out
+    train(world, tmp_path / "two", steps=1, **SPLIT)
+    told = capsys.readouterr()
+    assert "On cpu: the policy, the engine, with weights of its own." in told.err + told.out
+
+
+def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None:
+    run = run_of(
+        world,
+        **{**SPLIT, "ranks": 2, "kl": "reverse", "advantage": "gae"},
+        **{"placement.reference": "cuda:6", "placement.critic": "engine", "placement.reward": "cpu"},
+    )
+    checks.before(run)
+    assert engine_device(run) == torch.device("cuda", 2) and gpus_of(run) == 7
+    ends = {"policy": torch.device("cuda", 0), "engine": engine_device(run)}
+    assert placed(run.placement, "critic", **ends) == torch.device("cuda", 2)
+    assert lines(run, checks.roles(run)) == [
+        "On cuda:0: the policy. On each of 2 ranks, by the names of the first.",
+        "On cuda:2: the engine, with weights of its own, the critic. On each of 2 ranks, by the names of the first.",
+        "On cuda:6: the reference. On each of 2 ranks, by the names of the first.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({**SPLIT, "ranks": 5}, r"wants 10 GPUs, and torch sees 8: `ranks=5` that train on one each, 5 more for their"),
+        ({"kl": "reverse", "placement.reference": "cuda:8"}, "wants 9 GPUs, and torch sees 8: .*placement.reference"),
+        ({**SPLIT, "train.offload": "true"}, "each has its own"),
+    ],
+)
+def test_impossible_layouts_are_refused_with_the_sum(
+    eight_gpus: None, options: dict[str, Any], told: str, world: Path
+) -> None:
+    run = run_of(world, **options)
+    with pytest.raises(ConfigError, match=told):
+        refuse(run, frozenset(), together=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"placement.teacher": "cpu"}, "places the teacher, and this run has none"),
+        ({"placement.reward": "engine"}, "places the reward model, and this run has none"),
+        ({"kl": "reverse", "placement.reference": "cuda:0"}, "this run computes on the processor"),
+        ({"kl": "full", "placement.reference": "cpu"}, "has to be where the policy is"),
+        ({"kl": "reverse", "lora.rank": 2, "placement.reference": "cpu"}, "the policy without its adapters"),
+        ({"kl": "reverse", "placement.reference": "moon"}, "placement.reference"),
+    ],
+)
+def test_what_would_mean_nothing_is_refused(
+    options: dict[str, Any], told: str, world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    if torch.cuda.is_available():
+        options |= {"device": "cpu"}
+    assert told in refused_run(capsys, world, tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_placed_by_default() -> None:
+    assert Placement() == Placement(layout="colocated", reference="policy", critic="policy")
