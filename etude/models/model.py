@@ -158,7 +158,8 @@ class Model:
 
     def described(self) -> dict[str, Any]:
         """What `config.json` says of it."""
-        return self.module.config.to_dict() | {"architectures": [type(self.module).__name__]}
+        told: dict[str, Any] = self.module.config.to_dict()
+        return told | {"architectures": [type(self.module).__name__]}
 
     @property
     def adapted(self) -> bool:

@@ -142,8 +142,8 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         asleep: Callable[[], None]
         asleep = publisher.make_room if publisher is not None else partial(crew.call, PolicyWorker.make_room)
         learners.make_room = asleep
-    told = (chat.tokenizer.decode, client, publisher)
-    return Parts(directory, log, source, learners, scoring, saver, engine, store, runner, overlong, *told)
+    beside = (chat.tokenizer.decode, client, publisher)
+    return Parts(directory, log, source, learners, scoring, saver, engine, store, runner, overlong, *beside)
 
 
 def _engine_source(

@@ -18,6 +18,7 @@ from pydantic import Field
 from etude.config import Config
 from etude.errors import ConfigError
 from etude.recipes.device import device_of
+from etude.rollout import ServerConfig
 
 if TYPE_CHECKING:
     from etude.recipes.run import Run
@@ -85,6 +86,8 @@ def refuse(run: Run, idle: frozenset[str], *, together: bool) -> None:
             f"`placement.reference={placement.reference}`: with `lora` the reference is the policy without its "
             f"adapters, and is where that is. Leave it out, or name another model with `reference.path`."
         )
+    if isinstance(run.rollout, ServerConfig):
+        _refuse_beside_servers(placement)
     if placement.layout == "split" and run.train.offload:
         raise ConfigError(
             "`train.offload` has engine and optimizer take turns on one GPU, and with `placement.layout=split` each "
@@ -92,6 +95,21 @@ def refuse(run: Run, idle: frozenset[str], *, together: bool) -> None:
         )
     if device.type == "cuda":
         _refuse_too_many(run, torch.cuda.device_count())
+
+
+def _refuse_beside_servers(placement: Placement) -> None:
+    """Refuse what is said of an engine that is not in this process."""
+    if placement.layout == "split":
+        raise ConfigError(
+            "`placement.layout=split` gives the embedded engine a GPU of its own, and here servers sample, which have "
+            "theirs: `rollout.devices` names them. Leave it out."
+        )
+    for role, who in ROLES.items():
+        if getattr(placement, role) == "engine":
+            raise ConfigError(
+                f"`placement.{role}=engine` puts {who} beside the embedded engine, and here servers sample. Name a "
+                f"device, such as cpu or cuda:1."
+            )
 
 
 def _refuse_too_many(run: Run, there: int) -> None:
@@ -112,7 +130,8 @@ def lines(run: Run, roles: frozenset[str]) -> list[str]:
     """Who is where in this process, a line for each device. roles: who there is besides policy and engine."""
     policy, engine = device_of(run), engine_device(run)
     split = run.placement.layout == "split"
-    said = {str(policy): ["the policy" if split else "the policy and its engine, with the same weights"]}
+    served = isinstance(run.rollout, ServerConfig)
+    said = {str(policy): ["the policy" if split or served else "the policy and its engine, with the same weights"]}
     if split:
         said.setdefault(str(engine), []).append("the engine, with weights of its own")
     for role in (role for role in ROLES if role in roles):
@@ -120,4 +139,5 @@ def lines(run: Run, roles: frozenset[str]) -> list[str]:
         said.setdefault(str(where), []).append(ROLES[role])
     ranks = f" On each of {run.ranks} ranks, by the names of the first." if run.ranks > 1 else ""
     turns = " Engine and optimizer take turns." if run.train.offload else ""
-    return [f"On {device}: {', '.join(who)}.{turns}{ranks}" for device, who in said.items()]
+    told = [f"On {device}: {', '.join(who)}.{turns}{ranks}" for device, who in said.items()]
+    return [*told, "Servers sample, in processes of their own."] if served else told

@@ -114,20 +114,20 @@ class _Group:
 
     def listen(self, address: str) -> int:
         """Open the store that all ranks meet at; returns its port."""
-        self._store = dist.TCPStore(address, 0, self.size, True, self._timeout, wait_for_workers=False)
+        self._store = dist.TCPStore(address, 0, self.size, True, self._timeout, wait_for_workers=False)  # type: ignore[attr-defined]
         port: int = self._store.port
         return port
 
     def meet(self) -> None:
         """Wait for all ranks. The prefixes are those under which torch's own helper has a named group meet."""
-        named = dist.PrefixStore(self.name, self._store)
-        store = dist.PrefixStore(f"{self.name}/", named)
+        named = dist.PrefixStore(self.name, self._store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"{self.name}/", named)  # type: ignore[attr-defined]
         if self._wire == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
-            self._group = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, self.size, options)
+            self._group = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, self.size, options)  # type: ignore[attr-defined]
         else:
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), 0, self.size, self._timeout)
+            self._group = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), 0, self.size, self._timeout)  # type: ignore[attr-defined]
 
     def send(self, tensors: Iterable[Tensor]) -> None:
         """Broadcast each in turn, as bytes: what is read is what was written, whatever a transport calls its dtype."""

@@ -54,7 +54,7 @@ class IpcCarrier:
     def close(self) -> None:
         """Give the device's memory back, when the others have let go of it."""
         self._buckets = [None, None]
-        torch.cuda.ipc_collect()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     def bucket(self, nbytes: int) -> Tensor:
         """The bucket whose turn it is, with room for a tensor of this size."""
@@ -107,7 +107,7 @@ def _view(bucket: Tensor, piece: Piece) -> Tensor:
 
 def _handle(bucket: Tensor) -> Sequence[Any]:
     """What torch needs to open the bucket: device, sizes, CUDA's handles and torch's count of who has it open."""
-    _, told = reduce_tensor(bucket)
+    _, told = reduce_tensor(bucket)  # type: ignore[no-untyped-call]
     device, shared, size, offset, _, counter, counter_offset, event, synced = told[6:]
     return device, size, shared, offset, counter, counter_offset, event, synced
 

@@ -54,11 +54,11 @@ WITHIN: Mapping[Any, Callable[..., int]] = {
 """What kernels take for themselves while they run, in bytes, by their arguments."""
 
 
-class Written(TorchDispatchMode):
+class Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Whatever is computed within is written down: the ledger of a real computation, or of one without memory."""
 
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,7 +77,7 @@ class Written(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Outline(Written):
+class Outline(Written):  # type: ignore[no-untyped-call]
     """Floating-point tensors that are made of nothing have no numbers, and what is computed from such has none.
 
     Whole numbers and truth values keep theirs, and so does what is computed from them alone. Of what has none, a number
@@ -141,33 +141,37 @@ class Pretend(TorchFunctionMode):
     def __enter__(self) -> Pretend:
         self._truth = FakeTensor.device
         FakeTensor.device = property(self._told)  # type: ignore[method-assign,assignment]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         FakeTensor.device = self._truth  # type: ignore[method-assign]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As if it were there."""
         kwargs = kwargs or {}
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == torch.Tensor.device.__get__:
             return self._device
         if func is torch.Tensor.backward:  # what it runs is ours again
             with self._again():
-                given = [kwargs.get(name) for name in ("gradient", "retain_graph")]
-                return torch.autograd.backward(args[0], *given, create_graph=bool(kwargs.get("create_graph")))
+                return torch.autograd.backward(
+                    args[0],
+                    kwargs.get("gradient"),
+                    retain_graph=kwargs.get("retain_graph"),
+                    create_graph=bool(kwargs.get("create_graph")),
+                )
         args, kwargs = tree_map_only((torch.device, str), _here, (args, kwargs))
         return func(*args, **kwargs)
 
     @contextmanager
     def _again(self) -> Iterator[None]:
         """This mode, once more, inside of itself."""
-        TorchFunctionMode.__enter__(self)
+        TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            TorchFunctionMode.__exit__(self, None, None, None)
+            TorchFunctionMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
 
     def _told(self, tensor: Any) -> torch.device:
         truth: torch.device = self._truth.fget(tensor)

@@ -20,10 +20,11 @@ from etude.recipes import checks
 from etude.recipes.folder import check_model
 from etude.recipes.placement import gpus_of, placed
 from etude.recipes.run import Run
+from etude.rollout import EngineConfig
 from etude.tools.doctor.machine import room
 from etude.tools.ledger import Peak
 from etude.tools.pace import Pace, pace
-from etude.tools.rehearsal import AT_REST, Rehearsed, rehearse
+from etude.tools.rehearsal import AT_REST, Rehearsed, rehearse, sampling
 
 __all__ = ["GIB", "Knob", "Plan", "PlanRun", "Planned", "plan", "tree"]
 
@@ -146,6 +147,16 @@ def _settled(asked: PlanRun) -> tuple[Run, torch.device]:
     if asked.model.path is None:
         raise ConfigError("A plan is of a model: give its directory with `model.path=…`; its weights are not read.")
     check_model(asked.model.path)
+    if not isinstance(asked.rollout, EngineConfig):
+        raise ConfigError(
+            "A plan rehearses the embedded engine; what a server holds is its own, on the GPUs that `rollout.devices` "
+            "names and up to the share of them that `rollout.memory` is. Plan the rest with `rollout=embedded`."
+        )
+    if asked.mesh.size > 1:
+        raise ConfigError(
+            "A plan is of ranks that have their rollouts to themselves; how much less each holds where `mesh` has "
+            "several divide them is not rehearsed. Leave `mesh` out: what is told then is the most that it can be."
+        )
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = here if asked.gpus is None and asked.device != "cpu" else asked.gpus or 0
     if asked.device == "cpu" and gpus:
@@ -229,7 +240,7 @@ def _own_size(device: torch.device) -> int:
 
 def _candidates(run: Run, device: torch.device) -> list[tuple[str, str, Run]]:
     """Options that could make a run smaller, each with the run that has it."""
-    train, rollout = run.train, run.rollout
+    train, rollout = run.train, sampling(run)
     wanted: list[tuple[str, object, bool]] = [
         ("train.micro_tokens", max(train.micro_tokens // 2, 1), True),
         ("train.activation_checkpointing", True, not train.activation_checkpointing),

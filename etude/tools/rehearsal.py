@@ -34,6 +34,7 @@ from etude.recipes.placement import ROLES
 from etude.recipes.run import Run
 from etude.recipes.workers import Minimise, PolicyWorker
 from etude.records import Rollout, Sample
+from etude.rollout import EngineConfig
 from etude.rollout.blocks import Blocks
 from etude.rollout.kv import SHORTEST, Cache, Pass
 from etude.rollout.request import Request
@@ -46,7 +47,7 @@ from etude.train import Frozen, Learner
 from etude.train.forward import ForwardPass, cut
 from etude.train.optim import PRECISIONS
 
-__all__ = ["AT_REST", "EVERYBODY", "Rehearsed", "batch_of", "named_by_optimizers", "perform", "rehearse"]
+__all__ = ["AT_REST", "EVERYBODY", "Rehearsed", "batch_of", "named_by_optimizers", "perform", "rehearse", "sampling"]
 
 AT_REST = frozenset({"masters", "optimizer"})
 """What is away while the engine samples, under `train.offload`."""
@@ -112,8 +113,9 @@ class _Stage:
         """Each phase once."""
         run, ledger = self.run, self.ledger
         wanted = -(-run.collect.tasks * run.collect.group_size // run.ranks)
-        at_once = run.rollout.max_running if run.data.val else min(run.rollout.max_running, wanted)
-        blocks = blocks_of(self.policy, run.rollout)
+        engine = sampling(run)
+        at_once = engine.max_running if run.data.val else min(engine.max_running, wanted)
+        blocks = blocks_of(self.policy, engine)
         with named_by_optimizers(ledger, self.policy):
             worker = self._worker() if "policy" in self.roles else None
             if "engine" in self.roles:
@@ -124,7 +126,7 @@ class _Stage:
                 self._learn(worker)
             else:
                 self._ask()
-        return Rehearsed(ledger, self.policy, blocks * run.rollout.block_size, at_once, self.row)
+        return Rehearsed(ledger, self.policy, blocks * engine.block_size, at_once, self.row)
 
     def _policy(self) -> Model:
         run = self.run
@@ -167,7 +169,8 @@ class _Stage:
             engine = Resident(model, merge=run.lora.publish == "merged", prepack=False).model
         with self.on, torch.no_grad():
             with ledger.of("kv"):
-                cache = Cache(model, blocks=blocks, size=run.rollout.block_size, steady=run.rollout.deterministic)
+                how = sampling(run)
+                cache = Cache(model, blocks=blocks, size=how.block_size, steady=how.deterministic)
             with ledger.phase("sampling"), ledger.of("activations", _logits(engine)):
                 for works, table in _steps(run, model, blocks, at_once, sum(self.row)):
                     _step(engine, cache, works, table)
@@ -247,6 +250,12 @@ def named_by_optimizers(ledger: Ledger, policy: Model) -> Iterator[None]:
         handle.remove()
 
 
+def sampling(run: Run) -> EngineConfig:
+    """How the embedded engine is set up, which is the one that can be rehearsed."""
+    assert isinstance(run.rollout, EngineConfig), "what a server holds is its own"
+    return run.rollout
+
+
 def batch_of(run: Run, row: tuple[int, int]) -> Batch:
     """One rank's share of an update batch at its worst, or as much of it as fills a few micro-batches: every row as
     long as it may be."""
@@ -257,7 +266,8 @@ def batch_of(run: Run, row: tuple[int, int]) -> Batch:
     groups = min(-(-rollouts // size), enough)
     action = np.arange(prompt + answer) >= prompt
     nothing = np.zeros(prompt + answer, np.int32)
-    rows, told = [], []
+    rows: list[Any] = []
+    told: list[Any] = []
     for group in range(groups):
         for _ in range(size):
             place = len(told)
@@ -289,11 +299,12 @@ def _row(run: Run, policy: Model) -> tuple[int, int]:
 
 def _steps(run: Run, model: Model, blocks: int, at_once: int, longest: int) -> Iterator[tuple[list[Work], Any]]:
     """The work of two steps of the engine: prompts are read, and everybody is at the end of an answer."""
-    longest = min(longest, blocks * run.rollout.block_size, model.context)
-    for reads, prefill in ((True, run.rollout.prefill_tokens), (False, at_once * longest)):
+    engine = sampling(run)
+    longest = min(longest, blocks * engine.block_size, model.context)
+    for reads, prefill in ((True, engine.prefill_tokens), (False, at_once * longest)):
         scheduler = Scheduler(
-            Blocks(blocks, run.rollout.block_size),
-            max_running=run.rollout.max_running,
+            Blocks(blocks, engine.block_size),
+            max_running=engine.max_running,
             prefill_tokens=prefill,
             longest=longest + SHORTEST,
         )
