@@ -19,8 +19,10 @@ Kind = Literal["shm", "disk", "group", "ipc"]
 class Named(Protocol):
     """What kind of server it is."""
 
-    name: str
-    """`vllm` or `sglang`."""
+    @property
+    def name(self) -> str:
+        """`vllm` or `sglang`."""
+        ...
 
 
 class Server(Protocol):
