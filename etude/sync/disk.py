@@ -42,7 +42,7 @@ class DiskCarrier:
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._delta = delta
-        self._known: dict[str, bytes] = {}  # of each part, what its weights hash to
+        self._known: dict[str, bytes] = {}  # what the weights of a part hash to, by the first's name
         self._count = 0
 
     def parcels(self, weights: Iterable[tuple[str, Tensor]], whole: bool, /) -> _Written:
@@ -81,11 +81,12 @@ class DiskCarrier:
     def _files(self, directory: Path, stream: Stream, known: dict[str, bytes]) -> Iterator[Piece]:
         held: dict[str, Tensor] = {}
         count = 0
-        for part, tensors in groupby(_each(stream), key=lambda named: part_of(named[0])):
+        for _, tensors in groupby(_each(stream), key=lambda named: part_of(named[0])):
             whole = dict(tensors)
+            first = next(iter(whole))
             if self._delta:
-                self._known[part] = _hash(whole)
-                if known.get(part) == self._known[part]:
+                self._known[first] = _hash(whole)
+                if known.get(first) == self._known[first]:
                     continue
             for name, tensor in whole.items():
                 if held and tensor.nbytes + sum(other.nbytes for other in held.values()) > self._bucket_bytes:

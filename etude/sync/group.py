@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from etude.errors import EngineError
@@ -31,6 +31,7 @@ from etude.sync.server import Parcel, Server
 __all__ = ["GroupCarrier", "Wire"]
 
 Wire = Literal["gloo", "nccl"]
+_dist: Any = torch.distributed  # which process groups it has depends on how torch was built
 
 
 class GroupCarrier:
@@ -114,24 +115,24 @@ class _Group:
 
     def listen(self, address: str) -> int:
         """Open the store that all ranks meet at; returns its port."""
-        self._store = dist.TCPStore(address, 0, self.size, True, self._timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+        self._store = _dist.TCPStore(address, 0, self.size, True, self._timeout, wait_for_workers=False)
         port: int = self._store.port
         return port
 
     def meet(self) -> None:
         """Wait for all ranks. The prefixes are those under which torch's own helper has a named group meet."""
-        named = dist.PrefixStore(self.name, self._store)  # type: ignore[attr-defined]
-        store = dist.PrefixStore(f"{self.name}/", named)  # type: ignore[attr-defined]
+        named = _dist.PrefixStore(self.name, self._store)
+        store = _dist.PrefixStore(f"{self.name}/", named)
         if self._wire == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
+            options = _dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
-            self._group = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, self.size, options)  # type: ignore[attr-defined]
+            self._group = _dist.ProcessGroupNCCL(_dist.PrefixStore("cuda/", store), 0, self.size, options)
         else:
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), 0, self.size, self._timeout)  # type: ignore[attr-defined]
+            self._group = _dist.ProcessGroupGloo(_dist.PrefixStore("cpu/", store), 0, self.size, self._timeout)
 
     def send(self, tensors: Iterable[Tensor]) -> None:
         """Broadcast each in turn, as bytes: what is read is what was written, whatever a transport calls its dtype."""
-        options = dist.BroadcastOptions()
+        options = _dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         for tensor in tensors:
             self._group.broadcast([tensor], options).wait(self._timeout)

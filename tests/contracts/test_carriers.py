@@ -139,9 +139,9 @@ def test_what_is_under_way_goes_on_or_is_waited_for(world: World, running: Runni
     old = world.version
 
     async def both() -> list[tuple[list[int], list[float], list[int]]]:
-        begun = asyncio.Event()
-        asked = [asyncio.create_task(world.server.generate((5, 6, at), 300, begun)) for at in range(4)]
-        await begun.wait()
+        begun = [asyncio.Event() for _ in range(4)]
+        asked = [asyncio.create_task(world.server.generate((5, 6, at), 300, event)) for at, event in enumerate(begun)]
+        await asyncio.gather(*(event.wait() for event in begun))
         await fleet.publish(SECOND.items(), old + 1)
         return await asyncio.gather(*asked)
 
