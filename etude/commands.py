@@ -302,11 +302,9 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     preset, overrides = split(arguments.overrides)
     run = asked(PlanRun, overrides, arguments.config, preset)
+    found = (plan if arguments.json else show)(run, knobs=not arguments.quick)
     if arguments.json:
-        found = plan(run, knobs=not arguments.quick)
         print(json.dumps(tree(found)))
-    else:
-        found = show(run, knobs=not arguments.quick)
     return 1 if found.fits is False else 0
 
 

@@ -20,18 +20,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from etude.errors import ConfigError
 from etude.models import Model
 from etude.rollout.grouping import KEYS, Group, grouped, pieces_of
 from etude.rollout.schedule import Work
 
-__all__ = ["QUERIES", "ROWS", "SHORTEST", "Cache", "Pass", "block_bytes"]
+if TYPE_CHECKING:
+    from etude.rollout.torch_engine import EngineConfig
+
+__all__ = ["QUERIES", "ROWS", "SHORTEST", "Cache", "Pass", "block_bytes", "blocks_of"]
 
 ROWS = 16
 """Linear layers run on a multiple of so many rows."""
@@ -245,3 +249,16 @@ def _by_piece(rows: Tensor, families: int, each: int) -> Tensor:
     heads = len(rows) // families
     split = rows.view(families, heads, each, -1, rows.shape[2]).transpose(1, 2)
     return split.reshape(families * each * heads, -1, rows.shape[2])
+
+
+def blocks_of(model: Model, config: EngineConfig) -> int:
+    """How many blocks of keys and values an engine of this model has: no more than requests could fill."""
+    bytes_of_block = block_bytes(model, config.block_size)
+    useful = config.max_running * -(-model.context // config.block_size)
+    blocks = min(int(config.kv_gib * 2**30) // bytes_of_block, useful)
+    if blocks == 0:
+        raise ConfigError(
+            f"kv_gib={config.kv_gib:g} does not hold one block: {config.block_size} tokens of this model take "
+            f"{bytes_of_block / 2**30:.3g} GiB. Raise kv_gib or lower block_size."
+        )
+    return blocks

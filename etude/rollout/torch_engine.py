@@ -37,7 +37,7 @@ from etude.records import Completion, SamplingParams
 from etude.rollout.base import Rollout
 from etude.rollout.blocks import Blocks
 from etude.rollout.inbox import Inbox
-from etude.rollout.kv import SHORTEST, Cache, Pass, block_bytes
+from etude.rollout.kv import SHORTEST, Cache, Pass, blocks_of
 from etude.rollout.request import Delta, Request, check
 from etude.rollout.sampling import draw
 from etude.rollout.schedule import Counts, Scheduler
@@ -46,7 +46,7 @@ from etude.rollout.team import dismiss_team
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
 
-__all__ = ["EngineConfig", "TorchEngine", "blocks_of"]
+__all__ = ["EngineConfig", "TorchEngine"]
 
 Ids = NDArray[np.int32]
 
@@ -420,19 +420,6 @@ class TorchEngine:
         scheduler.version = version
         scheduler.counts = counts or scheduler.counts
         return scheduler
-
-
-def blocks_of(model: Model, config: EngineConfig) -> int:
-    """How many blocks of keys and values an engine of this model has: no more than requests could fill."""
-    bytes_of_block = block_bytes(model, config.block_size)
-    useful = config.max_running * -(-model.context // config.block_size)
-    blocks = min(int(config.kv_gib * 2**30) // bytes_of_block, useful)
-    if blocks == 0:
-        raise ConfigError(
-            f"kv_gib={config.kv_gib:g} does not hold one block: {config.block_size} tokens of this model take "
-            f"{bytes_of_block / 2**30:.3g} GiB. Raise kv_gib or lower block_size."
-        )
-    return blocks
 
 
 def _told(error: Exception, config: EngineConfig) -> EngineError:

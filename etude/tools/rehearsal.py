@@ -36,11 +36,11 @@ from etude.recipes.workers import Minimise, PolicyWorker
 from etude.records import Rollout, Sample
 from etude.rollout import EngineConfig
 from etude.rollout.blocks import Blocks
-from etude.rollout.kv import SHORTEST, Cache, Pass
+from etude.rollout.kv import SHORTEST, Cache, Pass, blocks_of
 from etude.rollout.request import Request
 from etude.rollout.sampling import draw
 from etude.rollout.schedule import Scheduler, Work
-from etude.rollout.torch_engine import LOGITS, blocks_of
+from etude.rollout.torch_engine import LOGITS
 from etude.tools.ledger import Ledger
 from etude.tools.outline import Pretend, as_one_of, without_memory
 from etude.train import Frozen, Learner
