@@ -74,8 +74,7 @@ class DiskCarrier:
         except OSError as error:
             shutil.rmtree(writing, ignore_errors=True)
             raise CheckpointError(
-                f"The weights could not be written to {made} ({error}). Make room there, or name another "
-                f"`directory`."
+                f"The weights could not be written to {made} ({error}). Make room there, or name another `directory`."
             ) from error
         return made, pieces
 
