@@ -24,7 +24,7 @@ from tests.rollout import sglang_on_cpu
 from tests.worlds import make_tokenizer
 
 CONTEXT = 128
-SIZES = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "context": CONTEXT, "tied": False}
+SIZES: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "context": CONTEXT, "tied": False}
 OPTIONS: dict[str, Any] = {"kv_gib": 0.05, "max_running": 32}
 AT_START = {"TORCH_COMPILE_DISABLE": "1"}
 """Nothing is compiled for the few tokens of a test."""
@@ -37,7 +37,7 @@ def on(kind: str) -> list[pytest.MarkDecorator]:
 
 def make_served_model(directory: Path, seed: int) -> Path:
     """A random model whose next token depends strongly on what it has read, with a tokenizer of characters."""
-    model = create(tiny(make_tokenizer(directory), **SIZES), seed=seed, dtype=torch.float32)  # type: ignore[arg-type]
+    model = create(tiny(make_tokenizer(directory), **SIZES), seed=seed, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -57,7 +57,8 @@ def options_of(kind: str, directory: Path) -> dict[str, Any]:
 @contextmanager
 def started(kind: str, model: Path, directory: Path) -> Iterator[Served]:
     """A server of this kind."""
-    config: ServerConfig = {"vllm": VllmConfig, "sglang": SglangConfig}[kind](**options_of(kind, directory))
+    options = options_of(kind, directory)
+    config: ServerConfig = VllmConfig(**options) if kind == "vllm" else SglangConfig(**options)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in AT_START.items():
             patch.setenv(name, value)

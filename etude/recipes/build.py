@@ -135,6 +135,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         told = "The answers of what was collected since, up to step %d, are read back and not drawn again."
         get_log("recipes").info(told, source.replays)
     if run.train.offload:
+        asleep: Callable[[], None]
         asleep = publisher.make_room if publisher is not None else partial(crew.call, PolicyWorker.make_room)
         learners.make_room = asleep
     told = (chat.tokenizer.decode, client, publisher)
@@ -224,17 +225,20 @@ def _crew(run: Run, chat: Chat, directory: Path, stack: ExitStack) -> tuple[Crew
     from etude.rollout import ServerConfig
 
     crew: Crew
+    engine: Engine | None
     if run.ranks == 1:
-        worker, engine = _rank(run, chat)
-        if engine is not None:
-            stack.enter_context(closing(engine))
-        crew = stack.enter_context(closing(LocalCrew(worker)))
+        worker, embedded = _rank(run, chat)
+        if embedded is not None:
+            stack.enter_context(closing(embedded))
+        crew, engine = stack.enter_context(closing(LocalCrew(worker))), embedded
     else:
-        crew = stack.enter_context(closing(several := start(rank, run, directory / folder.RANKS)))
+        several = stack.enter_context(closing(start(rank, run, directory / folder.RANKS)))
+        crew, engine = several, Replicas(several)
     if isinstance(run.rollout, ServerConfig):
         served, publisher = stack.enter_context(serving(run, run.rollout, chat.tokenizer, crew, directory))
         return crew, served, publisher
-    return crew, engine if run.ranks == 1 else Replicas(several), None
+    assert engine is not None, "what is not served is sampled by the workers"
+    return crew, engine, None
 
 
 def rank(run: Run) -> PolicyWorker:

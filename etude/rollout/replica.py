@@ -82,7 +82,8 @@ class Replica:
         if self.lost:
             return
         if not self.joined and not self._warden.running:
-            return await self._revive(self._warden.ending(), changed)
+            await self._revive(self._warden.ending(), changed)
+            return
         well = await self.server.healthy()
         self._sick = 0 if well else self._sick + 1
         if well != self.server.up and (well or self._sick >= SICK):
@@ -108,7 +109,8 @@ class Replica:
                 why = str(error)
                 await self.end()
             else:
-                return changed()
+                changed()
+                return
         self.lost = f"{why} It was started {1 + self.started} times, as often as `rollout.restarts` allows."
         get_log("rollout").error("%s", self.lost)
         changed()

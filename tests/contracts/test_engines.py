@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -181,23 +182,26 @@ def test_a_stream_is_the_same_answer_in_pieces(asked: Asked) -> None:
     assert "".join(text for _, text, _ in found) == whole.text == direct.text
 
 
+def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(event.set)
+
+
 @asynccontextmanager
 async def long_ones(asked: Asked, count: int = 3) -> AsyncIterator[list[asyncio.Task[Completion]]]:
     """Answers that take a while, under way."""
     sampling = SamplingParams(max_tokens=CONTEXT - 20, temperature=0, logit_bias={1: -100.0})
     begun = [asyncio.Event() for _ in range(count)]
     loop = asyncio.get_running_loop()
-    tasks = [
-        asyncio.create_task(
-            asked.engine.generate(prompt, sampling, begun=lambda e=event: loop.call_soon_threadsafe(e.set))  # type: ignore[misc]
-        )
-        for prompt, event in zip(prompts_of(count), begun, strict=True)
-    ]
+
+    async def answer(prompt: Ids, event: asyncio.Event) -> Completion:
+        return await asked.engine.generate(prompt, sampling, begun=partial(_tell, loop, event))
+
+    tasks = [asyncio.create_task(answer(*each)) for each in zip(prompts_of(count), begun, strict=True)]
     async with asyncio.timeout(60):
         for event in begun:
             await event.wait()
-        yield tasks
-        await asyncio.gather(*tasks, return_exceptions=True)
+    yield tasks
+    await asyncio.wait(tasks, timeout=60)
 
 
 def test_a_wait_that_is_cancelled_ends_the_request_alone(asked: Asked) -> None:

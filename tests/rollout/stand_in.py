@@ -59,15 +59,17 @@ class Handler(BaseHTTPRequestHandler):
             "/weight_info": {"weight_version": self.state.label},
         }
         if self.path == "/metrics":
-            return self.say(f'vllm:num_requests_running{{engine="0"}} {self.state.running}.0\n'.encode())
-        self.say(json.dumps(told[self.path]).encode())
+            self.say(f'vllm:num_requests_running{{engine="0"}} {self.state.running}.0\n'.encode())
+        else:
+            self.say(json.dumps(told[self.path]).encode())
 
     def do_POST(self) -> None:
         """What is done."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}")
         path, state = self.path.partition("?")[0], self.state
         if path == "/inference/v1/generate":
-            return self.write(body["token_ids"], body["sampling_params"])
+            self.write(body["token_ids"], body["sampling_params"])
+            return
         if path == "/pause":
             state.goes_on.clear()
         elif path == "/resume":
@@ -76,7 +78,8 @@ class Handler(BaseHTTPRequestHandler):
             state.label = body["new_version"]
         elif path == "/collective_rpc":
             if state.asked.poor:
-                return self.say(b"the weights do not fit", 500)
+                self.say(b"the weights do not fit", 500)
+                return
             state.load(Path(body["kwargs"]["weights_path"]))
         self.say(b'{"success": true}')
 

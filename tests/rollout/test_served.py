@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from etude.errors import ConfigError, DataError, EngineError
+from etude.protocols import Ids
 from etude.records import Completion, SamplingParams
 from etude.rollout import Served, VllmConfig
 from etude.rollout.engines import launches, serve
@@ -76,7 +77,7 @@ def expected(prompt: list[int], count: int, salt: int = 5) -> list[int]:
     return context[len(prompt) :]
 
 
-def ids(prompt: list[int]) -> np.ndarray:
+def ids(prompt: list[int]) -> Ids:
     return np.array(prompt, np.int32)
 
 
