@@ -68,14 +68,15 @@ class Fleet:
     async def bring(self, server: Server, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Bring one replica, which began anew, to the weights that the others have: those published last."""
         async with self._one:
-            if self._last is not None:
+            if self._last is not None:  # otherwise the next publish brings it back
                 await self._publish(weights, self._last, (server,))
 
     async def _publish(
         self, weights: Iterable[tuple[str, Tensor]], version: int, servers: tuple[Server, ...]
     ) -> Metrics:
         begun = time.perf_counter()
-        behind = any(server.version != self._last for server in servers)
+        last, self._last = self._last, None  # unless this succeeds nobody is known to have what was carried last
+        behind = any(server.version != last for server in servers)
         parcels = self._carrier.parcels(self._plan.checked(weights), behind)
         first = await parcels.next()
         assert first is not None, "a plan refuses to publish nothing"

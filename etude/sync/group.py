@@ -23,7 +23,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from etude.errors import EngineError
+from etude.errors import EngineError, EtudeError
 from etude.sync.dialects import dialect
 from etude.sync.plan import Piece, Stream, dtype_name, gathered
 from etude.sync.server import Parcel, Server
@@ -73,9 +73,13 @@ class GroupCarrier:
             "size": group.size,
             "timeout": self._timeout.total_seconds(),
         }
-        async with asyncio.TaskGroup() as both:
-            both.create_task(dialect(server).join(server, told))
-            both.create_task(asyncio.to_thread(group.meet))
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(dialect(server).join(server, told))
+                both.create_task(asyncio.to_thread(group.meet))
+        except* (EtudeError, OSError, RuntimeError) as ends:
+            group.end()
+            raise EngineError(" ".join(str(error) for error in ends.exceptions)) from ends
         self._groups[server.url] = group
 
     def leave(self, server: Server) -> None:

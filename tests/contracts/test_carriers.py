@@ -169,7 +169,7 @@ def test_weights_that_cannot_be_had_leave_the_old_ones_serving(world: World) -> 
 
 @pytest.mark.parametrize("name", ["shm", "disk"])
 def test_a_failure_in_the_middle_takes_a_server_out_until_the_next_publish(world: World, name: str) -> None:
-    fleet = world.fleet(name)
+    fleet = world.fleet(name, delta=name == "disk")
     world.publish(fleet, FIRST)
     world.server.breaks = ("/update_weights", 1 if name == "shm" else 0)
     with pytest.raises(EngineError, match="No engine was brought to the new weights"):
