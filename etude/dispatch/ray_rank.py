@@ -139,8 +139,6 @@ def machine() -> str:
 def _write_to(log: Path) -> None:
     """Have everything that this process says go to a file of its own."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
     with log.open("ab") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)

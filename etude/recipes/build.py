@@ -133,17 +133,22 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         saved=step,
     )
     introduce(run, *crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, written)
-    for line in lines(run, checks.roles(run)):
-        get_log("recipes").info("%s", line)
-    if source.replays:
-        told = "The answers of what was collected since, up to step %d, are read back and not drawn again."
-        get_log("recipes").info(told, source.replays)
+    _tell(lines(run, checks.roles(run)), source.replays)
     if run.train.offload:
         asleep: Callable[[], None]
         asleep = publisher.make_room if publisher is not None else partial(crew.call, PolicyWorker.make_room)
         learners.make_room = asleep
     beside = (chat.tokenizer.decode, client, publisher)
     return Parts(directory, log, source, learners, scoring, saver, engine, store, runner, overlong, *beside)
+
+
+def _tell(placement: Sequence[str], replays: int) -> None:
+    """Say who is where, and up to which step nothing is drawn."""
+    for line in placement:
+        get_log("recipes").info("%s", line)
+    if replays:
+        told = "The answers of what was collected since, up to step %d, are read back and not drawn again."
+        get_log("recipes").info(told, replays)
 
 
 def _engine_source(

@@ -64,7 +64,8 @@ ROOMS: dict[str, Room] = {
     "tools": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "dashboard": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "__init__"),
-    "cli": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "commands", "__init__"),
+    "services": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "commands", "__init__"),
+    "cli": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "commands", "services", "__init__"),
     "__main__": _room(5, "cli"),
     "__init__": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS),
 }
@@ -119,6 +120,7 @@ NEVER_LOADED: dict[str, tuple[str, ...]] = {
     "__init__": ("torch", "transformers", "ray"),
     "cli": ("torch", "transformers", "ray"),
     "commands": ("torch", "transformers", "ray"),
+    "services": ("torch", "transformers", "ray"),
     "records": ("torch",),
     "protocols": ("torch",),
     "config": ("torch",),
@@ -143,8 +145,8 @@ NEVER_NAMED: dict[str, tuple[str, ...]] = {
 }
 
 ENVIRONMENT_IN = ("config/env.py",)
-PRINT_IN = ("cli", "commands", "observe/console.py")
+PRINT_IN = ("cli", "commands", "services", "observe/console.py")
 STREAMS_IN = (*PRINT_IN, "observe/log.py", "rewards/inside/candidate.py")
 # Beside these, a room's `__init__.py`: the chooser that imports the one implementation asked for.
-LATE_IMPORTS_IN = ("__init__", "cli", "commands", "recipes/build.py")
+LATE_IMPORTS_IN = ("__init__", "cli", "commands", "services", "recipes/build.py")
 NO_RANKS_IN = ("recipes/loop.py", "recipes/scheduler.py", "recipes/sources.py", "recipes/evaluate.py")

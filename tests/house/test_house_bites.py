@@ -55,7 +55,12 @@ BREAKS: list[tuple[str, Rule, dict[str, str], str]] = [
     ("torch in data", rules.library_imports, {"data/dataset.py": "from torch import Tensor"}, "imports torch"),
     ("torch in the loop", rules.loads, {"recipes/loop.py": "import torch"}, "recipes/loop.py loads torch"),
     ("transformers", rules.library_imports, {"chat/template.py": "import transformers"}, "imports transformers"),
-    ("ray", rules.library_imports, {"dispatch/pools.py": "import ray"}, "whose place is: dispatch/ray_crew.py."),
+    (
+        "ray",
+        rules.library_imports,
+        {"dispatch/pools.py": "import ray"},
+        "dispatch/ray_crew.py, dispatch/ray_cluster.py.",
+    ),
     ("vllm", rules.library_imports, {"rollout/vllm.py": "import vllm"}, "whose place is: nowhere."),
     (
         "sqlalchemy",
