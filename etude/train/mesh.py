@@ -63,5 +63,5 @@ def _side(groups: Tensor, timeout: timedelta) -> Side:
     """This rank's group among these, one to a row."""
     if groups.shape[1] == 1:
         return Side()
-    mine, _ = dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)
+    mine, _ = dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)  # type: ignore[no-untyped-call]
     return Side(mine, dist.get_rank(mine), groups.shape[1])
