@@ -162,7 +162,8 @@ class _Layer:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, steps: Steps) -> Tensor:
         """[P, H] → [P, H]."""
         heads = self.heads
-        heads_apart = self.qkv(steps.normed(x, self.before, heads.eps)).unflatten(1, (-1, heads.width))  # type: ignore[no-untyped-call]
+        asked = self.qkv(steps.normed(x, self.before, heads.eps))
+        heads_apart = asked.view(len(asked), -1, heads.width)
         if torch.is_grad_enabled() or steps is not BY_HAND:
             q, k, v = torch.split(heads_apart, [heads.query, heads.key, heads.key], 1)
             if self.q_norm is not None and self.k_norm is not None:

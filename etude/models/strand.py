@@ -124,7 +124,7 @@ class StrandAttention:
         copies = count // math.gcd(k.shape[1], count)
         if copies > 1:
             k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
-        hands = [x.unflatten(1, (count, -1)) for x in (q, k, v)]  # type: ignore[no-untyped-call]
+        hands = [_hands(x, count) for x in (q, k, v)]
         dealt: Tensor = _Dealt.apply(torch.cat(hands, 2), self._side)  # type: ignore[no-untyped-call]
         return torch.split(dealt, [hand.shape[2] for hand in hands], 1)
 
@@ -187,16 +187,26 @@ class _Collected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hands = grads[0].unflatten(1, (ctx.side.count, -1))  # type: ignore[no-untyped-call]
+        hands = _hands(grads[0], ctx.side.count)
         return ctx.side.swap(hands.transpose(0, 1)).flatten(0, 1), None
 
 
 def _back(x: Tensor, side: Side) -> Tensor:
     """[count · n, h, D], all tokens with this rank's heads → [n, count, h, D], its tokens with all heads."""
-    return side.swap(x.unflatten(0, (side.count, -1))).transpose(0, 1)  # type: ignore[no-untyped-call]
+    return side.swap(_strands(x, side.count)).transpose(0, 1)
 
 
 def _sum(x: Tensor, side: Side) -> Tensor:
     """[count · n, …] of each → [n, …]; in half precision the sum is rounded once."""
-    came = side.swap(x.unflatten(0, (side.count, -1)))  # type: ignore[no-untyped-call]
+    came = side.swap(_strands(x, side.count))
     return came.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+def _hands(x: Tensor, count: int) -> Tensor:
+    """[n, H, D] → [n, count, H/count, D]."""
+    return x.reshape(len(x), count, x.shape[1] // count, x.shape[2])
+
+
+def _strands(x: Tensor, count: int) -> Tensor:
+    """[count · n, …] → [count, n, …]."""
+    return x.reshape(count, len(x) // count, *x.shape[1:])
