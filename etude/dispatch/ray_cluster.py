@@ -36,6 +36,9 @@ PATIENCE = 600.0
 SLOW = {"agent_register_timeout_ms": int(1000 * PATIENCE), "worker_register_timeout_seconds": int(PATIENCE)}
 """How long its parts wait for each other: Ray's own half minutes are too short for a machine with much else to do."""
 
+FLAG = "--gcs-address="
+"""Ray's own argument that tells a process where the others are."""
+
 
 class Cluster:
     """Ray, as this process is joined to it until this is closed."""
@@ -119,7 +122,7 @@ def _processes(place: str) -> dict[int, list[str]]:
 def _address(place: str) -> str | None:
     """Where a Ray is to be reached that is starting in this directory; None where none is."""
     raylets = (words for words in _processes(place).values() if words[0].endswith("raylet"))
-    return next((each.partition("=")[2] for words in raylets for each in words if "--gcs-address=" in each), None)
+    return next((each.partition("=")[2] for words in raylets for each in words if each.startswith(FLAG)), None)
 
 
 def _end(place: str) -> None:
