@@ -33,6 +33,11 @@ STORE = 512 * 2**20
 """Bytes that the object store of a Ray of our own may take; what is more goes to the disk."""
 PATIENCE = 600.0
 """Seconds that a Ray of our own may take to start."""
+SLOW = {"agent_register_timeout_ms": int(1000 * PATIENCE), "worker_register_timeout_seconds": int(PATIENCE)}
+"""How long its parts wait for each other: Ray's own half minutes are too short for a machine with much else to do."""
+
+FLAG = "--gcs-address="
+"""Ray's own argument that tells a process where the others are."""
 
 
 class Cluster:
@@ -73,7 +78,7 @@ class Cluster:
         self._place = TemporaryDirectory(prefix="etude-ray-", ignore_cleanup_errors=True)
         self.logs = f"{self._place.name}/session_latest/logs"
         own = {"address": "local", "num_cpus": max(cpus, os.cpu_count() or 1), "object_store_memory": STORE}
-        own |= {"include_dashboard": False, "_temp_dir": self._place.name}
+        own |= {"include_dashboard": False, "_temp_dir": self._place.name, "_system_config": SLOW}
         until = time.monotonic() + PATIENCE
         while True:
             try:
@@ -116,8 +121,8 @@ def _processes(place: str) -> dict[int, list[str]]:
 
 def _address(place: str) -> str | None:
     """Where a Ray is to be reached that is starting in this directory; None where none is."""
-    told = (word for words in _processes(place).values() for word in words if word.startswith("--gcs-address="))
-    return next((word.partition("=")[2] for word in told), None)
+    raylets = (words for words in _processes(place).values() if words[0].endswith("raylet"))
+    return next((each.partition("=")[2] for words in raylets for each in words if each.startswith(FLAG)), None)
 
 
 def _end(place: str) -> None:
