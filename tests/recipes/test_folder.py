@@ -31,6 +31,7 @@ from etude.recipes.placement import ROLES
 from etude.recipes.run import FREE, Run
 from etude.records import Task
 from etude.rewards import RewardFunction
+from etude.rollout import EngineConfig, VllmConfig
 from etude.store import open_store
 from tests.recipes.runs import options, run_of
 
@@ -126,9 +127,15 @@ def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: P
     values |= {"agent.strategy": "cs", "agent.listen": "127.0.0.1:8700"}
     values |= {"agent.store": "http://127.0.0.1:8700", "placement.layout": "split"}
     values |= {f"placement.{role}": "engine" for role in ROLES}
+    values |= {"rollout.url": "[http://127.0.0.1:8000]", "rollout.python": "python3", "rollout.meet": "10.0.0.1:2900"}
+    values |= {"rollout.devices": "[3]", "rollout.memory": "0.3", "rollout.restarts": "5"}
     judged = {"reward": "judge", "reward.path": None, "reward.base_url": "http://here/v1", "reward.model": "small"}
     beside: dict[str, Any] = judged if path.startswith("reward.") else {}
     beside |= {"lora.rank": 2} if path == "lora.publish" else {}
+    served = VllmConfig.model_fields.keys() - EngineConfig.model_fields.keys()
+    beside |= {"rollout": "vllm"} if path.removeprefix("rollout.") in served else {}
+    beside |= {"rollout.tensor_parallel": 3} if path in ("rollout.nodes", "rollout.meet") else {}
+    beside |= {"rollout.nodes": 3} if path == "rollout.meet" else {}
     name, _, value = sections.get(path, f"{path}={values.get(path, '3')}").partition("=")
     run, other = run_of(world, **beside), run_of(world, **beside, **{name: value})
     assert other != run and not differences(run, other)
