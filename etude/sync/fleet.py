@@ -155,7 +155,9 @@ class _Trip:
             )
 
     async def fetch(self, parcel: Parcel) -> None:
-        """Have all that still go fetch a parcel."""
+        """Have all that still go fetch a parcel; one with nothing in it holds what did not change."""
+        if not parcel.pieces:
+            return
 
         async def step(server: Server) -> None:
             if parcel.sent is None:

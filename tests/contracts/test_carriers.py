@@ -130,6 +130,8 @@ def test_only_what_changed_is_carried_where_that_is_asked_for(world: World) -> N
     told = world.publish(fleet, other)
     assert 0 < told["publish_bytes"] < sum(weight.nbytes for weight in FIRST.values()) / 2
     world.says(other)
+    assert world.publish(fleet, other)["publish_bytes"] == 0
+    world.says(other)
 
 
 @pytest.mark.parametrize("running", ["continue", "finish"])
