@@ -43,11 +43,12 @@ class Pupil:
     ) -> None:
         """A policy that has learned nothing yet; the rate is high enough to see."""
         config = Train(precision=precision, **{"learning_rate": 1e-2, "clip": 0.5, **options})
-        shape = Mesh(mesh, timeout=60)
-        reference = Frozen(model(precision, seed=7), 50, mesh=shape)
-        held = reference if "full_kl" in (algorithm or Algorithm()).outputs() else None
-        self.learner = Learner(policy(precision), config, steps=20, peak=1e12, reference=held, mesh=shape)
-        beside = Beside({"ref_logp": reference})
+        shape, learns = Mesh(mesh, timeout=60), policy(precision)
+        other = learns if learns.adapted else model(precision, seed=7)
+        self.reference = Frozen(other, 50, unadapted=learns.adapted, mesh=shape)
+        held = self.reference if "full_kl" in (algorithm or Algorithm()).outputs() else None
+        self.learner = Learner(learns, config, steps=20, peak=1e12, reference=held, mesh=shape)
+        beside = Beside({"ref_logp": self.reference})
         self.worker = PolicyWorker(algorithm or Algorithm(), self.learner, seed=0, epochs=epochs, beside=beside)
         self.wanted = (algorithm or Algorithm()).needs() & (BY_THE_MODEL | BY_THE_REFERENCE) | {"old_logp"}
         self.step = 0
@@ -74,6 +75,12 @@ class Pupil:
     def tell(self, batch: Batch, columns: frozenset[str]) -> Batch:
         """What the model says of a batch."""
         return self.learner.annotate(batch, columns)
+
+    @spread(Split.GROUPS, Gather.CONCAT)
+    def teach(self, batch: Batch) -> Batch:
+        """What the reference thinks likeliest."""
+        ids, logp = self.reference.likeliest(batch, 4, VOCABULARY)
+        return batch.replace(teacher_topk_ids=ids, teacher_topk_logp=logp)
 
     @spread()
     def gradient(self) -> dict[str, Tensor]:
