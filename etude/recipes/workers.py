@@ -248,7 +248,7 @@ class PolicyWorker:
 
         untied: with a head of its own, where that is the embedding.
         """
-        if is_first(self._ranks):
+        if is_first(of_group()):
             model = self._learner.model
             export(
                 model.untied_weights() if untied else model.merged_weights(),
