@@ -216,6 +216,7 @@ def _sglang(python: Path, model: Path, port: int, into: Path) -> tuple[list[str]
         *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"),
         *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"),
         *("--mem-fraction-static", "0.3", "--max-total-tokens", "32768", "--max-running-requests", "128"),
+        "--sleep-on-idle",
     ]
     stand_ins = ROOT / "tests" / "rollout" / "sglang_on_cpu"
     more = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(stand_ins)}

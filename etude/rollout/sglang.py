@@ -33,7 +33,7 @@ class Sglang(Dialect):
         words = [str(launch.python), "-m", "sglang.launch_server", "--model-path", str(launch.model)]
         words += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
         words += ["--max-running-requests", str(launch.max_running), "--sampling-defaults", "openai"]
-        words += ["--incremental-streaming-output", "--skip-server-warmup", "--weight-version", "0"]
+        words += ["--incremental-streaming-output", "--skip-server-warmup", "--weight-version", "0", "--sleep-on-idle"]
         if launch.tensor_parallel > 1:
             words += ["--tp-size", str(launch.tensor_parallel)]
         if launch.nodes > 1:

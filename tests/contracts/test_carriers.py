@@ -25,6 +25,7 @@ from etude.sync.disk import DiskCarrier
 from etude.sync.fleet import Running
 from etude.sync.group import GroupCarrier
 from etude.sync.shm import ShmCarrier
+from tests.served import on
 from tests.servers import Served, serving
 from tests.worlds import ALPHABET, make_tokenizer
 
@@ -93,7 +94,7 @@ def embedded(weights: Weights) -> tuple[list[int], list[float]]:
     return said.ids.tolist(), said.raw_logp.tolist()
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+@pytest.fixture(scope="module", params=[pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     directory = tmp_path_factory.mktemp(request.param)
     make_tokenizer(directory / "model")

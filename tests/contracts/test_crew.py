@@ -16,11 +16,12 @@ from tests.batches import random_batch, same, with_extras
 from tests.dispatch.workers import Clerk, counted
 
 RANKS = {"local": 1, "processes": 2, "ray": 2}
+KINDS = ["local", "processes", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))]
 
 PATIENT = CrewConfig(timeout=240, silence=120)
 
 
-@pytest.fixture(scope="module", params=sorted(RANKS))
+@pytest.fixture(scope="module", params=KINDS)
 def crew(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
     if request.param == "local":
         yield LocalCrew(counted())

@@ -26,7 +26,7 @@ from tests.processes import gone
 if TYPE_CHECKING:
     from etude.dispatch.ray_crew import RayCrew
 
-pytestmark = pytest.mark.usefixtures("a_ray")
+pytestmark = [pytest.mark.usefixtures("a_ray"), pytest.mark.xdist_group("ray")]
 
 SILENCE = 5.0
 SLOW = 120.0

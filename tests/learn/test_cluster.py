@@ -25,7 +25,6 @@ def beginner(tmp_path: Path) -> Path:
     return tmp_path / "beginner"
 
 
-@pytest.mark.usefixtures("a_ray")
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_over_ray_learn_from_what_a_server_samples(
     kind: str, beginner: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

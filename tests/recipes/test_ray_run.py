@@ -47,6 +47,7 @@ def actors(pid: int) -> list[int]:
 
 
 @pytest.mark.usefixtures("a_ray")
+@pytest.mark.xdist_group("ray")
 def test_a_run_over_ray_learns_what_the_run_here_learns(world: Path, whole: Path, tmp_path: Path) -> None:
     """It draws the very answers, measures what one measures, and goes on here."""
     run = train(world, tmp_path / "run", ranks=2, cluster="ray", **PATIENT)
