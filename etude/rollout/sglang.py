@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,10 +14,12 @@ from etude.rollout.connection import Connection
 from etude.rollout.dialect import Dialect, Launch, Piece, refuse_bias
 from etude.rollout.figures import Figures
 
-__all__ = ["Sglang"]
+__all__ = ["KEPT_BACK", "Sglang"]
 
 FLUSH = 30.0
 """Seconds that it may take to let go of its prefix cache."""
+KEPT_BACK = 6
+"""Places of its context that no prompt may take."""
 
 
 class Sglang(Dialect):
@@ -52,6 +54,10 @@ class Sglang(Dialect):
     def environment(self, launch: Launch) -> dict[str, str]:
         """It does not find out by itself that it is to compute on a CPU."""
         return super().environment(launch) | ({"SGLANG_USE_CPU_ENGINE": "1"} if launch.device == "cpu" else {})
+
+    def context(self, models: Mapping[str, Any]) -> int:
+        """A few of the places that it has are none that a prompt may take."""
+        return super().context(models) - KEPT_BACK
 
     async def version(self, to: Connection) -> str:
         """As /server_info tells."""

@@ -20,7 +20,7 @@ __all__ = ["Vllm"]
 FIGURE = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_preemptions_total)\{.*\} (\S+)$", re.M
 )
-TOP = 20
+TOP = 19
 """Most of the likeliest tokens that it tells unless it is started otherwise."""
 
 
@@ -36,7 +36,13 @@ class Vllm(Dialect):
         words = [str(launch.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(launch.model)]
         words += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
         words += ["--max-num-seqs", str(launch.max_running), "--generation-config", "vllm", "--enable-scale-out"]
-        words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", str(TOP), "--disable-uvicorn-access-log"]
+        words += [
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--max-logprobs",
+            str(TOP + 1),
+            "--disable-uvicorn-access-log",
+        ]
         if launch.tensor_parallel > 1:
             words += ["--tensor-parallel-size", str(launch.tensor_parallel)]
         if launch.nodes > 1:
@@ -88,7 +94,7 @@ class Vllm(Dialect):
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
-            "logprobs": sampling.top_logprobs,
+            "logprobs": sampling.top_logprobs and sampling.top_logprobs + 1,  # the token that was drawn takes a place
             "ignore_eos": True,  # what ends an answer is said here, by its ids
             "stop_token_ids": ends,
             "stop": list(sampling.stop),

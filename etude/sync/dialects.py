@@ -87,7 +87,7 @@ class Sglang(Dialect):
 
     async def finish(self, server: Server) -> None:
         await _agreed(server, "/end_weight_update", {})
-        await server.post("/flush_cache?timeout=30", {})
+        await server.post("/flush_cache", {})  # with a time to wait it would wait for those whom the pause holds
 
     async def join(self, server: Server, group: Mapping[str, Any]) -> None:
         told = {

@@ -12,8 +12,8 @@ from etude.errors import ConfigError
 
 def test_it_offers_only_what_is_used() -> None:
     offered = ["Appointed", "Role", "appointed", "bound_kernel_caches", "cache_directory", "etude_command"]
-    offered += ["for_a_program", "for_a_runner", "for_one_machine", "key_from", "memory_is_chosen"]
-    offered += ["required_components", "role"]
+    offered += ["for_a_program", "for_a_runner", "for_a_server", "for_one_machine", "keep_ray_quiet", "key_from"]
+    offered += ["meet_through", "memory_is_chosen", "ray_address", "required_components", "role"]
     assert env.__all__ == [*offered, "store_address"]
 
 
