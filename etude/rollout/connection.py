@@ -52,9 +52,12 @@ class Connection:
         return await self._ask("GET", path, None, within)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, within: float | None = None) -> Any:
-        """Ask for something to be done; what the server says of it, None where that is nothing."""
+        """Ask for something to be done; what the server says of it, None where that is nothing. Some say it in words."""
         said = await self._ask("POST", path, {} if body is None else body, within)
-        return self._read(said) if said.strip() else None
+        try:
+            return json.loads(said) if said.strip() else None
+        except ValueError:
+            return said
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Ask for something that comes piece by piece. Closing the iteration tells the server to stop."""

@@ -62,7 +62,7 @@ def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None
     run = run_of(
         world,
         **{**SPLIT, "ranks": 2, "kl": "reverse", "advantage": "gae"},
-        **{"placement.reference": "cuda:6", "placement.critic": "engine", "placement.reward": "cpu"},
+        **{"placement.reference": "cuda:6", "placement.critic": "engine"},
     )
     checks.before(run)
     assert engine_device(run) == torch.device("cuda", 2) and gpus_of(run) == 7

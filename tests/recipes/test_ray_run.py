@@ -54,8 +54,9 @@ def test_a_run_over_ray_learns_what_the_run_here_learns(world: Path, whole: Path
     steps = measured(run)
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
-        assert step.keys() >= EVERY_STEP | {"exchange_seconds"}, EVERY_STEP - step.keys()
-        assert all(math.isfinite(step[name]) for name in EVERY_STEP)
+        wanted = {name for name in EVERY_STEP if not name.startswith("reward/")} | {"exchange_seconds"}
+        assert step.keys() >= wanted, wanted - step.keys()
+        assert all(math.isfinite(step[name]) for name in wanted)
         assert step["rollouts"] == 12 and step["mismatch/largest_gap"] < 1e-5 and step["publish_bytes"] == 0
     assert [(ids, logp) for ids, logp, _ in drawn(run, 1)] == [(ids, logp) for ids, logp, _ in drawn(whole, 1)]
     assert sorted(path.name for path in (run / "ranks").iterdir()) == ["rank-0.log", "rank-1.log"]
