@@ -52,7 +52,7 @@ class Connection:
         return await self._ask("GET", path, None, within)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, within: float | None = None) -> Any:
-        """Ask for something to be done; what the server says of it, None where that is nothing. Some say it in words."""
+        """Ask for something to be done; what the server says of it, as data or in words; None where that is nothing."""
         said = await self._ask("POST", path, {} if body is None else body, within)
         try:
             return json.loads(said) if said.strip() else None
