@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -97,6 +98,7 @@ class Outline(Written):  # type: ignore[no-untyped-call]
             return self._run(func, args, kwargs)
         finally:
             self.busy -= 1
+            self._bare.fake_tensor_converter.tensor_memo.clear()  # who is remembered there cannot change its type
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         bare = any(isinstance(each, FakeTensor) for each in tree_flatten((args, kwargs))[0])
@@ -156,12 +158,12 @@ class Pretend(TorchFunctionMode):
         if func == torch.Tensor.device.__get__:
             return self._device
         if func is torch.Tensor.backward:  # what it runs is ours again
-            with self._again():
-                return torch.autograd.backward(
-                    args[0],
-                    kwargs.get("gradient"),
-                    retain_graph=kwargs.get("retain_graph"),
-                    create_graph=bool(kwargs.get("create_graph")),
+            loss, given, whole = args[0], kwargs.get("gradient"), bool(kwargs.get("create_graph"))
+            given = torch.ones_like(loss) if given is None else given
+            kept = bool(kwargs.get("retain_graph")) or whole
+            with self._again():  # past torch's own door, at which this mode would be left once more
+                return _engine_run_backward(
+                    (loss,), (given,), kept, whole, (), allow_unreachable=True, accumulate_grad=True
                 )
         args, kwargs = tree_map_only((torch.device, str), _here, (args, kwargs))
         return func(*args, **kwargs)
@@ -188,7 +190,7 @@ def _here(named: torch.device | str) -> torch.device | str:
 def _unheard(func: Any, args: Any, kwargs: Any, bare: bool) -> Any:
     """An exchange with nobody: in a gathering every rank has what this one has, and what has no numbers stays so."""
     if bare:
-        args, kwargs = tree_map_only(Tensor, lambda _: torch.zeros(1, dtype=torch.int64), (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda _: torch.zeros(0, dtype=torch.int64), (args, kwargs))
     out = func(*args, **kwargs)
     if func is torch.ops.c10d.allgather_.default:
         for heard, mine in zip(args[0], args[1], strict=True):

@@ -108,7 +108,7 @@ def test_every_kind_of_memory_has_its_name(model: Path) -> None:
     played = rehearse(run, CPU)
     elements = sum(weight.numel() for weight in played.model.parameters())
     held = played.ledger.peak("updating").kinds
-    assert held["weights"] == held["reference"] == 2 * elements
+    assert held["weights"] == held["reference"] and 0 <= held["weights"] - 2 * elements < 1000
     assert held["masters"] == 4 * elements and held["optimizer"] - 8 * elements < 1000
     assert held["gradients"] >= 4 * elements * 0.5 and held["activations"] > 0
     assert held["kv"] == pytest.approx(run.rollout.kv_gib * GIB, rel=0.02)
