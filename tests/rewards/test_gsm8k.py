@@ -109,10 +109,10 @@ def test_a_truth_that_is_no_number_is_refused(truth: str) -> None:
 
 @pytest.mark.parametrize("piece", ["9", "999,", "9 ", "9/", "9.", "-$", "#### ", "\\frac{9}{9}", "1 1/"])
 def test_it_is_quick_whatever_it_reads(piece: str) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     for method in ("strict", "flexible"):
         Gsm8k(method=method)(task("9"), "#### " + piece * (200_000 // len(piece)) + "9x")
-    assert time.process_time() - began < 2.0
+    assert time.thread_time() - began < 2.0
 
 
 def test_values_are_exact() -> None:
