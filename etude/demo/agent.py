@@ -23,7 +23,7 @@ from rich.text import Text
 from etude.config.compose import compose
 from etude.config.env import etude_command
 from etude.demo import novice, storeroom
-from etude.demo.stage import make_world, places, refuse_another_world, warm_up
+from etude.demo.stage import head_dim, make_world, places, refuse_another_world, warm_up
 from etude.observe import format_seconds, make_console
 from etude.recipes.build import build
 from etude.recipes.folder import new_directory, read_metrics
@@ -72,7 +72,10 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str,
         directory / "world", TASKS, HELD_OUT, lambda n, held: storeroom.rows(asked.seed, n, held_out=held)
     )
     torch.set_num_threads(asked.threads or torch.get_num_threads())
-    warm_up(world, "warming up: imitating the teacher", novice.STEPS, asked.seed, novice.warm_up, console)
+    heads = head_dim(asked, novice.HEAD_DIM)
+    warm_up(
+        world, "warming up: imitating the teacher", novice.STEPS, asked.seed, novice.warm_up, console, head_dim=heads
+    )
     warmed = time.perf_counter() - began
     console.print(Text(f"Warmed up in {warmed:.0f} s. Now {asked.steps} steps of GRPO over the agent's rollouts.\n"))
     run = compose(Run, [*overrides, *places(world, directory)], file=file, preset=PRESET)

@@ -21,7 +21,7 @@ from rich.text import Text
 from etude.config.compose import compose
 from etude.config.env import etude_command
 from etude.demo import digits, stage
-from etude.demo.beginner import STEPS, warm_up
+from etude.demo.beginner import HEAD_DIM, STEPS, warm_up
 from etude.demo.stage import make_world, places, refuse_another_world
 from etude.observe import make_console, progress
 from etude.recipes.build import build
@@ -61,7 +61,8 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str,
     _introduce(console)
     world = make_world(directory / "world", TASKS, HELD_OUT, lambda n, held: digits.rows(asked.seed, n, held_out=held))
     torch.set_num_threads(asked.threads or torch.get_num_threads())
-    stage.warm_up(world, "warming up: imitating the teacher", STEPS, asked.seed, warm_up, console)
+    heads = stage.head_dim(asked, HEAD_DIM)
+    stage.warm_up(world, "warming up: imitating the teacher", STEPS, asked.seed, warm_up, console, head_dim=heads)
     warmed = time.perf_counter() - began
     run = compose(Run, [*overrides, *places(world, directory)], file=file, preset=PRESET)
     with build(run) as parts:

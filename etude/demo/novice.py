@@ -27,7 +27,7 @@ from etude.records import Rollout, Sample
 from etude.train import Learner, Train
 from etude.train.optim import PRECISIONS
 
-__all__ = ["STEPS", "dialogue", "make_tokenizer", "warm_up"]
+__all__ = ["HEAD_DIM", "STEPS", "dialogue", "make_tokenizer", "warm_up"]
 
 PAD, END = "<pad>", "<end>"
 ROLES = ("<user>", "<model>", "<tool>")
@@ -71,7 +71,7 @@ def make_tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer.load(directory)
 
 
-def warm_up(directory: Path, seed: int, advance: Callable[[], None]) -> None:
+def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim: int = HEAD_DIM) -> None:
     """Make a model, let it imitate the teacher for `STEPS` steps, and write it; `advance` is called after each."""
     tokenizer = make_tokenizer(directory)
     config = tiny(
@@ -80,7 +80,7 @@ def warm_up(directory: Path, seed: int, advance: Callable[[], None]) -> None:
         hidden=HIDDEN,
         heads=HEADS,
         kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         intermediate=INTERMEDIATE,
         context=CONTEXT,
         initializer_range=SPREAD,

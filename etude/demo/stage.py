@@ -12,8 +12,18 @@ from rich.console import Console
 from etude.config.env import etude_command
 from etude.errors import ConfigError
 from etude.observe import progress
+from etude.recipes.run import Run
+from etude.rollout import ServerConfig
 
-__all__ = ["make_world", "places", "refuse_another_world", "warm_up"]
+__all__ = ["head_dim", "make_world", "places", "refuse_another_world", "warm_up"]
+
+SERVED = 32
+"""The size of the smallest heads that servers have kernels for."""
+
+
+def head_dim(run: Run, own: int) -> int:
+    """The size of the heads of the model that learns. own: what it is where nothing speaks against it."""
+    return max(own, SERVED) if isinstance(run.rollout, ServerConfig) else own
 
 
 def refuse_another_world(overrides: Sequence[str], own: Sequence[str], what: str, yours: str) -> None:
@@ -43,18 +53,19 @@ def warm_up(
     what: str,
     steps: int,
     seed: int,
-    make: Callable[[Path, int, Callable[[], None]], object],
+    make: Callable[..., object],
     console: Console,
+    **shape: int,
 ) -> None:
     """The model that learns: the one that an earlier start of the same made here, or one made now. make: makes it in a
-    directory by a seed, and tells of each of so many steps."""
+    directory by a seed, of this shape, and tells of each of so many steps."""
     made = world / "made.json"
-    told = json.dumps({"seed": seed, "steps": steps})
+    told = json.dumps({"seed": seed, "steps": steps, **shape})
     if made.exists() and made.read_text(encoding="utf-8") == told:
         return
     made.unlink(missing_ok=True)
     with progress(what, steps, console) as bar:
-        make(world / "model", seed, bar.advance)
+        make(world / "model", seed, bar.advance, **shape)
     made.write_text(told, encoding="utf-8")
 
 

@@ -14,15 +14,15 @@ from etude.demo.stage import warm_up
 def test_a_model_that_was_made_is_not_made_again_and_one_half_made_is(tmp_path: Path) -> None:
     made: list[int] = []
 
-    def make(place: Path, seed: int, _: Callable[[], None]) -> None:
+    def make(place: Path, seed: int, _: Callable[[], None], *, head_dim: int) -> None:
         if seed == 13:
             raise KeyboardInterrupt
-        made.append(seed)
+        made.append(seed * head_dim)
         (tmp_path / "model").write_text(str(seed))
         assert place == tmp_path / "model"
 
-    def warmed(seed: int, steps: int = 1) -> None:
-        warm_up(tmp_path, "warming up", steps, seed, make, Console(quiet=True))
+    def warmed(seed: int, steps: int = 1, head_dim: int = 1) -> None:
+        warm_up(tmp_path, "warming up", steps, seed, make, Console(quiet=True), head_dim=head_dim)
 
     warmed(0)
     warmed(0)
@@ -33,4 +33,5 @@ def test_a_model_that_was_made_is_not_made_again_and_one_half_made_is(tmp_path: 
     with pytest.raises(KeyboardInterrupt):
         warmed(13)
     warmed(1, steps=2)
-    assert made == [0, 1, 1, 1], "what was made was given up for one that never was done"
+    warmed(1, steps=2, head_dim=2)
+    assert made == [0, 1, 1, 1, 2], "what was made was given up for one that never was done"

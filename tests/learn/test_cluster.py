@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from etude.cli import main
 from etude.demo.beginner import warm_up
 from tests.learn.test_presets import accuracy, beats
 from tests.served import AT_START, on, options_of
@@ -35,3 +37,19 @@ def test_ranks_over_ray_learn_from_what_a_server_samples(
     trained = accuracy(tmp_path / "trained", beginner, "grpo", 3e-4, rollout=kind, **served, **CLUSTER)
     control = accuracy(tmp_path / "control", beginner, "grpo", 0.0, steps=1)
     beats(trained, control, f"grpo over Ray, by {kind}")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_agent_learns_over_the_same_cluster(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demonstration of agents: what they ask is answered by the server, and learned from by ranks over Ray."""
+    for name, value in AT_START.items():
+        monkeypatch.setenv(name, value)
+    served = {f"rollout.{name}": value for name, value in options_of(kind, tmp_path).items()}
+    asked = {"directory": tmp_path / "run", "rollout": kind, **served, **CLUSTER}
+    assert main(["demo", "agent", *(f"{name}={value}" for name, value in asked.items()), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["accuracy_before"] < 0.4 and told["accuracy_after"] > 0.75
+    assert told["calls_after"] > 2 * told["calls_before"] and told["continued_exactly"] > 0.99
