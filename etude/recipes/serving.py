@@ -113,12 +113,13 @@ class Publisher:
             raise EngineError(
                 "No engine was brought to the new weights. " + " ".join(f"{each.url}: {each.why}" for each in failed)
             )
+        out = {each.url for each in failed} | {each.url for each in self._served.servers if each.up and each.withdrawn}
         hold = max((each["publish_hold_ms"] for each in figures), default=0.0)
         return Metrics(
             {
                 "publish_bytes": Sum.of(sum(each["publish_bytes"] for each in figures)),
                 "publish_hold_ms": Sum.of(hold),
-                "publish_withdrawn": Sum.of(len(failed)),
+                "publish_withdrawn": Sum.of(len(out)),
             }
         )
 

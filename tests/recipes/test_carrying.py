@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from etude.rollout.server import Server
 from etude.sync import SyncConfig
 from tests.recipes.runs import run_of
 from tests.rollout.test_served import expected, ids, pids, python, served, until, words
+from tests.served import on, options_of
 from tests.worlds import make_tasks, make_tokenizer
 
 REPLICAS = 3
@@ -267,6 +269,39 @@ def test_one_that_does_not_finish_in_time_is_left_out(tmp_path: Path) -> None:
         asked = pool.submit(world.served.generate_all, [ids([1])], [SamplingParams(max_tokens=40)])
         until(lambda: any(server.new_tokens for server in world.servers))
         (busy,) = (server for server in world.servers if server.under_way)
-        world.publish(2)
+        assert world.publish(2).reduce()["publish_withdrawn"] == 1
         assert busy.withdrawn and sorted(world.versions()) == [1, 2]
         asked.cancel()
+
+
+@spread()
+def change(worker: PolicyWorker) -> None:
+    """Weights unlike those that the servers began with."""
+    with torch.no_grad():
+        for _, weight in worker._learner.model.named_weights():
+            weight.mul_(4 if weight.ndim == 2 else 1)
+
+
+def greedy(world: World) -> tuple[list[int], list[float], set[int]]:
+    """What a server says, how sure it is, and by which version."""
+    (said,) = world.served.generate_all([ids([5, 6, 7, 8])], [SamplingParams(max_tokens=12, temperature=0.0)])
+    assert said.raw_logp is not None
+    return said.ids.tolist(), said.raw_logp.tolist(), set(said.version.tolist())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")])
+def test_a_real_server_that_is_killed_comes_back_with_the_newest_weights(kind: str, tmp_path: Path) -> None:
+    given = {f"rollout.{name}": value for name, value in options_of(kind, tmp_path).items()}
+    with world_of(tmp_path, **given | {"rollout": kind, "rollout.replicas": 1}) as world:
+        _, first, _ = greedy(world)
+        world.crew.call(change)
+        world.publish(1)
+        wanted_ids, wanted, _ = greedy(world)
+        assert not np.allclose(first, wanted, atol=1e-2)
+        (replica,) = world.served.replicas
+        assert replica._warden._keeper is not None
+        os.kill(replica._warden._keeper.pid, signal.SIGKILL)
+        until(lambda: replica.started == 1 and not replica.server.withdrawn and replica.server.version == 1, 400)
+        found_ids, found, versions = greedy(world)
+        assert found_ids == wanted_ids and np.allclose(found, wanted, atol=1e-4) and versions == {1}

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from etude.chat import Tokenizer
 from etude.checkpoint import export_adapter
 from etude.models import Lora, Model, adapt, adapter_config, load
 from etude.records import SamplingParams
@@ -25,7 +26,7 @@ from tests.served import on, started
 from tests.worlds import make_tasks
 
 pytestmark = on("vllm")
-PROMPT = np.array([5, 6, 7, 8, 9], np.int32)
+PROMPTS = [np.array([5, 6, 7, first], np.int32) for first in range(8, 14)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 Said = tuple[list[int], list[float]]
 
@@ -57,15 +58,18 @@ def adapted(model: Path, seed: int) -> Model:
     return made
 
 
-def embedded(model: Model) -> Said:
-    with TorchEngine(model, None, EngineConfig(kv_gib=0.01)) as engine:
+def embedded(model: Model, directory: Path) -> Said:
+    with TorchEngine(model, Tokenizer.load(directory), EngineConfig(kv_gib=0.01)) as engine:
         return _said(engine)
 
 
 def _said(engine: Served | TorchEngine) -> Said:
-    (said,) = engine.generate_all([PROMPT], [GREEDY])
-    assert said.raw_logp is not None
-    return said.ids.tolist(), said.raw_logp.tolist()
+    said = engine.generate_all(PROMPTS, [GREEDY] * len(PROMPTS))
+    assert all(each.raw_logp is not None for each in said)
+    return (
+        [token for each in said for token in each.ids.tolist()],
+        [logp for each in said for logp in ([] if each.raw_logp is None else each.raw_logp.tolist())],
+    )
 
 
 def test_a_server_computes_with_each_adapter_that_it_is_brought(world: World, tmp_path: Path) -> None:
@@ -76,10 +80,10 @@ def test_a_server_computes_with_each_adapter_that_it_is_brought(world: World, tm
         written = export_adapter(model.adapter_weights(), adapter_config(model, world.model), tmp_path / str(version))
         asyncio.run(world.server.load(written, version))
         ids, logp = world.says()
-        wanted_ids, wanted = embedded(model)
-        assert ids == wanted_ids and np.allclose(logp, wanted, atol=2e-3)
+        wanted_ids, wanted = embedded(model, world.model)
+        assert len(ids) > 12 and ids == wanted_ids and np.allclose(logp, wanted, atol=2e-3)
         assert all(said[0] != ids or not np.allclose(said[1], logp, atol=1e-2) for said in before)
-        before += [(ids, logp), embedded(load(world.model, dtype=torch.float32))]
+        before += [(ids, logp), embedded(load(world.model, dtype=torch.float32), world.model)]
         assert {server.version for server in world.server.servers} == {version}
 
 
@@ -106,5 +110,5 @@ def test_one_that_is_started_again_has_the_newest_adapter(world: World, tmp_path
     os.kill(replica._warden._keeper.pid, signal.SIGKILL)
     until(lambda: replica.started == 1 and replica.server.up and replica.server.version == 7, 300)
     ids, logp = world.says()
-    wanted_ids, wanted = embedded(model)
+    wanted_ids, wanted = embedded(model, world.model)
     assert ids == wanted_ids and np.allclose(logp, wanted, atol=2e-3)
