@@ -110,7 +110,9 @@ def world_of(directory: Path, ranks: int = 1, hidden: int = 64, **options: objec
     save(create(tiny(size, layers=2, hidden=hidden, heads=2, context=128, tied=False), seed=0), directory / "model")
     make_tasks(directory / "tasks.jsonl", 4)
     given: dict[str, object] = {"rollout.carrier": "shm", "rollout.bucket_mib": 1, "rollout.replicas": REPLICAS}
-    given |= {"rollout": "vllm", "rollout.python": python(directory), "rollout.restarts": 2, "ranks": ranks}
+    given |= {"rollout": "vllm", "rollout.restarts": 2, "ranks": ranks}
+    if "rollout.python" not in options:
+        given["rollout.python"] = python(directory)
     run = run_of(directory, **given | options)
     config = run.rollout
     assert isinstance(config, ServerConfig)

@@ -22,7 +22,7 @@ from etude.rollout import Served
 from etude.rollout.torch_engine import EngineConfig, TorchEngine
 from tests.recipes.runs import measured, train
 from tests.rollout.test_served import until
-from tests.served import on, started
+from tests.served import on, options_of, started
 from tests.worlds import make_tasks
 
 pytestmark = on("vllm")
@@ -112,3 +112,14 @@ def test_one_that_is_started_again_has_the_newest_adapter(world: World, tmp_path
     ids, logp = world.says()
     wanted_ids, wanted = embedded(model, world.model)
     assert ids == wanted_ids and np.allclose(logp, wanted, atol=2e-3)
+
+
+@pytest.mark.soak
+def test_a_run_starts_a_server_that_takes_its_adapters(served_models: tuple[Path, Path], tmp_path: Path) -> None:
+    """By two ranks; what the server began with is there for as long as it may be started again."""
+    shutil.copytree(served_models[0], tmp_path / "model")
+    make_tasks(tmp_path / "tasks.jsonl", 20)
+    given = {f"rollout.{name}": value for name, value in options_of("vllm", tmp_path).items()}
+    given |= {"rollout": "vllm", "rollout.adapters": "only", "lora.rank": 9, "train.learning_rate": 0.1, "ranks": 2}
+    for line in measured(train(tmp_path, tmp_path / "run", **given, steps=4)):
+        assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0
