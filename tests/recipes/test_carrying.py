@@ -217,6 +217,10 @@ def test_where_the_weights_have_moved_on_it_waits_for_the_next_publish(tmp_path:
         assert ask(world) == answers(world, 1) and not any(server.withdrawn for server in world.servers)
         world.publish(2)
         assert ask(world) == answers(world, 2) and world.versions() == [2, 2]
+        world.crew.close()
+        with pytest.raises(AssertionError, match="this crew was closed"):
+            world.publish(3)
+        assert all(server.withdrawn for server in world.servers)  # nobody knows what they compute with
     assert not [file for file in Path("/dev/shm").iterdir() if file.name.startswith(f"torch_{os.getpid()}_")]
 
 
@@ -247,8 +251,11 @@ def test_what_one_machine_shares_wants_a_rank_there(two: World, monkeypatch: pyt
         near = config.model_copy(update=changes)
         with pytest.raises(ConfigError, match=r"wants a rank on the machine of the servers.*all 2 ranks are on others"):
             carriage_of(near, two.crew, untied=True)
-    far = config.model_copy(update={"carrier": "gloo", "url": ("http://10.1.1.1:9",)})
-    assert carriage_of(far, two.crew, untied=True).ranks == [0, 1]
+    chosen = {"address": "10.1.1.2", "running": "finish", "update_timeout": 7.0}
+    far = config.model_copy(update={"carrier": "gloo", "url": ("http://10.1.1.1:9",), **chosen})
+    found = carriage_of(far, two.crew, untied=True)
+    assert found.ranks == [0, 1]
+    assert (found.sync.address, found.sync.running, found.sync.timeout) == ("10.1.1.2", "finish", 7.0)
 
 
 @pytest.mark.parametrize("running", ["continue", "finish"])
@@ -292,10 +299,15 @@ def greedy(world: World) -> tuple[list[int], list[float], set[int]]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")])
-def test_a_real_server_that_is_killed_comes_back_with_the_newest_weights(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "carrier"),
+    [pytest.param(*each, marks=on(each[0])) for each in (("vllm", "shm"), ("vllm", "gloo"), ("sglang", "shm"))],
+)
+def test_a_real_server_that_is_killed_comes_back_with_the_newest_weights(
+    kind: str, carrier: str, tmp_path: Path
+) -> None:
     given = {f"rollout.{name}": value for name, value in options_of(kind, tmp_path).items()}
-    with world_of(tmp_path, **given | {"rollout": kind, "rollout.replicas": 1}) as world:
+    with world_of(tmp_path, **given | {"rollout": kind, "rollout.carrier": carrier, "rollout.replicas": 1}) as world:
         _, first, _ = greedy(world)
         world.crew.call(change)
         world.publish(1)
