@@ -56,15 +56,18 @@ def options_of(kind: str, directory: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def started(kind: str, model: Path, directory: Path, adapter_rank: int = 0) -> Iterator[Served]:
-    """A server of this kind; with an adapter's rank, one that is brought adapters."""
+def started(
+    kind: str, model: Path, directory: Path, *, plugged: bool = False, adapter_rank: int = 0
+) -> Iterator[Served]:
+    """A server of this kind. plugged: one that carriers can bring weights to; with an adapter's rank, one that is
+    brought adapters."""
     options = options_of(kind, directory) | ({"adapters": "only"} if adapter_rank else {})
     config: ServerConfig = VllmConfig(**options) if kind == "vllm" else SglangConfig(**options)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in AT_START.items():
             patch.setenv(name, value)
-        more: dict[str, Any]
-        tokenizer, more = Tokenizer.load(model), {"plugged": laid_out(directory), "adapter_rank": adapter_rank}
+        more: dict[str, Any] = {"plugged": laid_out(directory) if plugged else None, "adapter_rank": adapter_rank}
+        tokenizer = Tokenizer.load(model)
         engine = serve(config, model, tokenizer, dtype="float32", device="cpu", logs=directory / "logs", **more)
     with engine:
         yield engine

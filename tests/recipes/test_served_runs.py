@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from etude.cli import main
 from etude.rollout import Served
 from tests.components import require
 from tests.recipes.runs import Captured, measured, options, refused_run, train
-from tests.served import bring, on, options_of
+from tests.served import bring, on, options_of, started
 from tests.worlds import make_model, make_tasks
 
 KINDS = [pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")]
@@ -58,7 +59,13 @@ def test_a_run_starts_its_server_and_ends_it(kind: str, sums: Path) -> None:
     assert (run / "servers" / f"{kind}-0.log").exists()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("vllm", marks=[*on("vllm"), pytest.mark.soak]),
+        pytest.param("sglang", marks=on("sglang")),
+    ],
+)
 def test_a_run_whose_weights_go_through_shared_memory(kind: str, sums: Path) -> None:
     """The server is started with what it takes, and with a model whose head is its embedding."""
     given = {f"rollout.{name}": value for name, value in options_of(kind, sums).items()}
@@ -69,23 +76,27 @@ def test_a_run_whose_weights_go_through_shared_memory(kind: str, sums: Path) -> 
     assert not (run / "published").exists()
 
 
+@pytest.fixture(scope="module")
+def plugged(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """vLLM's server, which carriers can bring weights to."""
+    with started("vllm", served_models[0], tmp_path_factory.mktemp("plugged"), plugged=True) as engine:
+        yield engine
+
+
 @pytest.mark.parametrize(
     ("cluster", "carrier"), [("local", "shm"), ("ray", "shm"), pytest.param("local", "gloo", marks=pytest.mark.soak)]
 )
 @pytest.mark.xdist_group("vllm")
 @pytest.mark.timeout(900)
 def test_the_ranks_of_a_run_bring_its_weights_to_a_server_themselves(
-    cluster: str, carrier: str, vllm_server: Served, sums: Path, served_models: tuple[Path, Path]
+    cluster: str, carrier: str, plugged: Served, sums: Path
 ) -> None:
     if cluster == "ray":
         require("ray")
-    given = {"rollout": "vllm", "rollout.url": vllm_server.servers[0].url, "rollout.max_running": 32}
+    given = {"rollout": "vllm", "rollout.url": plugged.servers[0].url, "rollout.max_running": 32}
     given |= {"rollout.carrier": carrier, "rollout.bucket_mib": 1, "ranks": 2, "cluster": cluster}
-    try:
-        for line in measured(train(sums, sums / "run", **given, steps=3)):
-            assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_withdrawn"] == 0
-    finally:
-        bring(vllm_server, served_models[0], 0)
+    for line in measured(train(sums, sums / "run", **given, steps=3)):
+        assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_withdrawn"] == 0
 
 
 def test_what_servers_cannot_do_is_refused(sums: Path, capsys: Captured) -> None:
