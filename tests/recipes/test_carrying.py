@@ -37,6 +37,7 @@ from etude.records import SamplingParams
 from etude.rollout import Served, ServerConfig
 from etude.rollout.server import Server
 from etude.sync import SyncConfig
+from tests.processes import started_by
 from tests.recipes.runs import run_of
 from tests.rollout.test_served import expected, ids, pids, python, served, until, words
 from tests.served import on, options_of
@@ -315,7 +316,7 @@ def test_a_real_server_that_is_killed_comes_back_with_the_newest_weights(
         assert not np.allclose(first, wanted, atol=1e-2)
         (replica,) = world.served.replicas
         assert replica._warden._keeper is not None
-        os.kill(replica._warden._keeper.pid, signal.SIGKILL)
+        os.kill(started_by(replica._warden._keeper.pid), signal.SIGKILL)
         until(lambda: replica.started == 1 and not replica.server.withdrawn and replica.server.version == 1, 400)
         found_ids, found, versions = greedy(world)
         assert found_ids == wanted_ids and np.allclose(found, wanted, atol=1e-4) and versions == {1}

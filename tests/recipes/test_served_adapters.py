@@ -20,6 +20,7 @@ from etude.models import Lora, Model, adapt, adapter_config, load
 from etude.records import SamplingParams
 from etude.rollout import Served
 from etude.rollout.torch_engine import EngineConfig, TorchEngine
+from tests.processes import started_by
 from tests.recipes.runs import measured, train
 from tests.rollout.test_served import until
 from tests.served import on, options_of, started
@@ -107,7 +108,7 @@ def test_one_that_is_started_again_has_the_newest_adapter(world: World, tmp_path
     asyncio.run(world.server.load(written, 7))
     replica = world.server.replicas[0]
     assert replica._warden._keeper is not None
-    os.kill(replica._warden._keeper.pid, signal.SIGKILL)
+    os.kill(started_by(replica._warden._keeper.pid), signal.SIGKILL)
     until(lambda: replica.started == 1 and replica.server.up and replica.server.version == 7, 300)
     ids, logp = world.says()
     wanted_ids, wanted = embedded(model, world.model)
