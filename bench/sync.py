@@ -153,7 +153,7 @@ def publishing(
         made: dict[str, Callable[[], Carrier]] = {
             "shm": lambda: ShmCarrier(nbytes),
             "disk": lambda: DiskCarrier(directory, nbytes),
-            "gloo": lambda: GroupCarrier("gloo", nbytes),
+            "gloo": lambda: GroupCarrier("gloo", nbytes, address="127.0.0.1"),
         }
         carrier = Fleet([receiver], made[name]())
     loop, version = asyncio.new_event_loop(), [0]

@@ -18,3 +18,8 @@ def gone(pid: int, within: float = 10.0) -> bool:
         if time.monotonic() >= until:
             return False
         time.sleep(0.02)
+
+
+def started_by(pid: int) -> int:
+    """The first process that this one has started."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])

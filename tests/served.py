@@ -19,6 +19,7 @@ from etude.chat import Tokenizer
 from etude.models import create, save, tiny
 from etude.rollout import Served, ServerConfig, SglangConfig, VllmConfig
 from etude.rollout.engines import serve
+from etude.sync.plugin import laid_out
 from tests.components import require_environment
 from tests.rollout import sglang_on_cpu
 from tests.worlds import make_tokenizer
@@ -55,14 +56,19 @@ def options_of(kind: str, directory: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def started(kind: str, model: Path, directory: Path) -> Iterator[Served]:
-    """A server of this kind."""
-    options = options_of(kind, directory)
+def started(
+    kind: str, model: Path, directory: Path, *, plugged: bool = False, adapter_rank: int = 0
+) -> Iterator[Served]:
+    """A server of this kind. plugged: one that carriers can bring weights to; with an adapter's rank, one that is
+    brought adapters."""
+    options = options_of(kind, directory) | ({"adapters": "only"} if adapter_rank else {})
     config: ServerConfig = VllmConfig(**options) if kind == "vllm" else SglangConfig(**options)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in AT_START.items():
             patch.setenv(name, value)
-        engine = serve(config, model, Tokenizer.load(model), dtype="float32", device="cpu", logs=directory / "logs")
+        more: dict[str, Any] = {"plugged": laid_out(directory) if plugged else None, "adapter_rank": adapter_rank}
+        tokenizer = Tokenizer.load(model)
+        engine = serve(config, model, tokenizer, dtype="float32", device="cpu", logs=directory / "logs", **more)
     with engine:
         yield engine
 

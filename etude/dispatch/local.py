@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,17 +17,19 @@ class LocalCrew:
     """One worker, called where it stands. Nothing is divided or joined, but what is undeclared is refused all the same.
 
     A program that runs with this crew runs with any other: a method that forgot to say how it is spread fails here
-    first, on a laptop.
+    first, on a laptop. Calls are made one at a time, whichever threads make them.
     """
 
     def __init__(self, worker: object) -> None:
         self._worker: object | None = worker
+        self._calling = threading.RLock()
 
     def call(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Call `Worker.method` (the function on the class) on the one worker."""
         assert self._worker is not None, "this crew was closed"
         gather = spread_of(method).gather
-        answer = method(self._worker, *args, **kwargs)
+        with self._calling:
+            answer = method(self._worker, *args, **kwargs)
         return [answer] if gather is Gather.ALL else answer  # type: ignore[return-value]
 
     def hold(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:

@@ -32,11 +32,12 @@ from etude.dispatch.config import CrewConfig
 from etude.dispatch.crew import TELL, TICK, Joint, Meeting
 from etude.dispatch.divide import Share, divide
 from etude.dispatch.held import held, lend
+from etude.dispatch.machine import machine
 from etude.dispatch.member import ENDING, Member, ending
 from etude.dispatch.messages import Body, Said, Sent, pack, unpack
 from etude.dispatch.pools import Pool, lacking
 from etude.dispatch.ray_cluster import Cluster
-from etude.dispatch.ray_rank import Here, Rank, machine
+from etude.dispatch.ray_rank import Here, Rank
 from etude.errors import CrewError
 from etude.observe import LogLevel, format_seconds, get_log
 from etude.protocols import spread_of

@@ -24,10 +24,11 @@ import numpy as np
 from etude.batch import Batch
 from etude.config.env import meet_through
 from etude.dispatch.held import resolved
+from etude.dispatch.machine import machine
 from etude.dispatch.messages import Ask, Begin, Body, Drop, Job, Kept, Sent, pack, unpack
 from etude.dispatch.rank import Asked, serve
 
-__all__ = ["Depot", "Here", "Rank", "machine"]
+__all__ = ["Depot", "Here", "Rank"]
 
 
 class Depot(Protocol):
@@ -126,14 +127,6 @@ class Rank:
     def told(self, seconds: float) -> list[object]:
         """What it has to say, now or within so many seconds."""
         return self._outbox.fetched(seconds)
-
-
-def machine() -> str:
-    """Names the machine, where processes have the numbers that they have here; empty where that cannot be told."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
 
 
 def _write_to(log: Path) -> None:

@@ -140,6 +140,14 @@ class Model:
         """Those of them that are trained: all, unless some are frozen or have adapters in their place."""
         return ((name, weight) for name, weight in self.named_weights() if weight.requires_grad)
 
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """The adapters' weights, by the names that peft gives them without its prefix."""
+        return {name: weight for name, weight in self.named_weights() if ".lora_" in name}
+
+    def bare_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the model that its adapters adapt."""
+        return ((name, weight.detach()) for name, weight in self.named_weights() if ".lora_" not in name)
+
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights of the model without adapters that computes the same, one at a time; see `lowrank.merged`."""
         adapted = {f"{name}.weight": layer for name, layer in adapted_layers(self.module)}

@@ -239,6 +239,7 @@ def _crew(run: Run, chat: Chat, directory: Path, stack: ExitStack) -> tuple[Crew
         worker, embedded = _rank(run, chat)
         if embedded is not None:
             stack.enter_context(closing(embedded))
+        stack.callback(worker.close)
         crew, engine = stack.enter_context(closing(LocalCrew(worker))), embedded
     else:
         several = stack.enter_context(closing(start(rank, run, directory / folder.RANKS)))

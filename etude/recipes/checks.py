@@ -308,11 +308,6 @@ def of_servers(run: Run) -> None:
     """Refuse what servers cannot be asked for."""
     if isinstance(run.rollout, EngineConfig):
         return
-    if run.ranks > 1 and isinstance(run.rollout, ServerConfig) and run.rollout.carrier != "files":
-        raise ConfigError(
-            f"`rollout.carrier={run.rollout.carrier}` brings the weights of one rank, and there are "
-            f"`ranks={run.ranks}`. Leave it out: files are written for all of them."
-        )
     if run.train.precision == "fp64":
         raise ConfigError(
             "`train.precision=fp64` is what no server computes in. Choose another, or `rollout=embedded`."
@@ -321,6 +316,11 @@ def of_servers(run: Run) -> None:
         raise ConfigError(
             "`lora.publish` is how the embedded engine is told of an adapter, and servers are given merged weights. "
             "Leave it out."
+        )
+    if isinstance(run.rollout, ServerConfig) and run.rollout.adapters == "only" and not run.lora.on:
+        raise ConfigError(
+            "`rollout.adapters=only` brings servers the adapters that are trained, and there are none. Set `lora.rank` "
+            "(16 is usual), or leave it out."
         )
     if run.train.offload and device_of(run).type == "cpu":
         raise ConfigError(

@@ -18,17 +18,21 @@ from torch import Tensor
 from etude.algorithms import Algorithm, Denominators, Loss, LossValue, Outputs, State, View
 from etude.algorithms.losses.supervised import Value
 from etude.batch import Batch
-from etude.checkpoint import Checkpoint, Checkpoints, export
+from etude.checkpoint import Checkpoint, Checkpoints, export, export_adapter
+from etude.dispatch.machine import machine
+from etude.models import adapter_config
 from etude.observe import Last, Metrics, Sum
 from etude.protocols import Gather, Ids, Split, spread
+from etude.recipes.carrying import Brought, Carriage, Carried, Courier
 from etude.recipes.meter import Meter, sizes_of
 from etude.records import Completion, SamplingParams
 from etude.rollout import TorchEngine
+from etude.rollout.remote import Address
 from etude.rollout.team import dismiss_team
 from etude.sync import LocalCarrier
 from etude.train import Frozen, Learner
 from etude.train.forward import TOKEN_OF_BATCH
-from etude.train.ranks import count, is_first, of_group
+from etude.train.ranks import count, is_first, of_group, place
 
 __all__ = ["Beside", "Improve", "Minimise", "PolicyWorker"]
 
@@ -139,6 +143,14 @@ class PolicyWorker:
         self._following = State()
         self._estimated = Metrics()
         self._step = 0
+        self._courier: Courier | None = None
+        self._carried: int | None = None
+        """The learner's version when its weights were carried to servers last."""
+
+    def close(self) -> None:
+        """Let go of what was made on the way."""
+        if self._courier is not None:
+            self._courier.close()
 
     @spread(Split.GROUPS, Gather.CONCAT)
     def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
@@ -236,27 +248,59 @@ class PolicyWorker:
         checkpoints.load(checkpoint, tensors)
         self.restore(tensors, checkpoint.facts["learner"])
 
+    # -- servers --------------------------------------------------------------------------------------------------
+
+    @spread(gather=Gather.ALL)
+    def machine(self) -> list[str]:
+        """Which machine each rank is on; see `dispatch.machine`."""
+        return machine()  # type: ignore[return-value]
+
+    @spread(gather=Gather.ALL)
+    def carry(self, servers: Sequence[Address], version: int, how: Carriage, anew: bool = False) -> list[Carried]:
+        """Bring servers to the weights, under this version, each rank its share of them; what came of each.
+
+        anew: these were started again, and the version is the one that was carried last. Where the weights have moved
+        on since, they are left as they are: the next publish brings them.
+        """
+        mine = how.share(servers, place(of_group()))
+        if anew and self._carried != self._learner.version:
+            left = [Brought(each.url, took=False, begun=False, why="The weights have moved on.") for each in mine]
+            return Carried(left)  # type: ignore[return-value]
+        self._carried = self._learner.version
+        self._courier = self._courier or Courier(how.sync)
+        return self._courier.carry(mine, self._served(how.untied), version, anew=anew)  # type: ignore[return-value]
+
     @spread()
-    def served(self, untied: bool) -> Iterable[tuple[str, Tensor]]:
+    def write(self, directory: Path, tokenizer: Path, untied: bool, bare: bool = False) -> int:
+        """Write the policy as a model directory that a server loads; how many bytes its weights are. One rank does.
+
+        untied: with a head of its own, where that is the embedding. bare: without its adapters.
+        """
+        if is_first(of_group()):
+            weights = self._learner.model.bare_weights() if bare else self._served(untied)
+            told = self._learner.model.described() | ({"tie_word_embeddings": False} if untied and not bare else {})
+            export(weights, told, directory, tokenizer=tokenizer)
+        return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+    @spread()
+    def write_adapter(self, directory: Path, base: Path) -> int:
+        """Write the adapters of the policy alone, as peft does; how many bytes they are. One rank does. base: where the
+        model lies that they adapt."""
+        if is_first(of_group()):
+            model = self._learner.model
+            export_adapter(model.adapter_weights(), adapter_config(model, base), directory)
+        return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+    @spread()
+    def adapter_rank(self) -> int:
+        """The inner width of its widest adapter."""
+        named = self._learner.model.adapter_weights()
+        return max((weight.shape[0] for name, weight in named.items() if ".lora_A." in name), default=0)
+
+    def _served(self, untied: bool) -> Iterable[tuple[str, Tensor]]:
         """The weights as servers compute with them, one at a time: adapters are added in. untied: see `write`."""
         model = self._learner.model
         return model.untied_weights() if untied else model.merged_weights()
-
-    @spread()
-    def write(self, directory: Path, tokenizer: Path, untied: bool) -> int:
-        """Write the policy as a model directory that a server loads; how many bytes its weights are. One rank does.
-
-        untied: with a head of its own, where that is the embedding.
-        """
-        if is_first(of_group()):
-            model = self._learner.model
-            export(
-                model.untied_weights() if untied else model.merged_weights(),
-                model.described() | ({"tie_word_embeddings": False} if untied else {}),
-                directory,
-                tokenizer=tokenizer,
-            )
-        return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
     # -- sampling -------------------------------------------------------------------------------------------------
 

@@ -53,8 +53,26 @@ class ServerConfig(Rollout):
         description="how weights reach the servers: `files` of a whole model, `shm`: shared memory of this machine, "
         "`ipc`: that of its GPU, `gloo` and `nccl`: a broadcast on this machine, between processors or GPUs",
     )
+    adapters: Literal["merged", "only"] = Field(
+        "merged",
+        description="how servers get trained adapters: `merged` into whole weights; `only`: they alone, as files, to "
+        "servers that keep the weights that they began with",
+    )
     bucket_mib: int = Field(
         256, ge=1, description="MiB of a bucket of weights, of which there are two; `files` have none"
+    )
+    running: Literal["continue", "finish"] = Field(
+        "continue",
+        description="what becomes of answers under way when a carrier brings weights: `continue`: they go on with the "
+        "new ones, and each token carries the version that drew it; `finish`: publishing waits for them",
+    )
+    update_timeout: float = Field(
+        300.0, gt=0, description="seconds that a server may take for one part of what a carrier brings, or to finish"
+    )
+    address: str | None = Field(
+        None,
+        description="where servers reach the ranks that bring weights by `gloo` or `nccl`; null is the address from "
+        "which a rank reaches the server",
     )
 
     @field_validator("url", "arguments", mode="before")
@@ -85,10 +103,21 @@ class ServerConfig(Rollout):
                 f"`rollout.nodes={self.nodes}` share one replica, each with as many devices: have `rollout.replicas=1` "
                 f"and a `rollout.tensor_parallel` that {self.nodes} divides."
             )
-        if self.carrier == "files" and self.bucket_mib != fresh["bucket_mib"].default:
+        for name in ("bucket_mib", "running", "update_timeout"):
+            if self.carrier == "files" and getattr(self, name) != fresh[name].default:
+                raise ConfigError(
+                    f"`rollout.{name}` is for carriers that bring weights in buckets, and `rollout.carrier=files` has "
+                    f"none. Leave it out, or choose `rollout.carrier=shm`."
+                )
+        if self.adapters == "only" and self.carrier != "files":
             raise ConfigError(
-                "`rollout.bucket_mib` is for carriers that have buckets, and `rollout.carrier=files` has none. Leave "
-                "it out, or choose `rollout.carrier=shm`."
+                f"`rollout.adapters=only` brings adapters as files, and `rollout.carrier={self.carrier}` brings whole "
+                f"weights. Leave one of them out."
+            )
+        if self.address is not None and self.carrier not in ("gloo", "nccl"):
+            raise ConfigError(
+                f"`rollout.address` is where servers reach the trainer, and by `rollout.carrier={self.carrier}` they "
+                f"do not. Leave it out, or choose `rollout.carrier=gloo` or `nccl`."
             )
         if self.nodes == 1 and self.meet != fresh["meet"].default:
             raise ConfigError("`rollout.meet` is where several `rollout.nodes` meet. Leave it out, or set those.")
@@ -119,13 +148,21 @@ class VllmConfig(ServerConfig):
 
     def dialect(self) -> Dialect:
         """vLLM's."""
-        return Vllm()
+        return Vllm(adapters=self.adapters == "only")
 
 
 class SglangConfig(ServerConfig):
     """Servers of SGLang."""
 
     environment_of: ClassVar[Mapping[str, str]] = {"cuda": "sglang"}
+
+    @model_validator(mode="after")
+    def _merges(self) -> Self:
+        if self.adapters != "merged":
+            raise ConfigError(
+                "`rollout.adapters=only` is for servers of vLLM so far. Leave it out, or choose `rollout=vllm`."
+            )
+        return self
 
     def dialect(self) -> Dialect:
         """SGLang's."""

@@ -54,6 +54,8 @@ class Launch:
     arguments: tuple[str, ...] = ()
     plugged: Path | None = None
     """A folder with Etude's plug-in for weights, for the path that the server's Python imports from."""
+    adapter_rank: int = 0
+    """The inner width of the adapters that it is brought; 0 if it is brought whole weights."""
 
 
 @dataclass
@@ -78,6 +80,8 @@ class Dialect(ABC):
     package: ClassVar[str]
     health: ClassVar[str] = "/health"
     """Where it says that it is well, also while it is paused."""
+    adapters: bool = False
+    """Whether servers are brought adapters of the model that they began with, and asked for answers through them."""
 
     @abstractmethod
     def command(self, launch: Launch, node: int = 0) -> list[str]:

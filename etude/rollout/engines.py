@@ -39,12 +39,14 @@ def serve(
     threads: int = 1,
     sleeps: bool = False,
     plugged: Path | None = None,
+    adapter_rank: int = 0,
     console: Console | None = None,
 ) -> Served:
     """The servers that the options ask for, ready. They begin with the weights in the directory `model`, as version 0.
 
     logs: where each writes what it says. threads: with how many a server on a CPU computes. sleeps: whether they are to
-    give their memory up when they are asked to. plugged: see `Launch`. console: where it is shown that they start.
+    give their memory up when they are asked to. plugged, adapter_rank: see `Launch`. console: where it is shown that
+    they start.
     """
     shape = Shape.read(model)
     dialect = config.dialect()
@@ -52,7 +54,7 @@ def serve(
     if not config.url:
         python = python_of(config, device, console)
         known = partial(launches, config, python, model, shape, dtype=dtype, device=device, threads=threads)
-        started = known(sleeps=sleeps, plugged=plugged)
+        started = known(sleeps=sleeps, plugged=plugged, adapter_rank=adapter_rank)
         asked = [(f"http://127.0.0.1:{launch.port}", launch) for launch in started]
 
     def replicas() -> list[Replica]:
@@ -82,6 +84,7 @@ def launches(
     threads: int = 1,
     sleeps: bool = False,
     plugged: Path | None = None,
+    adapter_rank: int = 0,
 ) -> list[Launch]:
     """How each replica is started."""
     width = config.tensor_parallel // config.nodes
@@ -104,6 +107,7 @@ def launches(
             threads=threads,
             arguments=config.arguments,
             plugged=plugged,
+            adapter_rank=adapter_rank,
         )
         for place in range(config.replicas)
     ]

@@ -47,19 +47,22 @@ class Replica:
 
     async def start(self) -> None:
         """Start it, and return once it is ready; of one that is there, see that it is."""
-        home = self.home
-        if self._launch is not None and home is not None:
-            launch = replace(self._launch, model=home[0])
+        begins = self.home
+        if self._launch is not None and begins is not None:
+            self.server.withdraw()
             dialect = self.server.dialect
+            if dialect.adapters:
+                begins = self._launch.model, 0
+            launch = replace(self._launch, model=begins[0])
             self._warden.start(dialect.command(launch), dialect.environment(launch))
             for node in range(1, launch.nodes):
                 told = " ".join(dialect.command(launch, node))
                 get_log("rollout").info("Start node %d of the replica on its machine: %s", node, told)
             await self._ready()
         await self.server.meet()
-        if home is not None:
-            await self.server.stamped(home[1])
-        if home is not None and self.home is not None and home != self.home:  # newer weights came meanwhile
+        if begins is not None:
+            await self.server.stamped(begins[1])
+        if begins is not None and self.home is not None and begins != self.home:  # newer weights came meanwhile
             await self.server.load(*self.home)
         self._sick = 0
 

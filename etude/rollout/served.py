@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from contextlib import suppress
@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from etude.errors import EngineError
-from etude.observe import Last, Mean, Metrics, Sum, progress
+from etude.errors import DataError, EngineError
+from etude.observe import Last, Mean, Metrics, Sum, get_log, progress
 from etude.protocols import Ids
 from etude.records import Completion, SamplingParams
 from etude.rollout.replica import Replica
@@ -34,9 +34,12 @@ from etude.rollout.server import Server
 
 __all__ = ["Served"]
 
+NOBODY = "No server answers that new weights could be given to. Start them, and publish again."
 BEAT = 1.0
 """Seconds between two looks at a server."""
 CLOSING = 60.0
+LAST = 10.0
+"""Seconds for each of the last things that are asked of a server."""
 T = TypeVar("T")
 
 
@@ -61,6 +64,8 @@ class Served:
         self.replicas: Sequence[Replica] = ()
         self._busy, self._since = 0.0, 0.0
         self._under_way = 0
+        self._starts: dict[Server, int] = {}
+        """How often each had been started when servers were withheld last."""
         try:
             begun = self._post(self._begin(replicas, most, line))
             with progress(f"starting {name}", None, console) as bar:
@@ -178,19 +183,34 @@ class Served:
         """Do this with every server that is there, all at once, on their loop."""
         return await asyncio.wrap_future(self._post(self._each(do)))
 
-    async def carried(self, what: Coroutine[Any, Any, T], version: int) -> T:
-        """Do what a carrier does to bring the servers to this version, on their loop. Those that it stamped are asked
-        again at once; one that it did not is asked nothing."""
+    def withhold(self, only: Server | None = None, *, drained: float | None = None) -> list[Server]:
+        """Take every server that is there out of rotation, for whoever brings them weights, or one alone; returns them.
+        Not for use on an event loop.
 
-        async def done() -> T:
-            try:
-                found = await what
+        drained: have what is under way end first, which may take so many seconds; a server where it does not is left
+        out, until the next publish.
+        """
+        return self._post(self._withhold(only, drained)).result()
+
+    def admit(self, servers: Mapping[Server, int | None], version: int) -> None:
+        """Ask servers again that were withheld, of which each is said to hold weights of a version; None for one that
+        stays out. `version` is the one that was published. Not for use on an event loop."""
+
+        async def done() -> None:
+            starts = {replica.server: replica.started for replica in self.replicas}
+            for server, holds in servers.items():
+                if holds is not None and starts[server] == self._starts[server]:  # else it holds what it began with
+                    server.holds(holds)
+            if not servers or version in servers.values():
                 self.rotation.wanted = version
-                return found
-            finally:
-                self.rotation.admit()
+            self.rotation.admit()
 
-        return await asyncio.wrap_future(self._post(done()))
+        self._post(done()).result()
+
+    def forsake(self, servers: Sequence[Server]) -> None:
+        """End what is under way at servers that are out of rotation, as nobody knows what they compute with. Not for
+        use on an event loop."""
+        self._post(self._forsake(servers)).result()
 
     async def load(self, directory: Path, version: int) -> None:
         """Have every server compute with the weights in a directory, and start from it if it is started again. One that
@@ -210,7 +230,7 @@ class Served:
         if failed and len(failed) == len(found):
             raise failed[0]
         if not found and all(replica.joined for replica in there):
-            raise EngineError("No server answers that new weights could be given to. Start them, and publish again.")
+            raise EngineError(NOBODY)
         self.rotation.wanted = version
         self.rotation.admit()
 
@@ -218,6 +238,34 @@ class Served:
         """Have a server that was started again brought to the newest weights by this, on the servers' loop."""
         for replica in self.replicas:
             replica.renew = renew
+
+    async def _withhold(self, only: Server | None, drained: float | None) -> list[Server]:
+        there = [replica.server for replica in self.replicas if not replica.lost and replica.server.up]
+        servers = [server for server in there if only in (None, server)]
+        if not servers and all(replica.joined for replica in self.replicas):
+            raise EngineError(NOBODY)
+        self._starts = {replica.server: replica.started for replica in self.replicas}
+        for server in servers:
+            server.withdraw()
+        if drained is None:
+            return servers
+        done = await asyncio.gather(*(server.drain(drained) for server in servers), return_exceptions=True)
+        late = {server: error for server, error in zip(servers, done, strict=True) if error is not None}
+        for server, error in late.items():
+            get_log("rollout").warning("%s is out of rotation until the next publish: %s", server.url, error)
+        await self._forsake(list(late))
+        if late and len(late) == len(servers):
+            raise next(iter(late.values()))
+        return [server for server in servers if server not in late]
+
+    async def _forsake(self, servers: Sequence[Server]) -> None:
+        async def ended(server: Server) -> None:
+            for last in (server.abort, server.resume):
+                with suppress(EngineError, DataError, TimeoutError):
+                    async with asyncio.timeout(LAST):
+                        await last()
+
+        await asyncio.gather(*map(ended, servers))
 
     # -- on the servers' thread ---------------------------------------------------------------------------------------
 

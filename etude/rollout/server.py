@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,9 +24,9 @@ from etude.errors import ConfigError, DataError, EngineError
 from etude.protocols import Ids
 from etude.records import Completion, SamplingParams
 from etude.rollout.answer import Answer
-from etude.rollout.connection import Connection
 from etude.rollout.dialect import Dialect
 from etude.rollout.figures import Figures
+from etude.rollout.remote import Remote
 from etude.rollout.request import Delta, check
 from etude.rollout.shape import Shape
 
@@ -43,27 +43,20 @@ class CutOffError(EngineError):
     """A server that broke off an answer, or could not begin it; the answer is as it left it."""
 
 
-class Server:
+class Server(Remote):
     """One server. It is `up` while it is known to answer, and takes part while it is not withdrawn."""
 
     def __init__(
         self, url: str, dialect: Dialect, shape: Shape, *, tokenizer: Tokenizer | None = None, ranks: int = 1
     ) -> None:
         """ranks: how many processes of it hold a share of the weights."""
-        self.url, self.dialect, self.shape, self.tokenizer, self.ranks = url, dialect, shape, tokenizer, ranks
+        super().__init__(url, dialect, ranks=ranks)
+        self.shape, self.tokenizer = shape, tokenizer
         self.up = False
-        self.version = 0
-        """The policy version of the weights it holds."""
-        self.withdrawn = False
         self.under_way = self.new_tokens = self.prompt_tokens = self.finished = 0
         self._context = shape.context
         self._idle = asyncio.Event()
         self._idle.set()
-        self._to = Connection(url)
-
-    async def close(self) -> None:
-        """Let go of its connections."""
-        await self._to.close()
 
     # -- what anybody may call ----------------------------------------------------------------------------------------
 
@@ -129,17 +122,9 @@ class Server:
             async for delta in deltas:
                 yield delta
 
-    async def abort(self) -> None:
-        """End all that is under way: every waiting call returns what it has, finished by `abort`."""
-        await self.dialect.abort(self._to)
-
     async def pause(self) -> None:
         """Stop between two tokens. Requests under way stay, and go on after `resume`."""
         await self.dialect.pause(self._to)
-
-    async def resume(self) -> None:
-        """Go on with what is under way."""
-        await self.dialect.resume(self._to)
 
     async def sleep(self) -> None:
         """Give the memory back. Nothing may be under way."""
@@ -161,14 +146,6 @@ class Server:
 
     # -- for whoever carries weights there ----------------------------------------------------------------------------
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Ask any of its endpoints; returns what it says."""
-        return await self._to.post(path, body)
-
-    def withdraw(self) -> None:
-        """Take it out of rotation: nothing new is asked of it until it is stamped."""
-        self.withdrawn = True
-
     async def drain(self, patience: float = 600.0) -> None:
         """Wait until nothing is under way there."""
         try:
@@ -180,17 +157,12 @@ class Server:
                 f"wait longer."
             ) from None
 
-    async def stamped(self, version: int) -> None:
-        """It computes with the weights of this version from now on, and is in rotation."""
-        await self.dialect.label(self._to, version)
-        self.version, self.withdrawn = version, False
-
     async def load(self, directory: Path, version: int) -> None:
         """Have it compute with the weights in a directory that it can read. If that fails, it is out of rotation: which
         weights it has is not known."""
         self.withdraw()
         await self.dialect.load(self._to, directory, version)
-        self.version, self.withdrawn = version, False
+        self.holds(version)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,10 @@ FIGURE = re.compile(
 )
 TOP = 19
 """Most of the likeliest tokens that it tells unless it is started otherwise."""
+ADAPTER = "policy"
+"""What the adapter is called there that requests are answered through."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The inner widths of adapters that it makes room for."""
 
 
 class Vllm(Dialect):
@@ -30,6 +34,9 @@ class Vllm(Dialect):
     name: ClassVar[str] = "vllm"
     package: ClassVar[str] = "vLLM"
     supported: ClassVar[tuple[int, ...]] = (0, 32)
+
+    def __init__(self, *, adapters: bool = False) -> None:
+        self.adapters = adapters
 
     def command(self, launch: Launch, node: int = 0) -> list[str]:
         """`vllm.entrypoints.openai.api_server`, with the log-probs of the distribution that it draws from."""
@@ -59,6 +66,8 @@ class Vllm(Dialect):
             words.append("--enforce-eager")
         if launch.plugged is not None:
             words += ["--weight-transfer-config", '{"backend": "etude"}']
+        if launch.adapter_rank:
+            words += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(_room(launch.adapter_rank))]
         return [*words, *launch.arguments]
 
     def environment(self, launch: Launch) -> dict[str, str]:
@@ -66,7 +75,8 @@ class Vllm(Dialect):
         found = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         alone = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch.device == "cpu" else {}
         plugged = {} if launch.plugged is None else {"PYTHONPATH": str(launch.plugged)}
-        return super().environment(launch) | found | alone | plugged
+        adapted = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if launch.adapter_rank else {}
+        return super().environment(launch) | found | alone | plugged | adapted
 
     async def version(self, to: Connection) -> str:
         """As /version tells."""
@@ -104,6 +114,8 @@ class Vllm(Dialect):
         if sampling.seed is not None:
             params["seed"] = sampling.seed % 2**63
         body = {"token_ids": prompt, "sampling_params": params, "stream": True}
+        if self.adapters:
+            body["model"] = ADAPTER
         async with aclosing(to.events("/inference/v1/generate", body)) as events:
             async for told in events:
                 if told.get("choices"):
@@ -147,8 +159,13 @@ class Vllm(Dialect):
         """What is under way waits meanwhile, and goes on with the new weights."""
         await self.pause(to)
         try:
-            asked = {"method": "reload_weights", "kwargs": {"weights_path": str(directory.resolve())}}
-            await to.post("/collective_rpc", asked)
+            place = str(directory.resolve())
+            if self.adapters:
+                adapter = {"lora_name": ADAPTER, "lora_path": place, "load_inplace": True}
+                await to.post("/v1/load_lora_adapter", adapter)
+            else:
+                asked = {"method": "reload_weights", "kwargs": {"weights_path": place}}
+                await to.post("/collective_rpc", asked)
             await self.forget(to)
             await self.label(to, version)
         finally:
@@ -163,6 +180,17 @@ class Vllm(Dialect):
             cache=found.get("kv_cache_usage_perc", 0.0),
             preempted=int(found.get("num_preemptions_total", 0)),
         )
+
+
+def _room(rank: int) -> int:
+    """The least room in which an adapter of this inner width fits."""
+    found = next((room for room in RANKS if room >= rank), None)
+    if found is None:
+        raise ConfigError(
+            f"An adapter's inner width is {rank}, and vLLM takes {RANKS[-1]} at most. Lower `lora.rank`, or leave "
+            f"`rollout.adapters` out."
+        )
+    return found
 
 
 def _piece(choice: dict[str, Any], top: int) -> Piece:

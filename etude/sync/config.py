@@ -37,4 +37,7 @@ class SyncConfig(Config):
     timeout: float = Field(300.0, gt=0, description="seconds that a server may take for one part of an update")
     directory: Path = Field(Path("weights"), description="for disk: where, relative to the run's directory")
     delta: bool = Field(False, description="for disk: write only the parts of the model that changed")
-    address: str = Field("127.0.0.1", description="for nccl and gloo: where servers reach the trainer")
+    address: str | None = Field(
+        None,
+        description="for nccl and gloo: where servers reach the trainer; null is from where it reaches them",
+    )

@@ -54,33 +54,44 @@ class Fleet:
         self._plan = Plan()
         self._last: int | None = None  # the version that was published last
         self._one = asyncio.Lock()
+        self.failed: dict[str, str] = {}
+        """Who fell out of the publish that was last, by URL, and why."""
 
     def close(self) -> None:
         """Let go of what the carrier holds."""
         self._carrier.close()
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Metrics:
-        """Bring all replicas to these weights; returns the bytes that travelled, the time it took, for how much of it
-        nothing was sampled, and how many replicas were withdrawn."""
-        async with self._one:
-            return await self._publish(weights, version, self._servers)
+    async def publish(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        servers: Sequence[Server] | None = None,
+        *,
+        anew: bool = False,
+    ) -> Metrics:
+        """Bring replicas to these weights, by default all of them; returns the bytes that travelled, the time it took,
+        for how much of it nothing was sampled, and how many replicas were withdrawn.
 
-    async def bring(self, server: Server, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Bring one replica, which began anew, to the weights that the others have: those published last."""
+        anew: they were started again, and know nothing of what was carried to them before.
+        """
         async with self._one:
-            if self._last is not None:  # otherwise the next publish brings it back
-                await self._publish(weights, self._last, (server,))
+            to = self._servers if servers is None else tuple(servers)
+            for server in to if anew else ():
+                self._carrier.leave(server)
+            return await self._publish(weights, version, to)
 
     async def _publish(
         self, weights: Iterable[tuple[str, Tensor]], version: int, servers: tuple[Server, ...]
     ) -> Metrics:
         begun = time.perf_counter()
+        self.failed = {}
         last, self._last = self._last, None  # unless this succeeds nobody is known to have what was carried last
         behind = any(server.version != last for server in servers)
         parcels = self._carrier.parcels(self._plan.checked(weights), behind)
         first = await parcels.next()
         assert first is not None, "a plan refuses to publish nothing"
         trip = _Trip(servers, self._carrier, self._timeout)
+        self.failed = trip.failed
         held = time.perf_counter()
         try:
             await trip.each(self._hold)
@@ -89,8 +100,8 @@ class Fleet:
             await trip.each(lambda server: dialect(server).finish(server))
             await trip.each(lambda server: server.stamped(version))
             await trip.each(lambda server: server.resume())
-        except BaseException:
-            await trip.give_up()
+        except BaseException as error:
+            await trip.give_up(error)
             raise
         ended = time.perf_counter()
         self._last = version
@@ -172,10 +183,11 @@ class _Trip:
 
         await self.each(step)
 
-    async def give_up(self) -> None:
+    async def give_up(self, error: BaseException) -> None:
         """Nobody knows what these compute with."""
+        why = EngineError(f"The publish was given up half-way: {str(error) or type(error).__name__}")
         for server in list(self.going):
-            await self._fell_out(server, EngineError("The publish was given up half-way."))
+            await self._fell_out(server, why)
 
     async def _bounded(self, server: Server, step: Coroutine[Any, Any, None]) -> None:
         try:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed
@@ -28,7 +30,7 @@ from etude.sync.dialects import dialect
 from etude.sync.plan import Piece, Stream, dtype_name, gathered
 from etude.sync.server import Parcel, Server
 
-__all__ = ["GroupCarrier", "Wire"]
+__all__ = ["GroupCarrier", "Wire", "reached_from"]
 
 Wire = Literal["gloo", "nccl"]
 _dist: Any = torch.distributed  # which process groups it has depends on how torch was built
@@ -43,7 +45,7 @@ class GroupCarrier:
         bucket_bytes: int,
         dtype: torch.dtype | None = None,
         *,
-        address: str = "127.0.0.1",
+        address: str | None = None,
         timeout: float = 300.0,
     ) -> None:
         self._wire = wire
@@ -64,11 +66,12 @@ class GroupCarrier:
         if server.url in self._groups:
             return
         group = _Group(self.name, self._wire, server.ranks + 1, self._timeout)
-        port = group.listen(self._address)
+        address = self._address or reached_from(server.url)
+        port = group.listen(address)
         told = {
             "name": group.name,
             "backend": self._wire,
-            "address": self._address,
+            "address": address,
             "port": port,
             "size": group.size,
             "timeout": self._timeout.total_seconds(),
@@ -104,6 +107,19 @@ class GroupCarrier:
         if server.url not in self._groups:
             raise EngineError(f"{server.url} has left the process group that weights are broadcast in.")
         return self._groups[server.url]
+
+
+def reached_from(url: str) -> str:
+    """The address of this machine from which it reaches a server, and the server it."""
+    there = urlsplit(url)
+    try:
+        family, kind, *_, place = socket.getaddrinfo(there.hostname, there.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # which sends nothing
+            found: str = probe.getsockname()[0]
+    except OSError as error:
+        raise EngineError(f"{url} cannot be reached from here: {error}. Say from where with `address`.") from error
+    return found
 
 
 class _Group:

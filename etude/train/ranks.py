@@ -18,7 +18,7 @@ from torch import Tensor
 from etude.algorithms import Denominators
 from etude.algorithms.view import Alone, Ranks
 
-__all__ = ["Together", "count", "everywhere", "is_first", "most", "of_group"]
+__all__ = ["Together", "count", "everywhere", "is_first", "most", "of_group", "place"]
 
 
 class Together:
@@ -59,7 +59,12 @@ def count(ranks: Ranks) -> int:
 
 def is_first(ranks: Ranks) -> bool:
     """Whether this is the one that does what is to be done once."""
-    return not isinstance(ranks, Together) or ranks.rank == 0
+    return place(ranks) == 0
+
+
+def place(ranks: Ranks) -> int:
+    """Which of them this one is."""
+    return ranks.rank if isinstance(ranks, Together) else 0
 
 
 def most(number: int, ranks: Ranks) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from etude.cli import main
 from etude.rollout import Served
+from tests.components import require
 from tests.recipes.runs import Captured, measured, options, refused_run, train
-from tests.served import bring, on, options_of
+from tests.served import bring, on, options_of, started
 from tests.worlds import make_model, make_tasks
 
 KINDS = [pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")]
@@ -57,7 +59,13 @@ def test_a_run_starts_its_server_and_ends_it(kind: str, sums: Path) -> None:
     assert (run / "servers" / f"{kind}-0.log").exists()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("vllm", marks=[*on("vllm"), pytest.mark.soak]),
+        pytest.param("sglang", marks=on("sglang")),
+    ],
+)
 def test_a_run_whose_weights_go_through_shared_memory(kind: str, sums: Path) -> None:
     """The server is started with what it takes, and with a model whose head is its embedding."""
     given = {f"rollout.{name}": value for name, value in options_of(kind, sums).items()}
@@ -68,6 +76,29 @@ def test_a_run_whose_weights_go_through_shared_memory(kind: str, sums: Path) -> 
     assert not (run / "published").exists()
 
 
+@pytest.fixture(scope="module")
+def plugged(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """vLLM's server, which carriers can bring weights to."""
+    with started("vllm", served_models[0], tmp_path_factory.mktemp("plugged"), plugged=True) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("cluster", "carrier"), [("local", "shm"), ("ray", "shm"), pytest.param("local", "gloo", marks=pytest.mark.soak)]
+)
+@pytest.mark.xdist_group("vllm")
+@pytest.mark.timeout(900)
+def test_the_ranks_of_a_run_bring_its_weights_to_a_server_themselves(
+    cluster: str, carrier: str, plugged: Served, sums: Path
+) -> None:
+    if cluster == "ray":
+        require("ray")
+    given = {"rollout": "vllm", "rollout.url": plugged.servers[0].url, "rollout.max_running": 32}
+    given |= {"rollout.carrier": carrier, "rollout.bucket_mib": 1, "ranks": 2, "cluster": cluster}
+    for line in measured(train(sums, sums / "run", **given, steps=3)):
+        assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_withdrawn"] == 0
+
+
 def test_what_servers_cannot_do_is_refused(sums: Path, capsys: Captured) -> None:
     server = {"rollout": "vllm", "rollout.url": "http://127.0.0.1:9"}
     place = sums / "refused"
@@ -76,10 +107,19 @@ def test_what_servers_cannot_do_is_refused(sums: Path, capsys: Captured) -> None
     assert "servers are given merged weights" in refused_run(
         capsys, sums, place, **server, lora__rank=2, lora__publish="merged"
     )
-    assert "brings the weights of one rank" in refused_run(
-        capsys, sums, place, **server, ranks=2, rollout__carrier="shm"
+    for name, value in (("bucket_mib", 8), ("running", "finish"), ("update_timeout", 9)):
+        assert "`rollout.carrier=files` has none" in refused_run(
+            capsys, sums, place, **server, **{f"rollout.{name}": value}
+        )
+    carried = {**server, "rollout.carrier": "shm"}
+    assert "where servers reach the trainer, and by `rollout.carrier=shm` they do not" in refused_run(
+        capsys, sums, place, **carried, rollout__address="10.0.0.1"
     )
-    assert "has none" in refused_run(capsys, sums, place, **server, rollout__bucket_mib=8)
+    only = {"rollout.adapters": "only"}
+    assert "there are none. Set `lora.rank`" in refused_run(capsys, sums, place, **server, **only)
+    assert "brings whole weights" in refused_run(capsys, sums, place, **carried, **only, lora__rank=2)
+    other = {"rollout": "sglang", "rollout.url": "http://127.0.0.1:9"}
+    assert "for servers of vLLM so far" in refused_run(capsys, sums, place, **other, **only, lora__rank=2)
     assert "could not be asked" in failed(capsys, sums, place, **server)
 
 

@@ -2,8 +2,9 @@
 
 Run as a program, with nothing but the standard library. It answers at once and draws nothing: the next token follows
 from the sum of those before it and from `salt`, a file in the model's directory, so that whoever goes on with an answer
-must write the same. `--pace SECONDS` has it take so long over each token, `--version` what it says it is, `--dies`
-makes it say something and end before it serves, `--poor` has every change of weights fail.
+must write the same. Weights that come through shared memory are another salt. `--pace SECONDS` has it take so long over
+each token, `--version` what it says it is, `--dies` makes it say something and end before it serves, `--poor` has every
+change of weights fail, and so does `/be` with `{"poor": true}`, until it is told otherwise.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import json
 import sys
 import threading
 import time
+import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import prod
 from pathlib import Path
 from typing import Any
 
 V = 97
+BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def next_token(context: list[int], salt: int) -> int:
@@ -35,13 +39,26 @@ class State:
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked, self.label, self.running = asked, "default", 0
+        self.carried: dict[str, int] = {}
+        """What each weight that was brought sums up to, and below, the buckets that they were brought in."""
+        self.buckets: set[str] = set()
         self.load(Path(asked.model))
         self.goes_on = threading.Event()
         self.goes_on.set()
 
     def load(self, model: Path) -> None:
         """Take other weights."""
-        self.salt = int((model / "salt").read_text())
+        file = model / "salt"
+        self.salt = int(file.read_text()) if file.exists() else 0
+
+    def carry(self, pieces: list[tuple[str, str, list[int], int]], where: dict[str, Any]) -> None:
+        """Take the weights in a bucket of shared memory."""
+        self.buckets.add(where["path"])
+        with Path(where["path"]).open("rb") as file:
+            for name, dtype, shape, offset in pieces:
+                file.seek(where["base"] + offset)
+                self.carried[name] = zlib.crc32(file.read(prod(shape) * BYTES[dtype]))
+        self.salt = sum(self.carried.values()) % V
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -57,6 +74,7 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/models": {"data": [{"max_model_len": 64}]},
             "/health": {},
             "/weight_info": {"weight_version": self.state.label},
+            "/carried": {"weights": self.state.carried, "buckets": sorted(self.state.buckets)},
         }
         if self.path == "/metrics":
             self.say(f'vllm:num_requests_running{{engine="0"}} {self.state.running}.0\n'.encode())
@@ -76,10 +94,14 @@ class Handler(BaseHTTPRequestHandler):
             state.goes_on.set()
         elif path == "/update_weight_version":
             state.label = body["new_version"]
+        elif path == "/be":
+            state.asked.poor = body["poor"]
+        elif path in ("/collective_rpc", "/update_weights") and state.asked.poor:
+            self.say(b"the weights do not fit", 500)
+            return
+        elif path == "/update_weights":
+            state.carry(body["update_info"]["pieces"], body["update_info"]["where"])
         elif path == "/collective_rpc":
-            if state.asked.poor:
-                self.say(b"the weights do not fit", 500)
-                return
             state.load(Path(body["kwargs"]["weights_path"]))
         self.say(b'{"success": true}')
 

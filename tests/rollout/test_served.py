@@ -337,12 +337,11 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     shape = Shape.read(weights(tmp_path / "model", 0))
 
     def command(
-        node: int = 0, device: Any = "cuda", sleeps: bool = False, **options: Any
+        node: int = 0, device: Any = "cuda", sleeps: bool = False, adapter_rank: int = 0, **options: Any
     ) -> tuple[str, dict[str, str]]:
         config = VllmConfig(**options)
-        found = launches(
-            config, Path("python"), tmp_path / "model", shape, dtype="bfloat16", device=device, sleeps=sleeps
-        )[-1]
+        asked: dict[str, Any] = {"device": device, "sleeps": sleeps, "adapter_rank": adapter_rank}
+        found = launches(config, Path("python"), tmp_path / "model", shape, dtype="bfloat16", **asked)[-1]
         return " ".join(config.dialect().command(found, node)), config.dialect().environment(found)
 
     assert "--max-num-seqs 7" in command(max_running=7)[0]
@@ -357,6 +356,11 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     first, other = command(**nodes)[0], command(node=1, **nodes)[0]
     assert "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 2900" in first and "--headless" not in first
     assert "--node-rank 1" in other and "--headless" in other
+    told, found = command(adapter_rank=9)
+    assert "--enable-lora --max-loras 1 --max-lora-rank 16" in told
+    assert found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1" and "--enable-lora" not in command()[0]
+    with pytest.raises(ConfigError, match=r"inner width is 513, and vLLM takes 512 at most. Lower `lora\.rank`"):
+        command(adapter_rank=513)
 
 
 def test_options_that_do_not_go_together_are_refused() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from etude.sync.group import GroupCarrier
+from etude.errors import EngineError
+from etude.sync.group import GroupCarrier, reached_from
 from tests.servers import Served
 from tests.sync.reading import Reader, reader, told
 
@@ -20,11 +21,14 @@ class Replica(Served):
     """A reader where a server would be: it joins and fetches as the plug-in does."""
 
     def __init__(self, by: Reader) -> None:
-        super().__init__("vllm", "http://reader", None, Path())
+        super().__init__("vllm", "http://127.0.0.1:9", None, Path())
         self.by = by
+        self.told: list[str] = []
+        """Where it was to meet the sender."""
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         assert path == "/init_weight_transfer_engine" and body is not None
+        self.told.append(body["init_info"]["group"]["address"])
         self.by.ask(body["init_info"])
         return await asyncio.to_thread(self.by.answer)
 
@@ -54,3 +58,13 @@ def test_a_replica_receives_every_tensor_and_may_join_again(monkeypatch: pytest.
         carrier.leave(replica)
         assert asyncio.run(broadcast(carrier, replica, published)) == told(published), "and it may come back"
         carrier.close()
+        named = GroupCarrier("gloo", 4800, address="localhost", timeout=20)
+        assert asyncio.run(broadcast(named, replica, published)) == told(published)
+        assert replica.told == ["127.0.0.1", "127.0.0.1", "localhost"]
+        named.close()
+
+
+def test_a_server_reaches_the_trainer_where_the_trainer_reaches_it_from() -> None:
+    assert reached_from("http://127.0.0.1:8000") == reached_from("http://localhost") == "127.0.0.1"
+    with pytest.raises(EngineError, match="cannot be reached from here"):
+        reached_from("http://no.such.host.invalid:1")

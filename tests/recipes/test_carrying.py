@@ -1,0 +1,322 @@
+"""The ranks of a run bring its weights to its servers themselves; the controller says to which, and hears how it went.
+
+The servers are stand-ins, which tell what they were brought and by whom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from etude.chat import Tokenizer
+from etude.dispatch import LocalCrew
+from etude.errors import ConfigError, EngineError
+from etude.models import create, save, tiny
+from etude.observe import Metrics
+from etude.protocols import Crew, spread
+from etude.recipes.build import rank
+from etude.recipes.carrying import Courier
+from etude.recipes.replicas import start
+from etude.recipes.run import Run
+from etude.recipes.serving import Publisher, carriage_of, serving
+from etude.recipes.workers import PolicyWorker
+from etude.records import SamplingParams
+from etude.rollout import Served, ServerConfig
+from etude.rollout.server import Server
+from etude.sync import SyncConfig
+from tests.processes import started_by
+from tests.recipes.runs import run_of
+from tests.rollout.test_served import expected, ids, pids, python, served, until, words
+from tests.served import on, options_of
+from tests.worlds import make_tasks, make_tokenizer
+
+REPLICAS = 3
+
+
+@spread()
+def sums(worker: PolicyWorker) -> dict[str, int]:
+    """What each weight of a trainer sums up to."""
+    return {name: zlib.crc32(weight.detach().numpy().tobytes()) for name, weight in worker.weights()}
+
+
+@dataclass
+class World:
+    """A run whose ranks bring weights to servers."""
+
+    run: Run
+    crew: Crew
+    pids: list[int]
+    """The ranks."""
+    served: Served
+    publish: Publisher
+    directory: Path
+
+    @property
+    def servers(self) -> list[Server]:
+        return list(self.served.servers)
+
+    def weights(self) -> dict[str, int]:
+        """What each of the trainer's sums up to."""
+        return self.crew.call(sums)
+
+    def told(self, path: str, body: dict[str, object]) -> list[object]:
+        """What the servers say to that."""
+        return asyncio.run(self.served.each(lambda server: server.post(path, body)))
+
+    def carried(self) -> list[dict[str, object]]:
+        """What each server was brought, and in which buckets."""
+
+        async def asked(server: Server) -> dict[str, object]:
+            found: dict[str, object] = json.loads(await server._to.get("/carried"))
+            return found
+
+        return asyncio.run(self.served.each(asked))
+
+    def be(self, poor: bool, *which: int) -> None:
+        """Have servers fail to take weights, or not any more."""
+        urls = [self.servers[place].url for place in which]
+
+        async def told(server: Server) -> None:
+            if server.url in urls:
+                await server.post("/be", {"poor": poor})
+
+        asyncio.run(self.served.each(told))
+
+    def of(self, place: int) -> int:
+        """The process of a server."""
+        port = self.servers[place].url.rpartition(":")[2]
+        return next(pid for pid in pids(self.directory) if port in words(pid))
+
+    def versions(self) -> list[int]:
+        return [server.version for server in self.servers]
+
+
+@contextmanager
+def world_of(directory: Path, ranks: int = 1, hidden: int = 64, **options: object) -> Iterator[World]:
+    """A run's ranks and servers, without its loop."""
+    size = make_tokenizer(directory / "model")
+    save(create(tiny(size, layers=2, hidden=hidden, heads=2, context=128, tied=False), seed=0), directory / "model")
+    make_tasks(directory / "tasks.jsonl", 4)
+    given: dict[str, object] = {"rollout.carrier": "shm", "rollout.bucket_mib": 1, "rollout.replicas": REPLICAS}
+    given |= {"rollout": "vllm", "rollout.restarts": 2, "ranks": ranks}
+    if "rollout.python" not in options:
+        given["rollout.python"] = python(directory)
+    run = run_of(directory, **given | options)
+    config = run.rollout
+    assert isinstance(config, ServerConfig)
+    tokenizer = Tokenizer.load(directory / "model")
+    several = start(rank, run, directory / "ranks") if ranks > 1 else None
+    with closing(several or LocalCrew(rank(run))) as crew, serving(run, config, tokenizer, crew, directory) as there:
+        yield World(run, crew, several.pids if several else [os.getpid()], *there, directory)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Two ranks and three servers."""
+    with world_of(tmp_path_factory.mktemp("two"), ranks=2, hidden=1024) as world:
+        yield world
+
+
+def ask(world: World, tokens: int = 6) -> list[tuple[list[int], set[int]]]:
+    """What is said to a few prompts, and by which versions."""
+    prompts = [ids([n]) for n in range(1, 5)]
+    found = world.served.generate_all(prompts, [SamplingParams(max_tokens=tokens)] * len(prompts))
+    return [(each.ids.tolist(), set(each.version.tolist())) for each in found]
+
+
+def answers(world: World, version: int, tokens: int = 6) -> list[tuple[list[int], set[int]]]:
+    """What is to be said by servers that have the trainer's weights."""
+    salt = sum(world.weights().values()) % 97
+    return [(expected([n], tokens, salt), {version}) for n in range(1, 5)]
+
+
+def test_each_rank_goes_to_its_share_and_nothing_passes_through_the_controller(two: World) -> None:
+    two.publish(1)  # whatever is loaded at the first time
+    metrics: list[Metrics] = []
+    risen = rise_of(lambda: metrics.append(two.publish(2)))
+    told = metrics[0].reduce()
+    size = told["publish_bytes"] / 2
+    assert size > 3e7 and told["publish_withdrawn"] == 0 and told["publish_ms"] >= told["publish_hold_ms"] > 0
+    assert risen < size / 8
+    weights = two.weights()
+    found = two.carried()
+    assert all(each["weights"] == weights for each in found)
+    by = [{int(str(path).split("_")[1]) for path in each["buckets"]} for each in found]  # type: ignore[attr-defined]
+    assert by == [{two.pids[0]}, {two.pids[1]}, {two.pids[0]}]
+    assert two.versions() == [2] * REPLICAS and ask(two) == answers(two, 2)
+
+
+def rise_of(act: Callable[[], object]) -> int:
+    """By how many bytes the memory of this process rises at most while this is done, as the system counts it."""
+
+    def told(name: str) -> int:
+        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return 1024 * int(lines[name].split()[0])
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+    before = told("VmRSS")
+    act()
+    return told("VmHWM") - before
+
+
+def test_one_that_fails_keeps_no_other_from_the_weights_and_comes_back_with_the_next(two: World) -> None:
+    two.be(True, 1)
+    assert two.publish(3).reduce()["publish_withdrawn"] == 1
+    assert [server.withdrawn for server in two.servers] == [False, True, False]
+    assert ask(two) == answers(two, 3)
+    two.be(False, 1)
+    assert two.publish(4).reduce()["publish_withdrawn"] == 0
+    assert two.versions() == [4] * REPLICAS and not any(server.withdrawn for server in two.servers)
+
+
+def test_where_all_fail_that_is_an_error_that_says_what_each_said(two: World) -> None:
+    two.be(True, 0, 1, 2)
+    with pytest.raises(EngineError) as failed:
+        two.publish(5)
+    said = str(failed.value)
+    assert all(f"{server.url}: " in said for server in two.servers) and said.count("the weights do not fit") == REPLICAS
+    assert all(server.withdrawn for server in two.servers)
+    two.be(False, 0, 1, 2)
+    two.publish(6)
+    assert ask(two) == answers(two, 6)
+
+
+def test_one_that_is_started_again_is_brought_to_the_newest_weights(two: World) -> None:
+    two.publish(7)
+    os.kill(two.of(2), signal.SIGKILL)
+    until(lambda: two.served.stats().reduce()["engine/restarts"] == 1, 60)
+    until(lambda: not two.servers[2].withdrawn and two.versions() == [7] * REPLICAS, 60)
+    assert two.carried()[2]["weights"] == two.weights()
+    assert ask(two) == answers(two, 7)
+
+
+@spread()
+def move_on(worker: PolicyWorker) -> None:
+    """As an update does."""
+    worker._learner._version += 1
+
+
+def test_where_the_weights_have_moved_on_it_waits_for_the_next_publish(tmp_path: Path) -> None:
+    with world_of(tmp_path, **{"rollout.replicas": 2}) as world:
+        world.publish(1)
+        world.crew.call(move_on)
+        os.kill(world.of(0), signal.SIGKILL)
+        until(lambda: world.versions() == [0, 1] and not world.servers[0].withdrawn, 60)
+        assert ask(world) == answers(world, 1) and not any(server.withdrawn for server in world.servers)
+        world.publish(2)
+        assert ask(world) == answers(world, 2) and world.versions() == [2, 2]
+        world.crew.close()
+        with pytest.raises(AssertionError, match="this crew was closed"):
+            world.publish(3)
+        assert all(server.withdrawn for server in world.servers)  # nobody knows what they compute with
+    assert not [file for file in Path("/dev/shm").iterdir() if file.name.startswith(f"torch_{os.getpid()}_")]
+
+
+def weights(count: int, ends: str = "") -> Iterator[tuple[str, Tensor]]:
+    """So many, and then an error, or not."""
+    for number in range(count):
+        yield f"layer.{number}.weight", torch.full((512, 512), float(number))
+    if ends:
+        raise OSError(ends)
+
+
+@pytest.mark.parametrize("there", [0, 3])
+def test_weights_that_cannot_be_had_leave_a_server_as_it_was_or_out_of_rotation(there: int, tmp_path: Path) -> None:
+    with served(tmp_path) as engine, closing(Courier(SyncConfig(carrier="shm", bucket_mib=1))) as courier:
+        address = engine.servers[0].address
+        (came,) = courier.carry([address], weights(there, "a disk is gone"), 3, anew=False).servers
+        assert (came.took, came.begun) == (False, there > 0) and "a disk is gone" in came.why
+        whole = courier.carry([address], weights(4), 3, anew=False)
+        assert whole.servers[0].took and whole.figures["publish_bytes"] == 4 * 512 * 512 * 4
+
+
+def test_what_one_machine_shares_wants_a_rank_there(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = two.run.rollout
+    assert isinstance(config, ServerConfig)
+    assert carriage_of(config, two.crew, untied=True).ranks == [0, 1]
+    monkeypatch.setattr("etude.recipes.serving.machine", lambda: "another")
+    for changes in ({}, {"carrier": "gloo"}, {"carrier": "gloo", "url": ("http://127.0.0.1:9",), "python": None}):
+        near = config.model_copy(update=changes)
+        with pytest.raises(ConfigError, match=r"wants a rank on the machine of the servers.*all 2 ranks are on others"):
+            carriage_of(near, two.crew, untied=True)
+    chosen = {"address": "10.1.1.2", "running": "finish", "update_timeout": 7.0}
+    far = config.model_copy(update={"carrier": "gloo", "url": ("http://10.1.1.1:9",), **chosen})
+    found = carriage_of(far, two.crew, untied=True)
+    assert found.ranks == [0, 1]
+    assert (found.sync.address, found.sync.running, found.sync.timeout) == ("10.1.1.2", "finish", 7.0)
+
+
+@pytest.mark.parametrize("running", ["continue", "finish"])
+def test_what_is_under_way_goes_on_or_is_waited_for(running: str, tmp_path: Path) -> None:
+    """And a server where it takes too long is left out."""
+    patience = {"rollout.replicas": 1, "rollout.running": running, "rollout.arguments": '["--pace=0.05"]'}
+    with world_of(tmp_path, **patience, **{"rollout.update_timeout": 20}) as world, ThreadPoolExecutor() as pool:
+        world.publish(1)
+        asked = pool.submit(ask, world, 20)
+        until(lambda: world.servers[0].new_tokens > 4)
+        world.publish(2)
+        assert world.versions() == [2]
+        assert all(versions == {1 if running == "finish" else 2} for _, versions in asked.result(60))
+
+
+def test_one_that_does_not_finish_in_time_is_left_out(tmp_path: Path) -> None:
+    patience = {"rollout.running": "finish", "rollout.update_timeout": 0.5, "rollout.arguments": '["--pace=0.2"]'}
+    with world_of(tmp_path, **patience, **{"rollout.replicas": 2}) as world, ThreadPoolExecutor() as pool:
+        world.publish(1)
+        asked = pool.submit(world.served.generate_all, [ids([1])], [SamplingParams(max_tokens=40)])
+        until(lambda: any(server.new_tokens for server in world.servers))
+        (busy,) = (server for server in world.servers if server.under_way)
+        assert world.publish(2).reduce()["publish_withdrawn"] == 1
+        assert busy.withdrawn and sorted(world.versions()) == [1, 2]
+        asked.cancel()
+
+
+@spread()
+def change(worker: PolicyWorker) -> None:
+    """Weights unlike those that the servers began with."""
+    with torch.no_grad():
+        for _, weight in worker._learner.model.named_weights():
+            weight.mul_(4 if weight.ndim == 2 else 1)
+
+
+def greedy(world: World) -> tuple[list[int], list[float], set[int]]:
+    """What a server says, how sure it is, and by which version."""
+    (said,) = world.served.generate_all([ids([5, 6, 7, 8])], [SamplingParams(max_tokens=12, temperature=0.0)])
+    assert said.raw_logp is not None
+    return said.ids.tolist(), said.raw_logp.tolist(), set(said.version.tolist())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("kind", "carrier"),
+    [pytest.param(*each, marks=on(each[0])) for each in (("vllm", "shm"), ("vllm", "gloo"), ("sglang", "shm"))],
+)
+def test_a_real_server_that_is_killed_comes_back_with_the_newest_weights(
+    kind: str, carrier: str, tmp_path: Path
+) -> None:
+    given = {f"rollout.{name}": value for name, value in options_of(kind, tmp_path).items()}
+    with world_of(tmp_path, **given | {"rollout": kind, "rollout.carrier": carrier, "rollout.replicas": 1}) as world:
+        _, first, _ = greedy(world)
+        world.crew.call(change)
+        world.publish(1)
+        wanted_ids, wanted, _ = greedy(world)
+        assert not np.allclose(first, wanted, atol=1e-2)
+        (replica,) = world.served.replicas
+        assert replica._warden._keeper is not None
+        os.kill(started_by(replica._warden._keeper.pid), signal.SIGKILL)
+        until(lambda: replica.started == 1 and not replica.server.withdrawn and replica.server.version == 1, 400)
+        found_ids, found, versions = greedy(world)
+        assert found_ids == wanted_ids and np.allclose(found, wanted, atol=1e-4) and versions == {1}
