@@ -51,7 +51,7 @@ class Lesson:
             other = self._other()
             with ledger.of("optimizer"):
                 worker = school.worker_of(run, model, other, self.mesh)
-            batch = examples(run, self.longest)
+            batch = examples(run, self.longest, -(-run.batch_size * run.mesh.size // run.ranks))
             if other is not None:
                 with self.on, ledger.phase("asking"), ledger.of("activations", named):
                     batch = worker.annotate(batch)
@@ -76,11 +76,10 @@ class Lesson:
             return Frozen(outlined(where, dtype=self.model.dtype), micro, temperature=warmth, mesh=self.mesh)
 
 
-def examples(run: Supervised, longest: int) -> Batch:
-    """One rank's share of a step's examples at their worst, or as much of it as fills a few micro-batches."""
+def examples(run: Supervised, longest: int, count: int) -> Batch:
+    """So many examples at their worst, or as many of them as fill a few micro-batches."""
     sides = 2 if isinstance(run.data, Preferences) else 1
-    mine = -(-run.batch_size * run.mesh.size // run.ranks)
     enough = FULL * max(1, run.train.micro_tokens // (sides * longest))
     nothing = np.zeros(longest, np.int32)
     row = Row(nothing, np.arange(longest) >= 1, nothing.astype(np.int16))
-    return batch_of([((row,),) * sides] * min(mine, enough))
+    return batch_of([((row,),) * sides] * min(count, enough))

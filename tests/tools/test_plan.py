@@ -10,20 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from bench.plan import CASES, COMMON, SIZES, WITHIN, compared, run_of
+from bench.plan import CASES, COMMON, ENGINE, SIZES, WITHIN, compared, run_of
 from etude.cli import main
 from etude.config.compose import compose
 from etude.tools.ledger import Ledger
 from etude.tools.outline import Pretend, Written, without_memory
-from etude.tools.plan import GIB, PlanRun, plan
+from etude.tools.plan import plan
+from etude.tools.plan_options import PlanRun
+from etude.tools.planned import GIB
 from etude.tools.rehearsal import rehearse
 from tests.components import require
 from tests.recipes.runs import Captured, refused
 
 SMALL: dict[str, Any] = {**SIZES, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocabulary": 2048}
-QUICK = ("fp32", "lora", "one micro-batch", "checkpointing")
+QUICK = ("fp32", "lora", "one micro-batch", "checkpointing", "weights laid out", "mesh.tensor", "sft", "dpo")
 CPU = torch.device("cpu")
-OPTIONS = tuple(option for option in COMMON if option != "device=cpu")
+OPTIONS = tuple(option for option in (*COMMON, *ENGINE) if option != "device=cpu")
 
 
 @pytest.fixture(scope="module")
