@@ -49,6 +49,7 @@ COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "weights laid out": ({}, ["train.precision=bf16", "rollout.prepack=true"]),
     "two ranks": ({}, ["train.precision=bf16", "ranks=2"]),
     "mesh.tensor": ({}, ["train.precision=bf16", "ranks=2", "mesh.tensor=2"]),
+    "mesh.tensor, fp32": ({}, ["train.precision=fp32", "ranks=2", "mesh.tensor=2"]),
     "mesh.sequence": ({}, ["train.precision=fp32", "ranks=2", "mesh.sequence=2"]),
     "mesh, reference, critic": (
         {},
@@ -77,6 +78,8 @@ COMMON = (
 ENGINE = ("rollout.kv_gib=0.003", "rollout.prefill_tokens=256", "rollout.prepack=false")
 EXAMPLES = ("data.max_tokens=128", "batch_size=32", "train.micro_tokens=1024", "device=cpu")
 WITHIN = 0.10
+TRIES = 4
+"""How often ranks perform a step."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,14 @@ def run_of(directory: Path, name: str, sizes: Mapping[str, Any] = SIZES) -> Reci
 
 
 def performed(run: Recipe) -> int:
-    """The most bytes that the first rank of a run holds, all of them being there."""
+    """The most bytes that the first rank of a run holds, all of them being there.
+
+    Of several tries the least: a thread of gloo's that gets no processor for a moment keeps hold of what it exchanged.
+    """
     if run.ranks == 1:
         return measured(lambda: perform(run))
     with tempfile.TemporaryDirectory() as logs, closing(start(Performer, run, Path(logs))) as crew:
-        peak: int = crew.call(Performer.peak)
-        return peak
+        return min(crew.call(Performer.peak) for _ in range(TRIES))
 
 
 def compared(run: Recipe, name: str) -> Compared:
