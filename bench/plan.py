@@ -78,7 +78,7 @@ COMMON = (
 ENGINE = ("rollout.kv_gib=0.003", "rollout.prefill_tokens=256", "rollout.prepack=false")
 EXAMPLES = ("data.max_tokens=128", "batch_size=32", "train.micro_tokens=1024", "device=cpu")
 WITHIN = 0.10
-TRIES = 4
+TRIES = 5
 """How often ranks perform a step."""
 
 
@@ -112,7 +112,7 @@ def run_of(directory: Path, name: str, sizes: Mapping[str, Any] = SIZES) -> Reci
 def performed(run: Recipe) -> int:
     """The most bytes that the first rank of a run holds, all of them being there.
 
-    Of several tries the least: a thread of gloo's that gets no processor for a moment keeps hold of what it exchanged.
+    Of several tries the least: see `Performer.peak` for what is not the step's.
     """
     if run.ranks == 1:
         return measured(lambda: perform(run))

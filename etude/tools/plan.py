@@ -85,9 +85,9 @@ def _settled(asked: Recipe, wanted: int | None) -> tuple[Recipe, torch.device]:
     if asked.device == "cpu" and gpus:
         raise ConfigError(f"`gpus={gpus}` plans for GPUs, and `device=cpu` computes on the processor. Leave one out.")
     run = _with(asked, "ranks", _ranks(asked, gpus)) if gpus and asked.ranks == 1 else asked
+    _refuse(run)
     if gpus:
         _refuse_too_many(run, gpus)
-    _refuse(run)
     if run.train.offload and not gpus:
         raise ConfigError(
             "`train.offload` makes room on a GPU, and this plan has none. Leave it out, or give `gpus=…`."

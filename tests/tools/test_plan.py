@@ -276,7 +276,7 @@ def test_servers_that_share_a_gpu_are_added_to_what_is_there(model: Path) -> Non
     (turns,) = served(model, *common, "rollout.kv_gib=0.1", "train.offload=true").devices
     assert both.name == "each GPU that trains and serves"
     taken = {phase: both.phases[phase].total - alone.phases[phase].total for phase in both.phases}
-    assert set(taken) == {"sampling", "updating"} and len(set(taken.values())) == 1
+    assert set(taken) == {"sampling", "asking", "updating"} and len(set(taken.values())) == 1
     assert taken["sampling"] == pytest.approx(0.1 * GIB + alone.phases["sampling"].kinds["weights"], rel=0.01)
     sampling, updating = (turns.phases[phase].kinds for phase in ("sampling", "updating"))
     assert {"server", "kv"} <= sampling.keys() and "optimizer" not in sampling
