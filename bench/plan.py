@@ -138,7 +138,7 @@ def main() -> int:
     found = []
     with tempfile.TemporaryDirectory() as place:
         for name in asked.only:
-            each = compared(run_of(Path(place) / name, name), name)
+            each = compared(run_of(Path(place) / str(len(found)), name), name)
             found.append(each)
             shown.add_row(name, f"{each.foreseen / 2**20:.1f}", f"{each.measured / 2**20:.1f}", f"{each.ratio:.3f}")
     make_console().print(shown)
