@@ -3,7 +3,8 @@
     python -m bench.plan [--only fp32 lora] [--json FILE]
 
 Measured is what torch's own allocator takes and gives back, as its profiler is told of each; the step is the real one,
-on random weights. The difference is to stay within a tenth.
+on random weights, and where there are several ranks they are as many processes, of which the first is looked at. The
+difference is to stay within a tenth.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,19 @@ from typing import Any
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
 
 from bench.common import machine, versions
+from bench.plan_worker import Performer, measured
 from etude.config.compose import compose
 from etude.models import tiny
 from etude.observe import make_console
+from etude.recipes.commands import RECIPES
+from etude.recipes.recipe import Recipe
+from etude.recipes.replicas import start
 from etude.recipes.run import Run
 from etude.tools.rehearsal import perform, rehearse
 
-CASES: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
+COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "fp32": ({}, ["train.precision=fp32"]),
     "bf16": ({}, ["train.precision=bf16"]),
     "long": ({}, ["train.precision=fp32", "data.max_prompt=256", "sampling.max_tokens=512", "collect.group_size=2"]),
@@ -41,15 +46,40 @@ CASES: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "large vocabulary": ({"vocabulary": 32000}, ["train.precision=fp32"]),
     "gemma2": ({"family": "gemma2"}, ["train.precision=fp32"]),
     "gpt2": ({"family": "gpt2"}, ["train.precision=fp32"]),
+    "weights laid out": ({}, ["train.precision=bf16", "rollout.prepack=true"]),
+    "two ranks": ({}, ["train.precision=bf16", "ranks=2"]),
+    "mesh.tensor": ({}, ["train.precision=bf16", "ranks=2", "mesh.tensor=2"]),
+    "mesh.tensor, fp32": ({}, ["train.precision=fp32", "ranks=2", "mesh.tensor=2"]),
+    "mesh.sequence": ({}, ["train.precision=fp32", "ranks=2", "mesh.sequence=2"]),
+    "mesh, reference, critic": (
+        {},
+        ["train.precision=fp32", "ranks=2", "mesh.sequence=2", "kl=reverse", "advantage=gae"],
+    ),
+    "trainer beside servers": ({}, ["train.precision=bf16", "rollout=vllm", "kl=reverse"]),
 }
-"""Shapes of models, and options of runs."""
+"""Shapes of models, and options of runs of `etude train`."""
+LEARNING: Mapping[str, tuple[str, Sequence[str]]] = {
+    "sft": ("sft", []),
+    "sft, long rows": ("sft", ["data.max_tokens=768", "train.precision=fp32"]),
+    "sft, lora": ("sft", ["lora.rank=8"]),
+    "sft, mesh.tensor": ("sft", ["ranks=2", "mesh.tensor=2"]),
+    "dpo": ("dpo", []),
+    "dpo, large micro-batches": ("dpo", ["train.micro_tokens=4096"]),
+    "reward-model": ("reward-model", ["train.precision=fp32"]),
+    "distill": ("distill", ["teacher.path={model}", "teacher.top=16"]),
+}
+"""Commands of runs that learn from examples, and their options."""
+CASES = (*COLLECTING, *LEARNING)
 SIZES: dict[str, Any] = {"vocabulary": 4096, "layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4}
 COMMON = (
     *("data.max_prompt=48", "sampling.max_tokens=96", "collect.tasks=8", "collect.group_size=4", "device=cpu"),
-    *("train.micro_tokens=1024", "rollout.kv_gib=0.003", "rollout.max_running=32", "rollout.prefill_tokens=256"),
-    "rollout.prepack=false",
+    *("train.micro_tokens=1024", "rollout.max_running=32"),
 )
+ENGINE = ("rollout.kv_gib=0.003", "rollout.prefill_tokens=256", "rollout.prepack=false")
+EXAMPLES = ("data.max_tokens=128", "batch_size=32", "train.micro_tokens=1024", "device=cpu")
 WITHIN = 0.10
+TRIES = 5
+"""How often ranks perform a step."""
 
 
 @dataclass(frozen=True)
@@ -66,29 +96,34 @@ class Compared:
         return self.foreseen / self.measured
 
 
-def run_of(directory: Path, name: str, sizes: Mapping[str, Any] = SIZES, common: Sequence[str] = COMMON) -> Run:
+def run_of(directory: Path, name: str, sizes: Mapping[str, Any] = SIZES) -> Recipe:
     """A run of a case, whose model is written there as its config alone."""
-    shape, options = CASES[name]
+    if name in LEARNING:
+        command, options = LEARNING[name]
+        tiny(**sizes).save_pretrained(directory)
+        named = [option.format(model=directory) for option in options]
+        return compose(RECIPES[command], [f"model.path={directory}", *EXAMPLES, *named])
+    shape, options = COLLECTING[name]
     tiny(**{**sizes, **shape}).save_pretrained(directory)
-    return compose(Run, [f"model.path={directory}", *common, *options])
+    engine = () if "rollout=vllm" in options else ENGINE
+    return compose(Run, [f"model.path={directory}", *COMMON, *engine, *options])
 
 
-def measured(work: Callable[[], object]) -> int:
-    """The most bytes that tensors and kernels held at once, of what was taken within, as torch's allocator tells."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as told:
-        work()
-    events: Any = told.profiler.kineto_results.events()  # type: ignore[union-attr]
-    held = most = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
+def performed(run: Recipe) -> int:
+    """The most bytes that the first rank of a run holds, all of them being there.
+
+    Of several tries the least: see `Performer.peak` for what is not the step's.
+    """
+    if run.ranks == 1:
+        return measured(lambda: perform(run))
+    with tempfile.TemporaryDirectory() as logs, closing(start(Performer, run, Path(logs))) as crew:
+        return min(crew.call(Performer.peak) for _ in range(TRIES))
 
 
-def compared(run: Run, name: str) -> Compared:
+def compared(run: Recipe, name: str) -> Compared:
     """A case, rehearsed and performed."""
     foreseen = rehearse(run, torch.device("cpu")).ledger.peak().total
-    return Compared(name, foreseen, measured(lambda: perform(run)))
+    return Compared(name, foreseen, performed(run))
 
 
 def main() -> int:
@@ -103,7 +138,7 @@ def main() -> int:
     found = []
     with tempfile.TemporaryDirectory() as place:
         for name in asked.only:
-            each = compared(run_of(Path(place) / name, name), name)
+            each = compared(run_of(Path(place) / str(len(found)), name), name)
             found.append(each)
             shown.add_row(name, f"{each.foreseen / 2**20:.1f}", f"{each.measured / 2**20:.1f}", f"{each.ratio:.3f}")
     make_console().print(shown)

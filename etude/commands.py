@@ -53,6 +53,15 @@ SETS = {
 }
 """The sets that can be prepared, and the classes whose fields are their options, without importing them."""
 
+PLANS = {
+    "": "etude.tools.plan_options:PlanRun",
+    "sft": "etude.tools.plan_options:PlanSFT",
+    "dpo": "etude.tools.plan_options:PlanDPO",
+    "reward-model": "etude.tools.plan_options:PlanRewardModel",
+    "distill": "etude.tools.plan_options:PlanDistill",
+}
+"""What can be planned, by the word that says so."""
+
 
 ROLLOUTS = """\
 what it is written as:
@@ -77,6 +86,10 @@ examples:
   etude plan grpo model.path=Qwen3-0.6B
   etude plan grpo model.path=Qwen3-4B gpus=8 gpu_gib=80 sampling.max_tokens=8192
   etude plan grpo model.path=Qwen3-4B gpus=1 gpu_gib=80 train.offload=true --quick
+  etude plan grpo model.path=Qwen3-4B gpus=4 gpu_gib=80 rollout=vllm rollout.replicas=2 rollout.devices=[2,3]
+  etude plan dpo model.path=Qwen3-4B gpus=2 gpu_gib=80 data.max_tokens=4096
+
+The first word is a preset of `etude train`, or a recipe that learns from examples: sft, dpo, reward-model, distill.
 
 A step is rehearsed on tensors that take no memory: of the model, only config.json and the tokenizer are read. Exit code
 1 if it does not fit."""
@@ -191,9 +204,8 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
 
 
 def _add_plan(commands: Any, debug: argparse.ArgumentParser) -> None:
-    roots = {"": "etude.tools.plan:PlanRun"}
     told = "tell how much memory a run will take, and which option moves it"
-    plan = of_a_run(commands, "plan", told, PLAN, debug, "[PRESET] ", roots)
+    plan = of_a_run(commands, "plan", told, PLAN, debug, "[PRESET | RECIPE] ", PLANS)
     plan.add_argument("--quick", action="store_true", help="leave out what each option would save")
     plan.add_argument("--json", action="store_true", help="print one JSON object instead")
     plan.set_defaults(command=_plan)
@@ -275,11 +287,15 @@ def _data_show(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     from etude.recipes.commands import asked
     from etude.recipes.presets import split
-    from etude.tools.plan import PlanRun, plan, tree
+    from etude.tools.plan import plan, tree
+    from etude.tools.plan_options import KINDS
     from etude.tools.plan_shown import show
 
-    preset, overrides = split(arguments.overrides)
-    run = asked(PlanRun, overrides, arguments.config, preset)
+    word = next((word for word in arguments.overrides if word in KINDS), "")
+    preset, overrides = split([each for each in arguments.overrides if each != word])
+    if word and preset is not None:
+        raise ConfigError(f"The preset {preset.stem} is one of `etude train`, and `etude {word}` takes none.")
+    run = asked(KINDS[word], overrides, arguments.config, preset)
     found = (plan if arguments.json else show)(run, knobs=not arguments.quick)
     if arguments.json:
         print(json.dumps(tree(found)))

@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 
 from etude.observe import get_log
 
-__all__ = ["Layout", "Multiplied", "product"]
+__all__ = ["Layout", "Multiplied", "is_laid_out", "product"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class Layout:
         try:
             for place, each in wanted.items():
                 weight = each.weight.detach()
-                if place not in kept and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _gains():
+                if place not in kept and is_laid_out(weight):
                     self._laid[place] = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         except (RuntimeError, MemoryError) as error:
             self.clear()
@@ -85,6 +85,11 @@ class Layout:
             yield
         finally:
             _USED.reset(token)
+
+
+def is_laid_out(weight: Tensor) -> bool:
+    """Whether the kernels of where a weight lies have an order of their own for it."""
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _gains()
 
 
 _USED: ContextVar[dict[int, Tensor] | None] = ContextVar("layout", default=None)

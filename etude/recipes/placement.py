@@ -23,7 +23,7 @@ from etude.rollout import ServerConfig
 if TYPE_CHECKING:
     from etude.recipes.run import Run
 
-__all__ = ["ROLES", "Placement", "engine_device", "gpus_of", "lines", "placed", "refuse"]
+__all__ = ["ROLES", "Placement", "engine_device", "gpus_of", "lines", "placed", "refuse", "refuse_beside_servers"]
 
 PLACE = r"^(policy|engine|cpu|cuda:\d+)$"
 """With whom, or where."""
@@ -87,7 +87,7 @@ def refuse(run: Run, idle: frozenset[str], *, together: bool) -> None:
             f"adapters, and is where that is. Leave it out, or name another model with `reference.path`."
         )
     if isinstance(run.rollout, ServerConfig):
-        _refuse_beside_servers(placement)
+        refuse_beside_servers(placement)
     if placement.layout == "split" and run.train.offload:
         raise ConfigError(
             "`train.offload` has engine and optimizer take turns on one GPU, and with `placement.layout=split` each "
@@ -97,7 +97,7 @@ def refuse(run: Run, idle: frozenset[str], *, together: bool) -> None:
         _refuse_too_many(run, torch.cuda.device_count())
 
 
-def _refuse_beside_servers(placement: Placement) -> None:
+def refuse_beside_servers(placement: Placement) -> None:
     """Refuse what is said of an engine that is not in this process."""
     if placement.layout == "split":
         raise ConfigError(

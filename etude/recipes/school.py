@@ -30,9 +30,9 @@ from etude.recipes.replicas import start
 from etude.recipes.saving import Saver, Unwritten, taken_up
 from etude.recipes.study import Measuring, Study, learn
 from etude.recipes.supervised import Supervised, Validation
-from etude.train import Learner, Mesh
+from etude.train import Frozen, Learner, Mesh
 
-__all__ = ["build", "rank", "study"]
+__all__ = ["build", "of_loss", "rank", "study", "worker_of"]
 
 COMMON = frozenset({"turn"})
 """Columns that every example has."""
@@ -66,14 +66,7 @@ def _checked(run: Supervised) -> None:
     """Refuse what this run cannot do, and say what it may not mean."""
     if not run.data.train:
         raise ConfigError("A run needs examples: give files with `data.train=[examples.parquet]`.")
-    for name in sorted(run.loss.needs() - run.told - COMMON):
-        raise ConfigError(
-            f"This loss needs the column `{name}`, which takes {TELLS.get(name, 'somebody to compute it')}. Choose "
-            f"another loss."
-        )
-    for name in sorted(run.loss.outputs() - run.outputs):
-        raise ConfigError(f"This loss needs the model's `{name}`, which a model of `etude {run.recipe}` does not tell.")
-    _refuse_idle_models(run)
+    of_loss(run)
     if run.lora.publish != "adapter":
         raise ConfigError(
             "`lora.publish` is how an engine is told of an adapter, and nothing samples here. Leave it out."
@@ -86,6 +79,18 @@ def _checked(run: Supervised) -> None:
         )
     for warning in warnings:
         get_log("recipes").warning("%s", warning)
+
+
+def of_loss(run: Supervised) -> None:
+    """Refuse a loss that cannot be computed in such a run, and models that it would not read."""
+    for name in sorted(run.loss.needs() - run.told - COMMON):
+        raise ConfigError(
+            f"This loss needs the column `{name}`, which takes {TELLS.get(name, 'somebody to compute it')}. Choose "
+            f"another loss."
+        )
+    for name in sorted(run.loss.outputs() - run.outputs):
+        raise ConfigError(f"This loss needs the model's `{name}`, which a model of `etude {run.recipe}` does not tell.")
+    _refuse_idle_models(run)
 
 
 def _refuse_idle_models(run: Supervised) -> None:
@@ -155,25 +160,37 @@ def rank(run: Supervised) -> PupilWorker:
 
 def _worker(run: Supervised, chat: Chat) -> PupilWorker:
     model = model_of(run, chat, trained=True)
-    warmth, mesh = _temperature(run), models.mesh_of(run)
-    learner = Learner(model, run.train, temperature=warmth, steps=run.steps, peak=peak_of(model), mesh=mesh)
-    return PupilWorker(run.loss, learner, _others(run, model, mesh))
+    mesh = models.mesh_of(run)
+    return worker_of(run, model, _other(run, model, mesh), mesh)
 
 
-def _others(run: Supervised, model: Model, mesh: Mesh) -> Annotate | None:
+def worker_of(run: Supervised, model: Model, other: Frozen | None, mesh: Mesh) -> PupilWorker:
+    """Whoever learns, of models that are there. other: the reference or the teacher, where the loss reads what such a
+    one tells."""
+    peak = peak_of(model)
+    learner = Learner(model, run.train, temperature=_temperature(run), steps=run.steps, peak=peak, mesh=mesh)
+    return PupilWorker(run.loss, learner, _telling(run, model, other))
+
+
+def _other(run: Supervised, model: Model, mesh: Mesh) -> Frozen | None:
     """Who tells what the loss reads and the model itself does not tell."""
     if isinstance(run, DPORun) and "ref_logp" in run.loss.needs():
-        return by_reference(models.reference(run, model, run.reference.path, mesh=mesh))
+        return models.reference(run, model, run.reference.path, mesh=mesh)
     if isinstance(run, DistillRun):
-        teacher = models.frozen(run, model, "teacher", run.teacher.path, run.temperature, mesh=mesh)
-        among = min(model.vocabulary, teacher.model.vocabulary)
-        if run.teacher.top > among and run.teacher.top != Tutor.model_fields["top"].default:
-            raise ConfigError(
-                f"`teacher.top={run.teacher.top}` asks for more tokens than both models know, which is {among}. Lower "
-                f"it."
-            )
-        return by_teacher(teacher, min(run.teacher.top, among), among)
+        return models.frozen(run, model, "teacher", run.teacher.path, run.temperature, mesh=mesh)
     return None
+
+
+def _telling(run: Supervised, model: Model, other: Frozen | None) -> Annotate | None:
+    """How it is asked for that."""
+    if other is None or not isinstance(run, DistillRun):
+        return None if other is None else by_reference(other)
+    among = min(model.vocabulary, other.model.vocabulary)
+    if run.teacher.top > among and run.teacher.top != Tutor.model_fields["top"].default:
+        raise ConfigError(
+            f"`teacher.top={run.teacher.top}` asks for more tokens than both models know, which is {among}. Lower it."
+        )
+    return by_teacher(other, min(run.teacher.top, among), among)
 
 
 def _temperature(run: Supervised) -> float:

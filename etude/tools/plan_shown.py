@@ -8,17 +8,20 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.observe import format_seconds, make_console, progress
-from etude.tools.plan import GIB, Plan, Planned, PlanRun, plan
+from etude.recipes.recipe import Recipe
+from etude.tools.plan import plan
+from etude.tools.planned import GIB, Plan, Planned
 
 __all__ = ["show"]
 
 KINDS = (
-    *("weights", "engine", "reference", "teacher", "critic", "reward model", "masters", "gradients", "optimizer"),
-    *("kv", "activations", "logits", "other"),
+    *("weights", "engine", "server", "reference", "teacher", "critic", "reward model", "masters", "gradients"),
+    *("optimizer", "kv", "activations", "logits", "other"),
 )
 """In the order in which they are shown."""
 MEANINGS = {
     "engine": "weights that the engine keeps besides",
+    "server": "weights of servers",
     "masters": "float32 weights",
     "kv": "keys and values",
     "other": "what is left",
@@ -28,24 +31,30 @@ NOTABLE = 0.01
 """An option that saves less than such a share is not worth naming."""
 
 
-def show(asked: PlanRun, *, knobs: bool = True, console: Console | None = None) -> Plan:
+def show(asked: Recipe, *, knobs: bool = True, console: Console | None = None) -> Plan:
     """Plan a run, and say what was found."""
     console = make_console() if console is None else console
     with progress("rehearsing a step", None, console):
         found = plan(asked, knobs=knobs)
-    prompt, answer = found.row
-    ranks = "" if found.ranks == 1 else f" on {found.ranks} ranks"
-    console.print(
-        f"A model of {found.parameters:,} parameters{ranks}; prompts of up to {prompt} tokens and answers of up to "
-        f"{answer}, {found.at_once} at once; {found.cached:,} tokens of keys and values.",
-        soft_wrap=True,
-    )
+    console.print(_headline(found), soft_wrap=True)
     for device in found.devices:
         console.print(_table(device))
         console.print(_verdict(device), soft_wrap=True)
+    for note in found.notes:
+        console.print(note, soft_wrap=True)
     _show_knobs(found, console)
     _show_pace(found, console)
     return found
+
+
+def _headline(found: Plan) -> str:
+    """What is planned."""
+    ranks = "" if found.ranks == 1 else f" on {found.ranks} ranks"
+    told, (prompt, answer) = f"A model of {found.parameters:,} parameters{ranks}; ", found.row
+    if not found.at_once:
+        return f"{told}examples of up to {prompt + answer} tokens, all of them learned."
+    held = f"; {found.cached:,} tokens of keys and values" if found.cached else ""
+    return f"{told}prompts of up to {prompt} tokens and answers of up to {answer}, {found.at_once} at once{held}."
 
 
 def _table(device: Planned) -> Table:
@@ -95,7 +104,7 @@ def _show_pace(found: Plan, console: Console) -> None:
         console.print("\nHow long a step takes is not estimated: give `gpu_tflops=…` and `gpu_gbs=…` for that.")
         return
     parts = (("sampling", pace.sampling), ("asking", pace.asking), ("updating", pace.updating))
-    told = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts)
+    told = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds)
     console.print(
         f"\nEstimate: a step takes {format_seconds(pace.step)} or longer ({told}), at {pace.operations / 1e12:.3g} · "
         f"10¹² operations and {pace.bytes / 1e9:.3g} GB a second, which a run reaches a part of.",

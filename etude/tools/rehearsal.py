@@ -14,24 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from etude.algorithms import State
 from etude.batch import COLUMNS, Batch, Kind
 from etude.data.pack import tree
 from etude.errors import ConfigError
-from etude.models import Model, Resident, adapt, outlined
+from etude.models import Model, Resident, outlined
+from etude.models.layout import is_laid_out
 from etude.observe import get_log
 from etude.recipes import checks, models
 from etude.recipes.checks import BY_THE_CRITIC, BY_THE_REFERENCE, BY_THE_TEACHER, scored
 from etude.recipes.placement import ROLES
+from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
+from etude.recipes.supervised import Supervised
 from etude.recipes.workers import Minimise, PolicyWorker
 from etude.records import Rollout, Sample
 from etude.rollout import EngineConfig
@@ -42,68 +43,64 @@ from etude.rollout.sampling import draw
 from etude.rollout.schedule import Scheduler, Work
 from etude.rollout.torch_engine import LOGITS
 from etude.tools.ledger import Ledger
+from etude.tools.lesson import Lesson
 from etude.tools.outline import Pretend, as_one_of, without_memory
+from etude.tools.rehearsed import FULL, Rehearsed, named_by_optimizers, policy, wide
 from etude.train import Frozen, Learner
 from etude.train.forward import ForwardPass, cut
 from etude.train.optim import PRECISIONS
 
-__all__ = ["AT_REST", "EVERYBODY", "Rehearsed", "batch_of", "named_by_optimizers", "perform", "rehearse", "sampling"]
+__all__ = ["EVERYBODY", "batch_of", "perform", "rehearse"]
 
-AT_REST = frozenset({"masters", "optimizer"})
-"""What is away while the engine samples, under `train.offload`."""
-FULL = 2
-"""So many micro-batches are played, or all of an update if it has fewer: the first finds no gradient, each other one
-does."""
 EVERYBODY = frozenset({"policy", "engine", *ROLES})
 """Whose memory may be on a device."""
 
 
-@dataclass(frozen=True)
-class Rehearsed:
-    """What a device was asked for."""
-
-    ledger: Ledger
-    model: Model
-    """The policy, without numbers."""
-    held: int
-    """How many tokens the engine's cache holds."""
-    at_once: int
-    """How many answers are drawn at once, at most."""
-    row: tuple[int, int]
-    """How long a prompt and its answer may be."""
-
-
-def rehearse(run: Run, device: torch.device, roles: frozenset[str] = EVERYBODY) -> Rehearsed:
+def rehearse(run: Recipe, device: torch.device, roles: frozenset[str] = EVERYBODY) -> Rehearsed:
     """Play one rank's step on a device of this kind, as far as it is played by those of its models that are there."""
     ledger = Ledger()
     with without_memory(ledger) as outline, as_one_of(run.ranks), _quietly():
         on = nullcontext() if device.type == "cpu" else Pretend(outline, device)
-        return _Stage(run, on, ledger, roles).play()
+        return _staged(run, on, ledger, roles).play()
 
 
-def perform(run: Run) -> Rehearsed:
-    """The same on this processor, with random weights and memory: what a rehearsal is measured against."""
-    return _Stage(run, nullcontext(), Ledger(), EVERYBODY).play()
+def perform(run: Recipe) -> Rehearsed:
+    """The same on this processor, with random weights and memory: what a rehearsal is measured against. Where there are
+    several ranks, every one of them does it."""
+    return _staged(run, nullcontext(), Ledger(), EVERYBODY, real=True).play()
+
+
+def _staged(
+    run: Recipe, on: AbstractContextManager[Any], ledger: Ledger, roles: frozenset[str], *, real: bool = False
+) -> Lesson | _Stage:
+    """What is played of a run of either kind. on: within, what computes believes itself on the device that is planned
+    for. real: whether it is there, with memory and numbers."""
+    if isinstance(run, Supervised):
+        return Lesson(run, on, ledger)
+    assert isinstance(run, Run), "every recipe is one or the other"
+    return _Stage(run, on, ledger, roles, real=real)
 
 
 class _Stage:
-    """The parts of a run, without numbers."""
+    """The parts of a run that collects."""
 
-    def __init__(self, run: Run, on: AbstractContextManager[Any], ledger: Ledger, roles: frozenset[str]) -> None:
-        """on: within, what computes believes itself on the device that is planned for."""
+    def __init__(
+        self, run: Run, on: AbstractContextManager[Any], ledger: Ledger, roles: frozenset[str], *, real: bool
+    ) -> None:
         assert run.model.path is not None, "a plan is of a model"
-        self.on, self.ledger, self.roles = on, ledger, roles
+        self.on, self.ledger, self.roles, self.real = on, ledger, roles, real
         self.offload = run.train.offload
         rests = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
         changes: dict[str, Any] = {"train": rests, "epochs": 1, "steps": run.steps * run.epochs}
         self.run = run.model_copy(update=changes)
+        self.mesh = models.mesh_of(run)
         apart = run.placement.layout == "split"
         with ledger.of("weights" if "policy" in roles else None):
-            self.policy = self._policy()
+            self.policy = policy(run)
         self.sampled = self.policy
         if apart and "engine" in roles:
             with ledger.of("engine" if "policy" in roles else "weights"):
-                self.sampled = self._policy()
+                self.sampled = policy(run)
         checks.room(run, self.policy)
         self.row = _row(run, self.policy)
         self.held: object = None
@@ -111,31 +108,27 @@ class _Stage:
 
     def play(self) -> Rehearsed:
         """Each phase once."""
-        run, ledger = self.run, self.ledger
+        run, ledger, engine = self.run, self.ledger, self.run.rollout
         wanted = -(-run.collect.tasks * run.collect.group_size // run.ranks)
-        engine = sampling(run)
         at_once = engine.max_running if run.data.val else min(engine.max_running, wanted)
-        blocks = blocks_of(self.policy, engine)
+        held = 0
         with named_by_optimizers(ledger, self.policy):
             worker = self._worker() if "policy" in self.roles else None
-            if "engine" in self.roles:
-                self._sample(blocks, at_once)
+            if not isinstance(engine, EngineConfig):
+                with ledger.phase("sampling"):  # servers sample, and what is here waits for them
+                    pass
+            else:
+                blocks = blocks_of(self.policy, engine)
+                held = blocks * engine.block_size
+                if "engine" in self.roles:
+                    self._sample(engine, blocks, at_once)
             if "reward" in self.roles:
                 self._score()
             if worker is not None:
                 self._learn(worker)
             else:
                 self._ask()
-        return Rehearsed(ledger, self.policy, blocks * engine.block_size, at_once, self.row)
-
-    def _policy(self) -> Model:
-        run = self.run
-        model = outlined(self._path, dtype=PRECISIONS[run.train.precision])
-        if run.lora.on:
-            model = adapt(model, run.lora, seed=run.seed)
-        if run.model.freeze:
-            model.freeze(run.model.freeze)
-        return model
+        return Rehearsed(ledger, self.policy, held, at_once, self.row)
 
     def _worker(self) -> PolicyWorker:
         """The learner, and what stands beside it here."""
@@ -144,7 +137,9 @@ class _Stage:
         teacher = self._frozen("teacher", run.teacher.path) if "teacher" in here else None
         critic = self._critic() if "critic" in here else None
         with self.ledger.of("optimizer"):
-            return models.worker_of(run, self.policy, None, reference=reference, teacher=teacher, critic=critic)
+            return models.worker_of(
+                run, self.policy, None, mesh=self.mesh, reference=reference, teacher=teacher, critic=critic
+            )
 
     def _critic(self) -> Model:
         critic = self.run.critic
@@ -153,43 +148,44 @@ class _Stage:
 
     def _frozen(self, role: str, path: Any) -> Frozen:
         if role == "reference" and path is None and self.run.lora.rank:
-            return Frozen(self.policy, self.run.train.micro_tokens, unadapted=True)
+            return Frozen(self.policy, self.run.train.micro_tokens, unadapted=True, mesh=self.mesh)
         with self.ledger.of(role):
             model = outlined(path or self._path, dtype=self.policy.dtype)
-        return Frozen(model, self.run.train.micro_tokens)
+        return Frozen(model, self.run.train.micro_tokens, mesh=self.mesh)
 
     @property
     def _path(self) -> Any:
         return self.run.model.path
 
-    def _sample(self, blocks: int, at_once: int) -> None:
+    def _sample(self, how: EngineConfig, blocks: int, at_once: int) -> None:
         """The cache, and two steps of the engine; the cache stays, unless the engine sleeps while others work."""
         run, model, ledger = self.run, self.sampled, self.ledger
         with ledger.of("engine"):
-            engine = Resident(model, merge=run.lora.publish == "merged", prepack=False).model
-        with self.on, torch.no_grad():
+            engine = Resident(model, merge=run.lora.publish == "merged", prepack=self.real and how.prepack)
+            with self.on:
+                laid = _laid_out(engine) if how.prepack and not self.real else []
+        with self.on, torch.no_grad(), engine.used():
             with ledger.of("kv"):
-                how = sampling(run)
                 cache = Cache(model, blocks=blocks, size=how.block_size, steady=how.deterministic)
-            with ledger.phase("sampling"), ledger.of("activations", _logits(engine)):
-                for works, table in _steps(run, model, blocks, at_once, sum(self.row)):
-                    _step(engine, cache, works, table)
+            with ledger.phase("sampling"), ledger.of("activations", wide(engine.model)):
+                for works, table in _steps(run, how, model, blocks, at_once, sum(self.row)):
+                    _step(engine.model, cache, works, table)
                     cache.fetched = torch.empty(0, dtype=cache.dtype)
         if not self.offload:
-            self.held = cache, engine, self.sampled
+            self.held = cache, engine, laid, self.sampled
 
     def _learn(self, worker: PolicyWorker) -> None:
         run, ledger = self.run, self.ledger
         batch = batch_of(run, self.row)
         told = checks.from_the_models(run)
         asked = told - self._elsewhere()
-        with self.on, ledger.phase("asking"), ledger.of("activations", _logits(self.policy)):
+        with self.on, ledger.phase("asking"), ledger.of("activations", wide(self.policy)):
             if asked:
                 worker.annotate(batch, asked)
         batch = worker.estimate(batch, run.critic.warmup + 1)
         if batch.old_logp is None:
             batch = batch.replace(old_logp=torch.tensor([0.0] * batch.tokens))
-        with self.on, ledger.phase("updating"), ledger.of("activations", _logits(self.policy)):
+        with self.on, ledger.phase("updating"), ledger.of("activations", wide(self.policy)):
             worker.update([batch])
 
     def _elsewhere(self) -> frozenset[str]:
@@ -204,12 +200,13 @@ class _Stage:
         for role, path in (("reference", run.reference.path), ("teacher", run.teacher.path)):
             if role in here:
                 model = self._frozen(role, path)
-                with self.on, ledger.phase("asking"), ledger.of("activations", _logits(model.model)):
+                with self.on, ledger.phase("asking"), ledger.of("activations", wide(model.model)):
                     model.logp(batch)
         if "critic" in here:
             critic = self._critic()
             with ledger.of("optimizer"):
-                learner = Learner(critic, run.critic.train, steps=run.steps * run.updates, option="critic.train")
+                steps = run.steps * run.updates
+                learner = Learner(critic, run.critic.train, steps=steps, mesh=self.mesh, option="critic.train")
             batch = run.estimate(batch, State()).batch
             with self.on, ledger.of("activations"):
                 with ledger.phase("asking"):
@@ -229,38 +226,16 @@ class _Stage:
             self.held = self.held, model
 
 
-@contextmanager
-def named_by_optimizers(ledger: Ledger, policy: Model) -> Iterator[None]:
-    """What an optimizer steps on says what it is: gradients, moments, and the weights that are kept beside a half-
-    precision copy."""
-    computed = {weight.untyped_storage()._cdata for weight in policy.parameters()}
-
-    def about_to_step(optimizer: Any, *_: object) -> None:
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        ledger.name((w.grad for w in weights if w.grad is not None), "gradients")
-        beside = [w for w in weights if w.untyped_storage()._cdata not in computed]
-        ledger.name((w for w in beside if ledger.kind(w) == "optimizer"), "masters")
-        for weight in weights:
-            ledger.name((kept for kept in optimizer.state[weight].values() if isinstance(kept, Tensor)), "optimizer")
-
-    handle = register_optimizer_step_pre_hook(about_to_step)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def sampling(run: Run) -> EngineConfig:
-    """How the embedded engine is set up, which is the one that can be rehearsed."""
-    assert isinstance(run.rollout, EngineConfig), "what a server holds is its own"
-    return run.rollout
+def _laid_out(engine: Resident) -> list[Tensor]:
+    """What the engine keeps of its weights once more, in the order of the kernels, where these have one."""
+    return [torch.empty_like(each.weight) for each in engine.products() if is_laid_out(each.weight)]
 
 
 def batch_of(run: Run, row: tuple[int, int]) -> Batch:
     """One rank's share of an update batch at its worst, or as much of it as fills a few micro-batches: every row as
     long as it may be."""
     prompt, answer = row
-    rollouts = -(-run.collect.tasks * run.collect.group_size // (run.updates * run.ranks))
+    rollouts = -(-run.collect.tasks * run.collect.group_size * run.mesh.size // (run.updates * run.ranks))
     size = min(run.collect.group_size, rollouts)
     enough = FULL * max(1, run.train.micro_tokens // (prompt + size * answer))
     groups = min(-(-rollouts // size), enough)
@@ -287,19 +262,20 @@ def _zeros(name: str, batch: Batch) -> Tensor:
     return torch.tensor([0] * batch.tokens).to(whole.get(name, torch.float32))
 
 
-def _row(run: Run, policy: Model) -> tuple[int, int]:
+def _row(run: Run, model: Model) -> tuple[int, int]:
     """The longest prompt, and what may follow it."""
     prompt = run.data.max_prompt
     if run.env.asked:
-        return prompt, max((run.env.max_tokens or checks.longest(run, policy)) - prompt, 1)
+        return prompt, max((run.env.max_tokens or checks.longest(run, model)) - prompt, 1)
     if run.agent.path is not None:
-        return prompt, max(checks.longest(run, policy) - prompt, 1)
+        return prompt, max(checks.longest(run, model) - prompt, 1)
     return prompt, run.sampling.max_tokens
 
 
-def _steps(run: Run, model: Model, blocks: int, at_once: int, longest: int) -> Iterator[tuple[list[Work], Any]]:
+def _steps(
+    run: Run, engine: EngineConfig, model: Model, blocks: int, at_once: int, longest: int
+) -> Iterator[tuple[list[Work], Any]]:
     """The work of two steps of the engine: prompts are read, and everybody is at the end of an answer."""
-    engine = sampling(run)
     longest = min(longest, blocks * engine.block_size, model.context)
     for reads, prefill in ((True, engine.prefill_tokens), (False, at_once * longest)):
         scheduler = Scheduler(
@@ -330,19 +306,6 @@ def _step(model: Model, cache: Cache, works: list[Work], table: Any) -> None:
         some = requests[start : start + rows]
         logits = model.logits(hidden[run.last[start : start + rows]])[: len(some)]
         draw(logits, [r.drawing for r in some], [r.generated for r in some], [r.length for r in some])
-
-
-def _logits(model: Model) -> Any:
-    """Tells what is as wide as a vocabulary, and what has the form of the head: a gradient on its way."""
-    head = tuple(model.head_weight.shape)
-
-    def named(tensor: Tensor) -> str | None:
-        shape = tuple(tensor.shape)
-        if shape == head:
-            return "gradients"
-        return "logits" if len(shape) == 2 and shape[1] == head[0] and tensor.is_floating_point() else None
-
-    return named
 
 
 @contextmanager

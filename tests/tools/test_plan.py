@@ -10,20 +10,29 @@ from typing import Any
 import pytest
 import torch
 
-from bench.plan import CASES, COMMON, SIZES, WITHIN, compared, run_of
+from bench.plan import CASES, COMMON, ENGINE, SIZES, WITHIN, compared, run_of
 from etude.cli import main
 from etude.config.compose import compose
+from etude.models import Resident
+from etude.models.layout import is_laid_out
+from etude.rollout import VllmConfig
+from etude.rollout.dialect import Dialect
+from etude.rollout.shape import Shape
+from etude.rollout.vllm import Vllm
 from etude.tools.ledger import Ledger
 from etude.tools.outline import Pretend, Written, without_memory
-from etude.tools.plan import GIB, PlanRun, plan
+from etude.tools.plan import plan
+from etude.tools.plan_options import PlanDPO, PlanRun
+from etude.tools.planned import GIB, Plan
 from etude.tools.rehearsal import rehearse
+from etude.tools.rehearsed import policy
 from tests.components import require
 from tests.recipes.runs import Captured, refused
 
 SMALL: dict[str, Any] = {**SIZES, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocabulary": 2048}
-QUICK = ("fp32", "lora", "one micro-batch", "checkpointing")
+QUICK = ("fp32", "lora", "one micro-batch", "checkpointing", "weights laid out", "mesh.tensor", "sft", "dpo")
 CPU = torch.device("cpu")
-OPTIONS = tuple(option for option in COMMON if option != "device=cpu")
+OPTIONS = tuple(option for option in (*COMMON, *ENGINE) if option != "device=cpu")
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +142,15 @@ def test_knobs_move_what_they_are_for(option: str, kind: str, model: Path) -> No
     assert peaks[1] < 0.8 * peaks[0]
 
 
+def test_what_is_laid_out_is_counted_where_it_would_be(model: Path) -> None:
+    run = asked(model, "train.precision=bf16", "rollout.prepack=true")
+    expected = sum(each.weight.nbytes for each in Resident(policy(run), merge=False, prepack=False).products())
+    gains = is_laid_out(torch.zeros(1, dtype=torch.bfloat16))
+    assert rehearse(run, CPU).ledger.peak("sampling").kinds.get("engine", 0) == (expected if gains else 0)
+    gpu = rehearse(run, torch.device("cuda", 0)).ledger.peak("sampling").kinds
+    assert "engine" not in gpu, "kernels of a GPU take weights as they are"
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +177,15 @@ def test_more_ranks_keep_less_each(model: Path) -> None:
     assert not torch.distributed.is_initialized()
 
 
+def test_ranks_that_divide_a_pack_hold_a_part_of_its_activations(model: Path) -> None:
+    common = ("train.precision=bf16", "gpus=2", "ranks=2")
+    shapes: tuple[tuple[str, ...], ...] = ((), ("mesh.tensor=2",), ("mesh.sequence=2",))
+    held = [plan(asked(model, *common, *shape), knobs=False).devices[0].phases["updating"].kinds for shape in shapes]
+    for divided in held[1:]:
+        assert divided["activations"] < 0.8 * held[0]["activations"]
+        assert divided["optimizer"] == held[0]["optimizer"] and divided["weights"] == held[0]["weights"]
+
+
 def test_each_device_holds_what_is_placed_on_it(model: Path) -> None:
     layout = ("placement.layout=split", "kl=reverse", "placement.reference=cuda:2")
     trains, samples, asks = plan(asked(model, "gpus=3", "ranks=1", *layout), knobs=False).devices
@@ -179,6 +206,10 @@ def test_what_cannot_be_planned_is_refused(model: Path, capsys: Captured, tmp_pa
     assert "Leave one out" in refused(capsys, "plan", path, "device=cpu", "gpus=2")
     assert "makes room on a GPU" in refused(capsys, "plan", path, "gpus=0", "train.offload=true")
     assert "do not fit into" in refused(capsys, "plan", path, "gpus=0", "sampling.max_tokens=100000")
+    assert "no such parts" in refused(capsys, "plan", path, "gpus=3", "ranks=3", "mesh.tensor=3")
+    assert "Nobody teaches" in refused(capsys, "plan", "distill", path)
+    assert "`etude sft` takes none" in refused(capsys, "plan", "sft", "grpo", path)
+    assert "does not fit into this model's context" in refused(capsys, "plan", "sft", path, "data.max_tokens=100000")
 
 
 def test_a_pace_is_an_estimate_by_rates_that_were_given(model: Path, capsys: Captured) -> None:
@@ -188,3 +219,110 @@ def test_a_pace_is_an_estimate_by_rates_that_were_given(model: Path, capsys: Cap
     assert plan(asked(model, "gpus=1"), knobs=False).pace is None or torch.cuda.is_available()
     assert main(["plan", f"model.path={model}", *OPTIONS, "gpus=1", *given, "--quick"]) == 0
     assert "Estimate: a step takes" in capsys.readouterr().out
+
+
+# -- runs that learn from examples -------------------------------------------------------------------------------------
+
+
+def test_a_run_that_learns_from_examples_is_planned(model: Path, capsys: Captured) -> None:
+    told = ["dpo", f"model.path={model}", "data.max_tokens=128", "gpus=2", "gpu_gib=1"]
+    assert main(["plan", *told, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (device,) = found["devices"]
+    assert (device["name"], device["count"], list(device["phases"])) == ("each GPU", 2, ["asking", "updating"])
+    assert device["phases"]["updating"]["kinds"]["reference"] and found["row"] == [1, 127]
+    saved = {knob["option"]: knob["total"] for knob in found["knobs"]}
+    assert saved["data.max_tokens"] < device["total"] and saved["train.offload"] < device["total"]
+    assert main(["plan", *told, "--quick", "gpu_tflops=1", "gpu_gbs=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "examples of up to 128 tokens" in shown and "sampling" not in shown and "Estimate" in shown
+
+
+def test_what_rests_while_others_work_is_away(model: Path) -> None:
+    options = [f"model.path={model}", "data.max_tokens=128", "gpus=1", "train.offload=true"]
+    (device,) = plan(compose(PlanDPO, options), knobs=False).devices
+    asking, updating = (device.phases[phase].kinds for phase in ("asking", "updating"))
+    assert "reference" in asking and not {"optimizer", "masters"} & asking.keys()
+    assert "optimizer" in updating and "reference" not in updating
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+def served(model: Path, *options: str) -> Plan:
+    common = [option for option in COMMON if option != "device=cpu"]
+    return plan(compose(PlanRun, [f"model.path={model}", *common, *options]), knobs=False)
+
+
+def test_servers_hold_weights_and_their_share_of_memory(model: Path) -> None:
+    options = ("gpus=4", "gpu_gib=2", "rollout=vllm", "rollout.devices=[2,3]", "rollout.tensor_parallel=2")
+    found = served(model, *options, "rollout.memory=0.5")
+    trains, serves = found.devices
+    assert (trains.name, trains.count) == ("each GPU that trains", 2)
+    assert (serves.name, serves.count) == ("each GPU that serves", 2)
+    assert not {"kv", "server"} & trains.phases["sampling"].kinds.keys()
+    held = serves.phases["sampling"].kinds
+    assert held["weights"] == pytest.approx(trains.phases["sampling"].kinds["weights"] / 2, rel=0.01)
+    assert held["weights"] + held["kv"] == GIB
+    assert found.cached == held["kv"] // (Shape.read(model).values_of_token * 2 // 2)
+    assert "CUDA graphs" in found.notes[0] and "fewer" in found.notes[0]
+    assert served(model, *options).devices[1].total == pytest.approx(0.92 * 2 * GIB)
+
+
+def test_servers_that_share_a_gpu_are_added_to_what_is_there(model: Path) -> None:
+    common = ("gpus=1", "gpu_gib=2", "rollout=sglang")
+    (alone,) = served(model, *common, "rollout.url=http://127.0.0.1:1").devices
+    (both,) = served(model, *common, "rollout.kv_gib=0.1").devices
+    (turns,) = served(model, *common, "rollout.kv_gib=0.1", "train.offload=true").devices
+    assert both.name == "each GPU that trains and serves"
+    taken = {phase: both.phases[phase].total - alone.phases[phase].total for phase in both.phases}
+    assert set(taken) == {"sampling", "asking", "updating"} and len(set(taken.values())) == 1
+    assert taken["sampling"] == pytest.approx(0.1 * GIB + alone.phases["sampling"].kinds["weights"], rel=0.01)
+    sampling, updating = (turns.phases[phase].kinds for phase in ("sampling", "updating"))
+    assert {"server", "kv"} <= sampling.keys() and "optimizer" not in sampling
+    assert "optimizer" in updating and not {"server", "kv"} & updating.keys()
+    found = served(model, *common, "rollout.kv_gib=0.1")
+    assert found.cached == Shape.read(model).tokens_in(0.1, 2)
+    part = served(model, *common, "rollout.memory=0.5").devices[0].phases["sampling"]
+    resting = alone.phases["sampling"].total
+    assert part.total - resting == pytest.approx(0.5 * (2 * GIB - resting)), "a share of what was free"
+
+
+def test_replicas_are_where_they_are_started(model: Path) -> None:
+    two = served(model, "gpus=2", "gpu_gib=2", "rollout=vllm", "rollout.kv_gib=0.1", "rollout.replicas=2")
+    first, second = two.devices
+    assert (first.name, first.count, second.name, second.count) == (
+        *("each GPU that trains and serves", 1),
+        *("each GPU that trains", 1),
+    )
+    assert first.phases["sampling"].kinds["kv"] == pytest.approx(0.2 * GIB, rel=0.01)
+    wide = ("rollout.tensor_parallel=4", "rollout.nodes=2", "rollout.devices=[1,2]")
+    trains, serves = served(model, "gpus=3", "rollout=vllm", "rollout.kv_gib=0.1", *wide).devices
+    assert (trains.count, serves.name, serves.count) == (1, "each GPU that serves", 4)
+    here = served(model, "gpus=0", "rollout=vllm", "rollout.kv_gib=0.1")
+    held = here.devices[0].phases["updating"].kinds
+    assert held["server"] > held["weights"], "its head is a weight of its own there"
+    assert held["kv"] == pytest.approx(0.1 * GIB, rel=0.01)
+
+
+class Other(VllmConfig):
+    """Servers of which nothing is known."""
+
+    def dialect(self) -> Dialect:
+        """As vLLM's, by another name."""
+        return type("Elsewhere", (Vllm,), {"package": "Elsewhere"})()  # type: ignore[no-any-return]
+
+
+def test_servers_that_cannot_be_planned_are_refused(model: Path, capsys: Captured) -> None:
+    command = ("plan", f"model.path={model}", "gpus=2", "gpu_gib=1")
+    assert "Give `rollout.memory=…`" in refused(capsys, *command, "rollout=sglang")
+    assert "Give `gpu_gib=…`" in refused(capsys, *command[:3], "rollout=vllm")
+    assert "its share of memory is" in refused(capsys, *command, "rollout=vllm", "rollout.memory=0.0001")
+    assert "of its servers up to number 5" in refused(
+        capsys, *command, "rollout=vllm", "rollout.devices=[5]", "ranks=2"
+    )
+    assert "which have theirs" in refused(capsys, *command, "rollout=vllm", "placement.layout=split", "ranks=1")
+    assert "How Elsewhere takes memory" in refused(capsys, *command, f"rollout={__name__}:Other")
+    assert "no server computes in" in refused(capsys, *command, "rollout=vllm", "train.precision=fp64")
+    shown = served(model, "gpus=1", "rollout=vllm", "rollout.url=http://127.0.0.1:1")
+    assert shown.notes == ("What the servers at http://127.0.0.1:1 hold is not known here.",) and not shown.cached

@@ -1,0 +1,60 @@
+"""The options of `etude plan`: those of the command that the run is for, and what the run shall be on."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from etude.config import Config
+from etude.recipes.distill import DistillRun
+from etude.recipes.dpo import DPORun
+from etude.recipes.recipe import Recipe
+from etude.recipes.reward_model import RewardModelRun
+from etude.recipes.run import Run
+from etude.recipes.sft import SFTRun
+
+__all__ = ["KINDS", "PlanDPO", "PlanDistill", "PlanFor", "PlanRewardModel", "PlanRun", "PlanSFT"]
+
+
+class PlanFor(Config):
+    """What a run is planned for."""
+
+    gpus: int | None = Field(
+        None, ge=0, le=4096, description="GPUs to plan for; 0 is the processor, null those that torch reaches here"
+    )
+    gpu_gib: float | None = Field(None, gt=0, description="GiB of memory that each has; null is what those here have")
+    gpu_tflops: float | None = Field(
+        None, gt=0, description="10¹² operations a second that each can do; null is measured where there is one"
+    )
+    gpu_gbs: float | None = Field(
+        None, gt=0, description="10⁹ bytes a second that each can read; null is measured where there is one"
+    )
+
+
+class PlanRun(PlanFor, Run):
+    """A run of `etude train`, and what it is planned for."""
+
+
+class PlanSFT(PlanFor, SFTRun):
+    """One of `etude sft`."""
+
+
+class PlanDPO(PlanFor, DPORun):
+    """One of `etude dpo`."""
+
+
+class PlanRewardModel(PlanFor, RewardModelRun):
+    """One of `etude reward-model`."""
+
+
+class PlanDistill(PlanFor, DistillRun):
+    """One of `etude distill`."""
+
+
+KINDS: dict[str, type[Recipe]] = {
+    "": PlanRun,
+    "sft": PlanSFT,
+    "dpo": PlanDPO,
+    "reward-model": PlanRewardModel,
+    "distill": PlanDistill,
+}
+"""What can be planned: a run of `etude train`, and by their commands those that learn from examples."""
