@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from etude.errors import EngineError
+from etude.errors import EngineError, EtudeError
 from etude.observe import get_log
 from etude.rollout.dialect import Launch
 from etude.rollout.server import Server
@@ -108,8 +108,8 @@ class Replica:
                 await self.start()
                 if self.renew is not None:
                     await self.renew(self.server)
-            except EngineError as error:
-                why = str(error)
+            except (EtudeError, OSError, ValueError, KeyError) as error:
+                why = str(error) or repr(error)
                 await self.end()
             else:
                 changed()

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from etude.errors import DataError, EngineError
+from etude.errors import DataError, EngineError, EtudeError
 from etude.observe import Last, Mean, Metrics, Sum, get_log, progress
 from etude.protocols import Ids
 from etude.records import Completion, SamplingParams
@@ -91,6 +91,7 @@ class Served:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         self._watch = asyncio.create_task(self._watched())
+        self._watch.add_done_callback(self._unwatched)
 
     # -- what anybody may call ----------------------------------------------------------------------------------------
 
@@ -311,11 +312,17 @@ class Served:
             for place, replica in enumerate(self.replicas):
                 group.create_task(self._look_after(place, replica))
 
+    def _unwatched(self, watch: asyncio.Task[None]) -> None:
+        """Nobody looks after them any more. Where that was an error, whoever waits for one is told."""
+        error = None if watch.cancelled() else watch.exception()
+        if error is not None:
+            self.rotation.fail(EngineError(f"The servers are not watched any more: {error!r}. Start the run again."))
+
     async def _look_after(self, place: int, replica: Replica) -> None:
         while not replica.lost:
             await asyncio.sleep(BEAT)
             await replica.look(self._changed)
-            with suppress(EngineError):
+            with suppress(EtudeError, ValueError, KeyError):  # it may have said what makes no sense
                 if replica.server.up:
                     self.rotation.paces[place].see(await replica.server.figures())
                     self.rotation.admit()

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar
 
-from etude.errors import ConfigError, EngineError
+from etude.errors import ConfigError, EngineError, EtudeError
 from etude.records import SamplingParams
 from etude.rollout.connection import Connection
 from etude.rollout.dialect import Dialect, Launch, Piece, refuse_bias
@@ -142,6 +142,9 @@ class Sglang(Dialect):
             told = await to.post("/update_weights_from_disk", asked)
             if not (told or {}).get("success"):
                 raise EngineError(f"The SGLang server at {to.url} did not load {directory}: {told}")
+        except EtudeError:
+            await self.drop(to)
+            raise
         finally:
             await self.resume(to)
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar
 
-from etude.errors import ConfigError, EngineError
+from etude.errors import ConfigError, EngineError, EtudeError
 from etude.records import SamplingParams
 from etude.rollout.connection import Connection
 from etude.rollout.dialect import Dialect, Launch, Piece, refuse_bias
@@ -168,6 +168,9 @@ class Vllm(Dialect):
                 await to.post("/collective_rpc", asked)
             await self.forget(to)
             await self.label(to, version)
+        except EtudeError:
+            await self.drop(to)
+            raise
         finally:
             await self.resume(to)
 

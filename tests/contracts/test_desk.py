@@ -345,7 +345,7 @@ def test_a_run_that_takes_a_desk_up_begins_another_life_of_it(tell: Callable[[St
 def test_while_a_run_is_away_nothing_is_lent_and_nothing_is_lost(tell: Callable[[Story], None]) -> None:
     async def story(desk: Desk) -> None:
         life = await desk.keep(RUN, None, 60.0)
-        limits = Limits(max_attempts=1, queue_timeout_s=0.3)
+        limits = Limits(max_attempts=1, queue_timeout_s=2.0)
         await desk.enqueue([*wanted(0, limits=Limits(max_attempts=1)), *wanted(1, limits=limits)])
         for number in range(12):
             (got,) = await claim(desk)
@@ -356,7 +356,7 @@ def test_while_a_run_is_away_nothing_is_lent_and_nothing_is_lost(tell: Callable[
             assert told == {got.key: INTERRUPTED}
             assert await desk.claim("runner", 2, 0.0) == []
             if number == 1:
-                await asyncio.sleep(0.7)  # nothing waits in vain meanwhile, either
+                await asyncio.sleep(2.5)  # nothing waits in vain meanwhile, either
             await desk.keep(RUN, life, 60.0)
         for got in await claim(desk, 2):
             assert await desk.finish(got.key, DONE)

@@ -30,7 +30,7 @@ from tests.components import require
 from tests.recipes.runs import Captured, refused
 
 SMALL: dict[str, Any] = {**SIZES, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocabulary": 2048}
-QUICK = ("fp32", "lora", "one micro-batch", "checkpointing", "weights laid out", "mesh.tensor", "sft", "dpo")
+QUICK = ("fp32", "lora", "one micro-batch", "checkpointing", "weights laid out", "sft", "dpo")
 CPU = torch.device("cpu")
 OPTIONS = tuple(option for option in (*COMMON, *ENGINE) if option != "device=cpu")
 
