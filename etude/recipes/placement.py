@@ -93,7 +93,9 @@ def refuse(run: Run, idle: frozenset[str], *, together: bool) -> None:
             "`train.offload` has engine and optimizer take turns on one GPU, and with `placement.layout=split` each "
             "has its own. Leave one of them out."
         )
-    if device.type == "cuda":
+    if device.type == "cuda" and run.cluster == "ray":
+        _refuse_beyond_one(placement)
+    elif device.type == "cuda":
         _refuse_too_many(run, torch.cuda.device_count())
 
 
@@ -110,6 +112,16 @@ def refuse_beside_servers(placement: Placement) -> None:
                 f"`placement.{role}=engine` puts {who} beside the embedded engine, and here servers sample. Name a "
                 f"device, such as cpu or cuda:1."
             )
+
+
+def _refuse_beyond_one(placement: Placement) -> None:
+    """Refuse what names other GPUs than a rank's own: over Ray it sees no other."""
+    named = [f"placement.{role}={place}" for role in ROLES if (place := getattr(placement, role)).startswith("cuda:")]
+    for option in [*["placement.layout=split"] * (placement.layout == "split"), *named]:
+        raise ConfigError(
+            f"`{option}` wants a second GPU, and over Ray each rank has one and sees no other. Leave it out, or have "
+            f"the run on one machine without `cluster=ray`."
+        )
 
 
 def _refuse_too_many(run: Run, there: int) -> None:

@@ -88,12 +88,26 @@ class Replica:
             await self._revive(self._warden.ending(), changed)
             return
         well = await self.server.healthy()
+        if well and self.joined and (self._sick or not self.server.up):
+            await self._returned()
         self._sick = 0 if well else self._sick + 1
         if well != self.server.up and (well or self._sick >= SICK):
             self.server.up = well
             changed()
         if self._sick >= SICK and not self.joined:
             await self._revive(f"{self._warden.name} does not answer any more.", changed)
+
+    async def _returned(self) -> None:
+        """One that is not ours was away. It may have been started again, with weights that are not the newest."""
+        if not self.server.version or await self.server.labelled() == str(self.server.version):
+            return
+        self.server.withdraw()
+        told = "The server at %s was started again by somebody, with other weights. It is brought to the newest ones."
+        get_log("rollout").warning(told, self.server.url)
+        if self.renew is not None:
+            await self.renew(self.server)
+        elif self.home is not None:
+            await self.server.load(*self.home)
 
     async def _revive(self, why: str, changed: Callable[[], None]) -> None:
         """Start it once more, from the newest weights that it was given as files."""

@@ -27,6 +27,7 @@ from etude.errors import DataError, EngineError, EtudeError
 from etude.observe import Last, Mean, Metrics, Sum, get_log, progress
 from etude.protocols import Ids
 from etude.records import Completion, SamplingParams
+from etude.rollout.remote import Remote
 from etude.rollout.replica import Replica
 from etude.rollout.request import Delta
 from etude.rollout.rotation import Rotation
@@ -140,7 +141,7 @@ class Served:
             asked.cancel()
 
     async def abort(self) -> None:
-        """End all that is under way: every waiting call returns what it has, finished by `abort`."""
+        """End all that is under way at servers: each such call returns what it has, finished by `abort`."""
         await self.each(Server.abort)
 
     async def pause(self) -> None:
@@ -225,8 +226,7 @@ class Served:
             return_exceptions=True,
         )
         for replica in there:
-            if not replica.joined:
-                replica.home = directory, version
+            replica.home = directory, version
         failed = [error for error in found if isinstance(error, BaseException)]
         if failed and len(failed) == len(found):
             raise failed[0]
@@ -261,7 +261,7 @@ class Served:
 
     async def _forsake(self, servers: Sequence[Server]) -> None:
         async def ended(server: Server) -> None:
-            for last in (server.abort, server.resume):
+            for last in (lambda: Remote.abort(server), server.resume):  # which nobody who waits there has asked for
                 with suppress(EngineError, DataError, TimeoutError):
                     async with asyncio.timeout(LAST):
                         await last()
@@ -321,8 +321,8 @@ class Served:
     async def _look_after(self, place: int, replica: Replica) -> None:
         while not replica.lost:
             await asyncio.sleep(BEAT)
-            await replica.look(self._changed)
             with suppress(EtudeError, ValueError, KeyError):  # it may have said what makes no sense
+                await replica.look(self._changed)
                 if replica.server.up:
                     self.rotation.paces[place].see(await replica.server.figures())
                     self.rotation.admit()

@@ -55,6 +55,7 @@ class Server(Remote):
         self.up = False
         self.under_way = self.new_tokens = self.prompt_tokens = self.finished = 0
         self._context = shape.context
+        self._aborts = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -87,8 +88,9 @@ class Server(Remote):
 
     async def advance(self, answer: Answer) -> AsyncGenerator[Delta, None]:
         """Have the answer written, from where it stands; leaving the iteration ends that. `CutOffError` if the server
-        breaks off."""
+        breaks off, or gives up what nobody here has aborted: for want of memory, or because weights came in part."""
         ids, sampling = answer.rest()
+        aborts = self._aborts
         self.prompt_tokens += len(ids)
         with self._counted():
             try:
@@ -96,6 +98,9 @@ class Server(Remote):
                     async for piece in pieces:
                         answer.gain(piece, self.version)
                         self.new_tokens += len(piece.ids)
+                        if answer.finish == "abort" and aborts == self._aborts:
+                            answer.finish = None
+                            raise CutOffError(f"The server at {self.url} gave an answer up.")
                         if piece.ids or answer.finish:
                             yield answer.delta()
                         if answer.finish:
@@ -121,6 +126,15 @@ class Server(Remote):
         async with aclosing(self.advance(self.answer(prompt, sampling))) as deltas:
             async for delta in deltas:
                 yield delta
+
+    async def abort(self) -> None:
+        """End all that is under way: every waiting call returns what it has, finished by `abort`."""
+        self._aborts += 1
+        await super().abort()
+
+    async def labelled(self) -> str:
+        """Which version of the weights it says that it holds."""
+        return await self.dialect.labelled(self._to)
 
     async def pause(self) -> None:
         """Stop between two tokens. Requests under way stay, and go on after `resume`."""

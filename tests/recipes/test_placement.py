@@ -81,6 +81,8 @@ def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None
         ({**SPLIT, "ranks": 5}, r"wants 10 GPUs, and torch sees 8: `ranks=5` that train on one each, 5 more for their"),
         ({"kl": "reverse", "placement.reference": "cuda:8"}, "wants 9 GPUs, and torch sees 8: .*placement.reference"),
         ({**SPLIT, "train.offload": "true"}, "each has its own"),
+        ({**SPLIT, "cluster": "ray"}, "over Ray each rank has one"),
+        ({"kl": "reverse", "placement.reference": "cuda:1", "cluster": "ray"}, "over Ray each rank has one"),
     ],
 )
 def test_impossible_layouts_are_refused_with_the_sum(
@@ -89,6 +91,10 @@ def test_impossible_layouts_are_refused_with_the_sum(
     run = run_of(world, **options)
     with pytest.raises(ConfigError, match=told):
         refuse(run, frozenset(), together=False)
+
+
+def test_gpus_over_ray_are_not_counted_where_the_controller_stands(eight_gpus: None, world: Path) -> None:
+    refuse(run_of(world, ranks=16, cluster="ray"), frozenset(), together=False)
 
 
 @pytest.mark.parametrize(

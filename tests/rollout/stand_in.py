@@ -4,7 +4,8 @@ Run as a program, with nothing but the standard library. It answers at once and 
 from the sum of those before it and from `salt`, a file in the model's directory, so that whoever goes on with an answer
 must write the same. Weights that come through shared memory are another salt. `--pace SECONDS` has it take so long over
 each token, `--version` what it says it is, `--dies` makes it say something and end before it serves, `--poor` has every
-change of weights fail, and so does `/be` with `{"poor": true}`, until it is told otherwise.
+change of weights fail, and so does `/be` with `{"poor": true}`, until it is told otherwise; `{"gives_up": 2}` has it
+give two answers up half-way.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/update_weight_version":
             state.label = body["new_version"]
         elif path == "/be":
-            state.asked.poor = body["poor"]
+            vars(state.asked).update(body)
         elif path in ("/collective_rpc", "/update_weights") and state.asked.poor:
             self.say(b"the weights do not fit", 500)
             return
@@ -119,6 +120,9 @@ class Handler(BaseHTTPRequestHandler):
                 context.append(token)
                 drawn = len(context) - begin
                 ends = "stop" if token in params["stop_token_ids"] else None
+                if self.state.asked.gives_up and drawn == 3:
+                    self.state.asked.gives_up -= 1
+                    ends = "abort"
                 finish = ends or ("length" if drawn == params["max_tokens"] else None)
                 span = [{"version": self.state.label, "start": 0, "end": drawn}]
                 choice = {
@@ -169,6 +173,7 @@ def main() -> None:
     parser.add_argument("--version", default="0.32.0")
     parser.add_argument("--dies", action="store_true")
     parser.add_argument("--poor", action="store_true")
+    parser.set_defaults(gives_up=0)
     asked, _ = parser.parse_known_args()
     print("a server begins", flush=True)
     if asked.dies:

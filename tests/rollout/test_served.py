@@ -316,6 +316,29 @@ def test_servers_that_are_there_are_joined_and_left(tmp_path: Path) -> None:
         assert len(pids(tmp_path)) == 1
 
 
+def test_one_that_somebody_else_starts_again_is_brought_to_the_newest_weights(tmp_path: Path) -> None:
+    new = weights(tmp_path / "new", 11)
+    with served(tmp_path, arguments=(SLOW,)) as owner, ThreadPoolExecutor() as pool:
+        config = VllmConfig(url=(owner.servers[0].url,))
+        with serve(config, tmp_path / "model", None, dtype="float32", device="cpu", logs=tmp_path / "b") as engine:
+            asyncio.run(engine.load(new, 3))
+            asked = pool.submit(ask, engine, [[2]], 40)
+            until(lambda: engine.servers[0].new_tokens > 3)
+            os.kill(pids(tmp_path)[0], signal.SIGKILL)
+            (answer,) = asked.result(60)
+            assert answer.ids.tolist() == expected([2], 40, salt=11) and set(answer.version.tolist()) == {3}
+            assert ask(engine, [[4]], 4)[0].ids.tolist() == expected([4], 4, salt=11)
+
+
+def test_what_a_server_gives_up_though_nobody_asked_it_to_is_gone_on_with(tmp_path: Path) -> None:
+    with served(tmp_path) as engine:
+        asyncio.run(engine.each(lambda server: server.post("/be", {"gives_up": 2})))
+        answers = ask(engine, [[3], [4], [5]], 20)
+        assert [answer.ids.tolist() for answer in answers] == [expected([n], 20) for n in (3, 4, 5)]
+        assert {answer.finish for answer in answers} == {"length"}
+        assert engine.stats().reduce()["engine/resumed"] == 2
+
+
 def test_no_server_outlives_whoever_started_it(tmp_path: Path) -> None:
     """Killed at once, with no time to end anything."""
     program = (
