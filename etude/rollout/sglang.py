@@ -64,8 +64,13 @@ class Sglang(Dialect):
         return str(json.loads(await to.get("/server_info"))["version"])
 
     def refuse(self, sampling: SamplingParams) -> None:
-        """Its log-probs are those before tokens are cut off."""
+        """Its log-probs are those before tokens are cut off, and its penalty is another."""
         refuse_bias(sampling, "SGLang")
+        if sampling.repetition_penalty != 1:
+            raise ConfigError(
+                "`repetition_penalty` was asked for, and SGLang penalises what the answer has said but not what the "
+                "prompt did, as elsewhere. Leave it out, or choose `rollout=vllm`."
+            )
         cut = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
         for name in (name for name, on in cut.items() if on and sampling.temperature > 0):
             raise ConfigError(
@@ -83,7 +88,6 @@ class Sglang(Dialect):
             "temperature": sampling.temperature,
             "top_p": 1.0,
             "top_k": -1,
-            "repetition_penalty": sampling.repetition_penalty,
             "stop_token_ids": ends,
             "stop": list(sampling.stop),
             "no_stop_trim": True,

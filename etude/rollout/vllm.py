@@ -85,6 +85,11 @@ class Vllm(Dialect):
     def refuse(self, sampling: SamplingParams) -> None:
         """All means the same there, within bounds."""
         refuse_bias(sampling, "vLLM")
+        if sampling.repetition_penalty != 1 and sampling.logit_bias:
+            raise ConfigError(
+                "`repetition_penalty` and `logit_bias` were asked for together, and vLLM adds the bias before it "
+                "penalises, others after. Leave one of them out."
+            )
         cut = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
         if sampling.top_logprobs > TOP or (sampling.top_logprobs and cut):
             raise ConfigError(

@@ -74,10 +74,10 @@ def pace(run: Recipe, device: torch.device, played: Rehearsed, tflops: float | N
         engines, width = len(run.rollout.url) or run.rollout.replicas, run.rollout.tensor_parallel
     answer = played.row[1]
     weights = sum(weight.nbytes for weight in model.parameters())
-    held = sum(played.row) * model.layers * 2 * model.kv_heads * model.head_dim * dtype.itemsize
+    held = (played.row[0] + played.row[1] / 2) * model.layers * 2 * model.kv_heads * model.head_dim * dtype.itemsize
     each = -(-all_of_it // engines)
     at_once = min(played.at_once, max(1, played.held // sum(played.row))) if played.held else played.at_once
-    moved = (-(-each // at_once) * answer * weights + each * answer * held / 2) / width
+    moved = (-(-each // at_once) * answer * weights + each * answer * held) / width
     return Pace(
         sampling=max(each / size * forward / width / operations, moved / read),
         asking=passes * groups * forward / operations,

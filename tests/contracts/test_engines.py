@@ -116,6 +116,25 @@ def test_a_cut_distribution_is_told_as_it_is_or_refused(asked: Asked) -> None:
         assert np.allclose(answer.logp, wanted, atol=2 * EXACT[asked.kind])
 
 
+def test_repetition_is_penalised_of_the_prompt_too_or_refused(asked: Asked) -> None:
+    prompts, penalised = prompts_of(4), SamplingParams(max_tokens=10, seed=4, repetition_penalty=1.7)
+    if asked.kind == "sglang":
+        with pytest.raises(ConfigError, match="`repetition_penalty` was asked for, and SGLang penalises"):
+            asked.answers(prompts, penalised)
+        return
+    if asked.kind == "vllm":
+        with pytest.raises(ConfigError, match="vLLM adds the bias before"):
+            asked.answers(prompts, replace(penalised, logit_bias={9: 1.0}))
+    for prompt, answer in zip(prompts, asked.answers(prompts, penalised), strict=True):
+        whole = np.concatenate([prompt, answer.ids]).astype(np.int64)
+        logits = logits_of(asked.model, whole)[len(prompt) - 1 : -1].clone()
+        for place, row in enumerate(logits):
+            seen = torch.from_numpy(np.unique(whole[: len(prompt) + place]))
+            row[seen] = torch.where(row[seen] > 0, row[seen] / 1.7, row[seen] * 1.7)
+        wanted = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(whole[len(prompt) :])[:, None])[:, 0]
+        assert np.allclose(answer.logp, wanted.numpy(), atol=2 * EXACT[asked.kind])
+
+
 def test_an_answer_ends_with_its_end_and_not_too_soon(asked: Asked) -> None:
     prompts = prompts_of(8)
     greedy = SamplingParams(max_tokens=12, temperature=0)
