@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -261,7 +262,7 @@ class Served:
 
     async def _forsake(self, servers: Sequence[Server]) -> None:
         async def ended(server: Server) -> None:
-            for last in (lambda: Remote.abort(server), server.resume):  # which nobody who waits there has asked for
+            for last in (partial(Remote.abort, server), server.resume):  # which nobody who waits there has asked for
                 with suppress(EngineError, DataError, TimeoutError):
                     async with asyncio.timeout(LAST):
                         await last()
