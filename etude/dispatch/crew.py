@@ -266,12 +266,15 @@ class Joint(Generic[M]):
         error = error or CrewError("The ranks were ended while something was still asked of them.")
         with self._lock:
             self._error = error
+        try:
+            for member in self._members:
+                member.kill()
+        finally:  # whatever that came to, whoever waits is told
+            if not self._spawned.done():
+                self._spawned.set_exception(error)
+            for member in self._members:
+                member.fail(error)
         for member in self._members:
-            member.kill()
-        if not self._spawned.done():
-            self._spawned.set_exception(error)
-        for member in self._members:
-            member.fail(error)
             member.wait()
 
     def _lost(self, passed: float, since: float) -> Exception | None:

@@ -200,21 +200,28 @@ class RayCrew(Joint["Actor"]):
     def _all(self, asked: list[Any], until: float) -> list[Any]:
         """What actors answer that are being started; each that cannot is named."""
         log, began, told = get_log("dispatch"), time.monotonic(), time.monotonic()
-        while len(ray.wait(asked, num_returns=len(asked), timeout=TICK)[0]) < len(asked):
+        found: dict[Any, Any] = {}
+        while len(found) < len(asked):
+            for ref in ray.wait(asked, num_returns=len(asked), timeout=TICK)[0]:
+                if ref not in found:
+                    found[ref] = self._answered(ref, asked.index(ref))
             now = time.monotonic()
-            if now > until or self._closing.is_set():
+            if len(found) < len(asked) and (now > until or self._closing.is_set()):
                 raise CrewError(
-                    f"Ray did not start {len(asked)} ranks of {self._role} within `crew.timeout` = "
-                    f"{self._config.timeout:g} s. Its own logs say more: {self._cluster.logs}"
+                    f"Ray did not start {len(asked) - len(found)} of {len(asked)} ranks of {self._role} within "
+                    f"`crew.timeout` = {self._config.timeout:g} s. Its own logs say more: {self._cluster.logs}"
                 )
             if now - told > TELL:
                 told = now
                 log.info("After %s: Ray is starting %s.", format_seconds(now - began), self._role)
+        return [found[ref] for ref in asked]
+
+    def _answered(self, ref: Any, rank: int) -> Any:
+        """What one of them answered that is being started."""
         try:
-            found: list[Any] = ray.get(asked)
+            return _ray.get(ref)
         except RayError as error:
-            raise CrewError(f"Ray could not start the ranks of {self._role}: {_why(error)}") from error
-        return found
+            raise CrewError(f"Ray could not start rank {rank} of {self._role}: {_why(error)}") from error
 
 
 class Actor(Member):
