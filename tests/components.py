@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # What ETUDE_REQUIRE may name, and the package whose presence shows it.
 COMPONENTS: dict[str, str] = {
+    "debugpy": "debugpy",
     "lora": "peft",
     "mlflow": "mlflow",
     "postgres": "pgserver",

@@ -173,7 +173,7 @@ def test_a_ray_that_is_not_there_is_told(tmp_path: Path) -> None:
 def test_breakpoint_in_a_rank_waits_for_a_debugger_and_goes_on(tmp_path: Path, place: Path) -> None:
     """A client of debugpy's protocol finds the rank by its log, stops where it stands, and lets it go on."""
     require("ray")
-    pytest.importorskip("debugpy")
+    require("debugpy")
     with a_head(place, "--include-dashboard=false") as address:
         stops = program(JOINS, tmp_path, "and stops", RAY_ADDRESS=address)
         log, until = tmp_path / "rank-0.log", time.monotonic() + 300
