@@ -101,6 +101,8 @@ class Job:
     """A method of the worker's, its arguments, and those by name."""
     keep: bool = False
     """Whether the batch that comes of it is to stay there."""
+    heard: bool = True
+    """Whether anybody wants what comes of it; else it is told that it is done."""
 
 
 @dataclass(frozen=True, slots=True)
