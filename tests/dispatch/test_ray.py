@@ -16,6 +16,7 @@ import torch
 from etude.batch import Batch
 from etude.data.share import shares
 from etude.dispatch import CrewConfig, crew_of
+from etude.dispatch.messages import Body
 from etude.dispatch.pools import Pool
 from etude.errors import ConfigError, CrewError, TrainingError
 from tests.batches import random_batch, same
@@ -84,9 +85,14 @@ def test_what_one_rank_makes_and_another_reads_does_not_pass_through_the_control
 def test_what_ranks_compute_together_is_stored_once(crew: RayCrew, monkeypatch: pytest.MonkeyPatch) -> None:
     """And told by one of them."""
     batch = random_batch(3, (3, 2))
-    put, sent = crew._depot.put, list[object]()
+    put, sent = crew._depot.put, list[Body]()
+
+    def putting(body: Body) -> Any:
+        sent.append(body)
+        return put(body)
+
     monkeypatch.setattr(crew, "_repeats", 2)
-    monkeypatch.setattr(crew._depot, "put", lambda body: sent.append(body) or put(body))
+    monkeypatch.setattr(crew._depot, "put", putting)
     held = crew.hold(Maker.widen, batch)
     assert same(crew.call(Maker.narrow, held), Maker().narrow(wide(batch)))
     assert len(sent) == 2, "one for each call"
