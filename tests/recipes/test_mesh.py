@@ -144,9 +144,13 @@ def test_many_small_buckets_bring_what_one_large_one_does(crews: dict[int, Proce
     assert apart(one, many) <= NEAR
     for each in many.call(Pupil.buckets):
         assert each["all"] > 20 and each["cut"] > 10 and each["during"] > each["after"], each
+
+
+def test_what_a_bucket_holds_changes_no_bit(crews: dict[int, ProcessCrew]) -> None:
+    """Each number is added up in the same order; also where what is exchanged is wider than what is computed with."""
     weights = []
-    for bucket in (SMALL, BUCKET):  # whatever a bucket holds, each number is added up in the same order
-        crew = meshed(crews, shape, precision="bf16", bucket=bucket, **learner)
+    for bucket in (SMALL, BUCKET):
+        crew = meshed(crews, "dp2", precision="bf16", bucket=bucket, **LEARNERS["everything"])
         practised(crew, 1)
         weights.append(crew.call(Pupil.weights)[0])
     assert same(*weights)
