@@ -1,13 +1,11 @@
-"""What is known of a batch without its tokens: enough to share it out, and to hand it on unseen."""
+"""What is known of a batch without its tokens: enough to share it out by what it costs, and to hand it on unseen."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.batch.batch import Batch
@@ -22,18 +20,18 @@ class Outline:
 
     tokens_of: Tensor
     """[U] int64."""
+    prompt_of: Tensor
+    """[U] int64: of those, the ones before its first action."""
     group: Tensor
     """[U] int64, numbered from 0."""
 
     @classmethod
     def of(cls, batch: Batch) -> Outline:
         """That of a batch."""
-        return cls((batch.unit_tokens[1:] - batch.unit_tokens[:-1]).cpu(), batch.group.cpu())
-
-    @classmethod
-    def told(cls, tokens_of: NDArray[np.int64], group: Tensor) -> Outline:
-        """That of rollouts of so many tokens each."""
-        return cls(torch.from_numpy(tokens_of), group.cpu())
+        ends = batch.unit_tokens.cpu()
+        acts = torch.cat([batch.action.nonzero()[:, 0].cpu(), ends[-1:]])
+        first = torch.minimum(acts[torch.searchsorted(acts, ends[:-1])], ends[1:])
+        return cls(ends.diff(), first - ends[:-1], batch.group.cpu())
 
     @property
     def rollouts(self) -> int:
@@ -53,7 +51,8 @@ class Outline:
     def select(self, rollouts: Tensor | Sequence[int]) -> Outline:
         """That of these rollouts, in this order; groups are numbered anew from 0."""
         units = torch.as_tensor(rollouts, dtype=torch.int64)
-        return Outline(self.tokens_of[units], torch.unique(self.group[units], return_inverse=True)[1])
+        group = torch.unique(self.group[units], return_inverse=True)[1]
+        return Outline(self.tokens_of[units], self.prompt_of[units], group)
 
     def cut(self, parts: int, by: str = "rollout") -> list[Tensor]:
         """The rollouts of each part, where the batch is split into so many."""

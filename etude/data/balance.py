@@ -11,20 +11,14 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from etude.errors import ConfigError
 
-__all__ = ["balance", "cost"]
+__all__ = ["balance"]
 
 _Part = tuple[float, list[int]]
 """A part's cost and its items."""
-
-
-def cost(lengths: ArrayLike, linear: float = 1.0, quadratic: float = 0.0) -> NDArray[np.float64]:
-    """What sequences of these lengths cost: linear · n for the layers, quadratic · n² for attention."""
-    n = np.asarray(lengths, dtype=np.float64)
-    return linear * n + quadratic * n * n
 
 
 def balance(costs: Sequence[float] | NDArray[np.float64], parts: int) -> list[list[int]]:

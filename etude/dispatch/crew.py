@@ -131,13 +131,14 @@ class Joint(Generic[M]):
         return self.call(method, *args, **kwargs)
 
     def _answers(self, method: Callable[..., Any], division: Division, *, keep: bool = False) -> list[Sent]:
-        """What each rank answers to a call, as it came; or keeps, and tells of."""
+        """What each rank answers to a call, as it came; or keeps, and tells of; nothing, where that does not count."""
         bodies = [self._packed(method, *each) for each in division.arguments]
+        sharing = self.ranks // len(bodies)
         with self._calling:
             number = next(self._numbers)
             call = self._call = _Call(method.__qualname__, {m: self._owe(m, number) for m in self._members})
-            for member, body in zip(self._members, bodies * (self.ranks // len(bodies)), strict=True):
-                member.send(Job(number, body, keep))
+            for member in self._members:
+                member.send(Job(number, bodies[member.rank // sharing], keep, division.heard(member.rank)))
             answers = [future.result() for future in call.owed.values()]  # each comes, or the keeper's error
         if call.raised is not None:
             raise call.raised.error(call.what)

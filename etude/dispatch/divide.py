@@ -25,15 +25,21 @@ Share = Callable[[Batch | Outline, int, Literal["rollout", "group"]], Sequence[S
 
 @dataclass(frozen=True)
 class Division:
-    """What each rank is called with."""
+    """What each rank is called with, and whose answers count."""
 
     gather: Gather
     arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
-    """One for each rank; where all get the same, one for all."""
+    """One for each share; where all get the same, one for all."""
     cut: tuple[Batch | Held, Sequence[Sequence[int]]] | None = None
     """The one batch that was cut, and which of its rollouts went where."""
     repeats: int = 1
-    """How many ranks in a row were given the same share."""
+    """How many ranks in a row are given the same share."""
+
+    def heard(self, rank: int) -> bool:
+        """Whether what this rank answers counts."""
+        if self.gather is Gather.FIRST:
+            return rank == 0
+        return self.gather is Gather.ALL or rank % self.repeats == 0
 
     def join(self, answers: Sequence[Callable[[], Any]]) -> Any:
         """One answer of the ranks', each of which is read only if it is wanted."""
@@ -59,8 +65,8 @@ class Division:
 def divide(
     spread: Spread, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int, share: Share, repeats: int = 1
 ) -> Division:
-    """The call of each rank. Batches are cut, also those in a list, for as many ranks in a row as `repeats` says at
-    once; everything else goes to all."""
+    """The call of each rank. Batches are cut, also those in a list, one share for as many ranks in a row as `repeats`
+    says; everything else goes to all."""
     if spread.split is Split.SAME:
         return Division(spread.gather, [(args, kwargs)])
     holders = ranks // repeats
@@ -81,6 +87,5 @@ def divide(
     arguments = [
         ([each[holder] for each in by_place], {name: each[holder] for name, each in by_name.items()})
         for holder in range(holders)
-        for _ in range(repeats)
     ]
     return Division(spread.gather, arguments, cuts[0] if len(cuts) == 1 else None, repeats)

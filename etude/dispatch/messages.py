@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.batch import Batch
+from etude.batch import Batch, Outline
 from etude.batch.wire import from_bytes, to_bytes
 from etude.errors import EtudeError
 from etude.observe import LogLevel, Metrics
@@ -67,8 +67,7 @@ class Kept:
     """From a rank, in place of a batch that stays there."""
 
     sent: Sent
-    tokens_of: NDArray[np.int64]
-    """[U]: the tokens of each rollout."""
+    outline: Outline
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +101,8 @@ class Job:
     """A method of the worker's, its arguments, and those by name."""
     keep: bool = False
     """Whether the batch that comes of it is to stay there."""
+    heard: bool = True
+    """Whether anybody wants what comes of it; else it is told that it is done."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,8 @@ def _done(line: Channel, job: Job, worker: object) -> Done | Failed:
     """Make a call."""
     try:
         method, args, kwargs = line.unpack(job.body)
-        return Done(job.number, line.pack(method(worker, *args, **kwargs), keep=job.keep))
+        answer = method(worker, *args, **kwargs)
+        return Done(job.number, line.pack(answer, keep=job.keep) if job.heard else line.pack(None))
     except BaseException as error:
         return _failed(job.number, error)
 

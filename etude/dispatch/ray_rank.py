@@ -19,9 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-from etude.batch import Batch
+from etude.batch import Batch, Outline
 from etude.config.env import meet_through
 from etude.dispatch.held import resolved
 from etude.dispatch.machine import machine
@@ -67,7 +65,7 @@ class _Outbox:
         if not keep:
             return self._depot.put(pack(value))
         assert isinstance(value, Batch), "only batches are held"
-        return Kept(self._depot.put(pack(value), anyhow=True), np.diff(value.unit_tokens.cpu().numpy()))
+        return Kept(self._depot.put(pack(value), anyhow=True), Outline.of(value))
 
     def unpack(self, sent: Sent) -> Any:
         return unpack(self._depot.take(sent), lambda lent: resolved(lent, self.unpack))

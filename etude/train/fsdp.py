@@ -37,6 +37,7 @@ from etude.train.mesh import Mesh
 from etude.train.offload import Resting
 from etude.train.optim import PRECISIONS, Masters, rate
 from etude.train.ranks import count, everywhere, most, of_group
+from etude.train.shards import BUCKET
 
 __all__ = ["Learner", "Objective", "load_weights", "read_weights"]
 
@@ -86,13 +87,15 @@ class Learner:
         pack: Callable[[Batch], Pack] = tree,
         reference: Compared | None = None,
         mesh: Mesh | None = None,
+        bucket: int = BUCKET,
         option: str = "train",
     ) -> None:
         """`temperature` is the sampler's; `steps` is how many updates the schedule is for; `peak` is what the device
         can do in operations a second, where the share of it that is used shall be told. Without `steps` there is no
         schedule to follow, as for a learner that only annotates. `reference` is who its whole distributions are
         compared with, where an objective does that. `mesh` is how ranks share the work; by default each has rollouts
-        of its own. `option` is what its configuration is called by whoever gave it."""
+        of its own, and `bucket` how many bytes of gradients or weights they exchange at once. `option` is what its
+        configuration is called by whoever gave it."""
         if model.dtype != PRECISIONS[config.precision]:
             raise ConfigError(
                 f"`{option}.precision={config.precision}` computes in {PRECISIONS[config.precision]}, and the model "
@@ -118,7 +121,9 @@ class Learner:
         self._outputs = {"value", "score"} if model.scores else {"logp", "entropy", "topk_logp"}
         self._outputs |= set() if reference is None else {"full_kl"}
         self._ranks = self._mesh.data
-        self._masters = Masters(model.trained_weights(), config, model.take_exact(), ranks=of_group(), option=option)
+        self._masters = Masters(
+            model.trained_weights(), config, model.take_exact(), ranks=of_group(), bucket=bucket, option=option
+        )
         self._version = torch.tensor(0)
         self._cost = Cost.of(model)
         self._on_gpu = model.device.type == "cuda"
@@ -320,7 +325,7 @@ class Learner:
                 "peak_memory_gb": Max.of(peak / 1e9),
             }
         )
-        if count(of_group()) > 1:
+        if count(of_group()) > 1 and not self._on_gpu:  # there, exchanges are begun, and awaited by the device alone
             waited = self._masters.waited() + self._mesh.waited()
             metrics.add("exchange_seconds", Sum.of(waited / count(self._ranks)))
         if count(self._ranks) > 1:

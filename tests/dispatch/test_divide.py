@@ -24,11 +24,12 @@ from tests.batches import batches, random_batch, same, with_extras
 def through(spread: Spread, ranks: int, work: Any, *args: Any, repeats: int = 1, **kwargs: Any) -> Any:
     """A call to so many ranks, in this process, over the wire."""
     division = divide(spread, args, kwargs, ranks, shares, repeats)
-    bodies = [pack(each) for each in division.arguments] * (ranks // len(division.arguments))
+    bodies = [pack(each) for each in division.arguments]
     answers = []
-    for body in bodies:
-        given_args, given_kwargs = unpack(body)
-        answers.append(pack(work(*given_args, **given_kwargs)))
+    for rank in range(ranks):
+        given_args, given_kwargs = unpack(bodies[rank * len(bodies) // ranks])
+        answer = work(*given_args, **given_kwargs)
+        answers.append(pack(answer if division.heard(rank) else None))
     return division.join([partial(unpack, answer) for answer in answers])
 
 
@@ -83,6 +84,13 @@ def test_what_is_the_same_for_all_is_packed_once() -> None:
     assert len(division.arguments) == 1
     assert through(Spread(Split.SAME, Gather.ALL), 4, lambda b: b.tokens, batch) == [batch.tokens] * 4
     assert through(Spread(Split.SAME, Gather.FIRST), 4, lambda b: b.tokens, batch) == batch.tokens
+
+
+def test_what_ranks_compute_together_is_packed_once() -> None:
+    batch = random_batch(0, (2, 1, 3))
+    division = divide(Spread(Split.GROUPS, Gather.CONCAT), [batch], {}, 6, shares, repeats=3)
+    assert [args[0].rollouts for args, _ in division.arguments] == [3, 3]
+    assert [rank for rank in range(6) if division.heard(rank)] == [0, 3]
 
 
 def test_metrics_and_empty_batches_travel() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,11 +16,12 @@ import torch
 from etude.batch import Batch
 from etude.data.share import shares
 from etude.dispatch import CrewConfig, crew_of
+from etude.dispatch.messages import Body
 from etude.dispatch.pools import Pool
 from etude.errors import ConfigError, CrewError, TrainingError
 from tests.batches import random_batch, same
 from tests.dispatch.workers import WIDE, Clerk, Maker, counted, refusing
-from tests.processes import gone
+from tests.processes import gone, rise_of
 
 if TYPE_CHECKING:
     from etude.dispatch.ray_crew import RayCrew
@@ -68,16 +68,36 @@ def test_what_one_rank_makes_and_another_reads_does_not_pass_through_the_control
     assert size > 2e7
     wanted = float(batch.ids.double().sum() * WIDE + batch.tokens * WIDE * (WIDE - 1) / 2)
     with closing(ray_crew(tmp_path, Maker, ranks=1, role="reader")) as reader:
-        crew.hold(Maker.widen, batch.select([0]))  # whatever is loaded at the first time
-        tracemalloc.start()
-        before = heap()
-        held = crew.hold(Maker.widen, batch)
-        assert (held.tokens, held.rollouts) == (batch.tokens, batch.rollouts)
-        seen = [each.call(Maker.weigh, held.split(3)).reduce() for each in (crew, reader)]
-        grown, (_, peak) = heap() - before, tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert [(told["sum"], told["bytes"]) for told in seen] == [(wanted, size)] * 2
-    assert peak < 2e6 and grown < size / 4, (peak, grown, size)
+        crews = (crew, reader)
+
+        def handed_on(made: Batch) -> list[dict[str, float]]:
+            assert (made.tokens, made.rollouts) == (batch.tokens, batch.rollouts)
+            return [each.call(Maker.weigh, made.split(3)).reduce() for each in crews]
+
+        handed_on(crew.hold(Maker.widen, batch))  # whatever is loaded at the first time
+        seen: list[dict[str, float]] = []
+        risen = rise_of(lambda: seen.extend(handed_on(crew.hold(Maker.widen, batch))))
+        through = rise_of(lambda: seen.extend(handed_on(crew.call(Maker.widen, batch))))
+    assert [(told["sum"], told["bytes"]) for told in seen] == [(wanted, size)] * 4
+    assert risen < size / 8 and through > size, (risen, through, size)
+
+
+def test_what_ranks_compute_together_is_stored_once(crew: RayCrew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And told by one of them."""
+    batch = random_batch(3, (3, 2))
+    put, sent = crew._depot.put, list[Body]()
+
+    def putting(body: Body) -> Any:
+        sent.append(body)
+        return put(body)
+
+    monkeypatch.setattr(crew, "_repeats", 2)
+    monkeypatch.setattr(crew._depot, "put", putting)
+    held = crew.hold(Maker.widen, batch)
+    assert same(crew.call(Maker.narrow, held), Maker().narrow(wide(batch)))
+    assert len(sent) == 2, "one for each call"
+    first, second = crew._answers(Maker.widen, _division(crew, batch, repeats=2), keep=True)
+    assert first.outline.rollouts == batch.rollouts and crew._unpack(second) is None
 
 
 def test_a_batch_that_is_held_is_the_batch_however_it_is_split(crew: RayCrew) -> None:
@@ -105,11 +125,11 @@ def test_what_is_read_in_place_is_not_copied(crew: RayCrew) -> None:
     assert torch.equal(pieces[0].need("teacher_topk_ids")[:, 0], pieces[0].ids.long())
 
 
-def _division(crew: RayCrew, batch: Batch) -> Any:
+def _division(crew: RayCrew, batch: Batch, repeats: int = 1) -> Any:
     from etude.dispatch.divide import divide
     from etude.protocols import spread_of
 
-    return divide(spread_of(Maker.widen), [batch], {}, crew.ranks, shares)
+    return divide(spread_of(Maker.widen), [batch], {}, crew.ranks, shares, repeats)
 
 
 # -- where they stand -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from etude.recipes.workers import Beside, PolicyWorker
 from etude.train import Frozen, Learner, Mesh, MeshConfig, Train
 from etude.train.optim import PRECISIONS, Masters
 from etude.train.ranks import of_group
+from etude.train.shards import BUCKET
+from tests.processes import rise_of
 from tests.train.tasks import VOCABULARY, Imitate, model
 
 
@@ -39,6 +42,7 @@ class Pupil:
         *,
         policy: Callable[[str], Model] = model,
         mesh: MeshConfig | None = None,
+        bucket: int = BUCKET,
         **options: Any,
     ) -> None:
         """A policy that has learned nothing yet; the rate is high enough to see."""
@@ -47,11 +51,32 @@ class Pupil:
         other = learns if learns.adapted else model(precision, seed=7)
         self.reference = Frozen(other, 50, unadapted=learns.adapted, mesh=shape)
         held = self.reference if "full_kl" in (algorithm or Algorithm()).outputs() else None
-        self.learner = Learner(learns, config, steps=20, peak=1e12, reference=held, mesh=shape)
+        self.learner = Learner(learns, config, steps=20, peak=1e12, reference=held, mesh=shape, bucket=bucket)
         beside = Beside({"ref_logp": self.reference})
         self.worker = PolicyWorker(algorithm or Algorithm(), self.learner, seed=0, epochs=epochs, beside=beside)
         self.wanted = (algorithm or Algorithm()).needs() & (BY_THE_MODEL | BY_THE_REFERENCE) | {"old_logp"}
         self.step = 0
+        self.sent = {"during": 0, "after": 0}
+        if (shards := self.learner._masters._shards) is not None:
+            shards._send = self._counted(shards._send)  # type: ignore[method-assign]
+
+    def _counted(self, send: Callable[[], None]) -> Callable[[], None]:
+        """What counts the buckets that are sent during a backward pass, and those that are sent after one."""
+
+        def sending() -> None:
+            self.sent["after" if torch._C._current_graph_task_id() == -1 else "during"] += 1
+            send()
+
+        return sending
+
+    @spread(gather=Gather.ALL)
+    def buckets(self) -> list[dict[str, int]]:
+        """How many were sent when, how many there are, and how many leaves stand in more than one of them."""
+        shards = self.learner._masters._shards
+        assert shards is not None
+        pieces = Counter(piece.name for each in shards._buckets for piece in each.pieces)
+        cut = sum(count > 1 for count in pieces.values())
+        return {**self.sent, "all": len(shards._buckets), "cut": cut}  # type: ignore[return-value]
 
     @spread(Split.GROUPS, Gather.CONCAT)
     def ready(self, batch: Batch) -> Batch:
@@ -129,8 +154,8 @@ class Pupil:
             leaf.grad = torch.ones_like(leaf)
         for weight in masters._weights.values():
             weight.grad = torch.ones_like(weight)
-        found["gradients"] = _peak(masters.gather) / bucket
-        found["weights"] = _peak(masters.refresh) / bucket
+        found["gradients"] = rise_of(masters.gather) / bucket
+        found["weights"] = rise_of(masters.refresh) / bucket
         return found  # type: ignore[return-value]
 
 
@@ -155,16 +180,3 @@ def _whole(tensor: Any) -> Tensor:
 
 def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _peak(act: Any) -> int:
-    """How far the process's memory rises while this is done, in bytes, as the system counts it."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
-    before = _status("VmRSS")
-    act()
-    return _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[name].split()[0]) * 1024

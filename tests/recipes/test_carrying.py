@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from etude.records import SamplingParams
 from etude.rollout import Served, ServerConfig
 from etude.rollout.server import Server
 from etude.sync import SyncConfig
-from tests.processes import started_by
+from tests.processes import rise_of, started_by
 from tests.recipes.runs import run_of
 from tests.rollout.test_served import expected, ids, pids, python, served, until, words
 from tests.served import on, options_of
@@ -157,19 +157,6 @@ def test_each_rank_goes_to_its_share_and_nothing_passes_through_the_controller(t
     by = [{int(str(path).split("_")[1]) for path in each["buckets"]} for each in found]  # type: ignore[attr-defined]
     assert by == [{two.pids[0]}, {two.pids[1]}, {two.pids[0]}]
     assert two.versions() == [2] * REPLICAS and ask(two) == answers(two, 2)
-
-
-def rise_of(act: Callable[[], object]) -> int:
-    """By how many bytes the memory of this process rises at most while this is done, as the system counts it."""
-
-    def told(name: str) -> int:
-        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return 1024 * int(lines[name].split()[0])
-
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
-    before = told("VmRSS")
-    act()
-    return told("VmHWM") - before
 
 
 def test_one_that_fails_keeps_no_other_from_the_weights_and_comes_back_with_the_next(two: World) -> None:

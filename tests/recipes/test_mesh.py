@@ -20,6 +20,7 @@ from etude.dispatch import CrewConfig
 from etude.dispatch.processes import ProcessCrew
 from etude.errors import ConfigError
 from etude.train import MeshConfig
+from etude.train.shards import BUCKET
 from tests.components import require
 from tests.recipes.ranked import Pupil, adapted, judge
 from tests.recipes.test_ranks import EVERYTHING, TIMES, alone, apart, practised, same
@@ -36,8 +37,12 @@ SHAPES = {
     "tp2 x sp2": (4, BOTH),
     "tp4": (4, PARTS),
     "sp4": (4, STRANDS),
+    "dp2": (2, MeshConfig()),
 }
 """tp4 and sp4 have fewer key heads than ranks."""
+SMALL = 2048
+"""Bytes of a bucket that holds less than most weights here, as the usual one holds less than those of real models."""
+SPREAD = [shape for shape in SHAPES if "dp2" in shape]
 LEARNERS: dict[str, dict[str, Any]] = {
     "everything": {"algorithm": EVERYTHING, "epochs": 2, "micro_tokens": 60},
     "biases, and activations made twice": {"policy": partial(model, family="qwen2"), "activation_checkpointing": True},
@@ -84,11 +89,13 @@ def meshed(crews: dict[int, ProcessCrew], shape: str, **options: Any) -> Process
     return crew
 
 
-@pytest.mark.parametrize("shape", [*SHAPES][:5])
-def test_a_gradient_is_that_of_one_rank(crews: dict[int, ProcessCrew], shape: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "bucket"), [*((shape, BUCKET) for shape in [*SHAPES][:5]), *((shape, SMALL) for shape in SPREAD)]
+)
+def test_a_gradient_is_that_of_one_rank(crews: dict[int, ProcessCrew], shape: str, bucket: int) -> None:
     """And its norm, clipped or not."""
     for clip in (None, 1e-3):
-        one, many = alone(clip=clip), meshed(crews, shape, clip=clip)
+        one, many = alone(clip=clip), meshed(crews, shape, clip=clip, bucket=bucket)
         told = []
         for crew in (one, many):
             batch = crew.call(Pupil.ready, rollouts())
@@ -108,8 +115,12 @@ def test_some_steps_are_those_of_one_rank(crews: dict[int, ProcessCrew], shape: 
     if "adapters" in learner:
         require("lora")
     one, many = alone(**LEARNERS[learner]), meshed(crews, shape, **LEARNERS[learner])
-    wanted, found = practised(one, 2), practised(many, 2)
+    agree(practised(one, 2), practised(many, 2), shape)
     assert apart(one, many) <= NEAR
+
+
+def agree(wanted: list[dict[str, float]], found: list[dict[str, float]], shape: str) -> None:
+    """What one rank measures of some steps, and what many do."""
     spread = {"imbalance"} if "dp2" in shape else set()
     for mine, theirs in zip(wanted, found, strict=True):
         assert mine.keys() | {"exchange_seconds"} | spread == theirs.keys()
@@ -119,6 +130,30 @@ def test_some_steps_are_those_of_one_rank(crews: dict[int, ProcessCrew], shape: 
             assert theirs[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-6), name
         assert theirs["exchange_seconds"] < theirs["update_seconds"]
         assert 0 <= theirs.get("imbalance", 0) < 1
+
+
+@pytest.mark.parametrize("shape", SPREAD)
+@pytest.mark.parametrize(
+    "name", ["everything", pytest.param("biases, and activations made twice", marks=pytest.mark.soak)]
+)
+def test_many_small_buckets_bring_what_one_large_one_does(crews: dict[int, ProcessCrew], shape: str, name: str) -> None:
+    """Weights are cut over buckets, which are sent while the backward pass exchanges activations too."""
+    learner = LEARNERS[name]
+    one, many = alone(**learner), meshed(crews, shape, bucket=SMALL, **learner)
+    agree(practised(one, 5), practised(many, 5), shape)
+    assert apart(one, many) <= NEAR
+    for each in many.call(Pupil.buckets):
+        assert each["all"] > 20 and each["cut"] > 10 and each["during"] > each["after"], each
+
+
+def test_what_a_bucket_holds_changes_no_bit(crews: dict[int, ProcessCrew]) -> None:
+    """Each number is added up in the same order; also where what is exchanged is wider than what is computed with."""
+    weights = []
+    for bucket in (SMALL, BUCKET):
+        crew = meshed(crews, "dp2", precision="bf16", bucket=bucket, **LEARNERS["everything"])
+        practised(crew, 1)
+        weights.append(crew.call(Pupil.weights)[0])
+    assert same(*weights)
 
 
 @pytest.mark.parametrize("shape", ["tp2 x sp2", pytest.param("tp2 x dp2", marks=pytest.mark.soak)])

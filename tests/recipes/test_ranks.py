@@ -17,7 +17,6 @@ from etude.algorithms.advantages import ADVANTAGES
 from etude.algorithms.entropy import Entropy
 from etude.algorithms.losses import LOSSES
 from etude.algorithms.losses.clip import PPO
-from etude.batch import Batch
 from etude.checkpoint import Checkpoints
 from etude.data.share import shares
 from etude.dispatch import CrewConfig, LocalCrew
@@ -26,7 +25,7 @@ from etude.errors import TrainingError
 from etude.protocols import Crew
 from etude.train import load_weights
 from tests.recipes.ranked import Pupil
-from tests.train.tasks import model, rollouts
+from tests.train.tasks import answered, model, rollouts
 
 EVERYTHING = Algorithm(
     loss=PPO(reduction="seq-mean-token-mean"),
@@ -239,16 +238,23 @@ def test_an_exchange_takes_two_buckets_at_most(many: ProcessCrew) -> None:
         assert each["gradients"] <= 2.3 and each["weights"] <= 2, found
 
 
-def test_shares_are_whole_groups_of_about_the_same_tokens() -> None:
-    batch = rollouts(groups=9, size=5)
-    for ranks in (1, 2, 4, 12):
-        parts = shares(batch, ranks)
-        assert sorted(place for part in parts for place in part) == list(range(batch.rollouts))
-        owners = [{int(batch.group[place]) for place in part} for part in parts]
-        assert sum(map(len, owners)) == 9, "a group was divided"
-    tokens = [sum_of(batch, part) for part in shares(batch, 3)]
-    assert max(tokens) < 1.2 * min(tokens)
+def test_imbalance_is_what_the_busiest_rank_has_beyond_the_mean(two: ProcessCrew) -> None:
+    even, asked, said = (5, [4, 4]), (40, [2] * 4), (2, [40] * 4)
+    long, short = work(*said), work(*asked)
+    assert 3.4 * short < long < 20 * short, "both have as many tokens"
+    expected = [([even], 1.0), ([even] * 2, 0.0), ([even] * 3, 1 / 3), ([asked, said], 2 * long / (long + short) - 1)]
+    for groups, imbalance in expected:
+        two.call(Pupil.begin)
+        told = two.call(Pupil.update, [two.call(Pupil.ready, answered(*groups))]).reduce()
+        assert told["imbalance"] == pytest.approx(imbalance, abs=1e-9), groups
 
 
-def sum_of(batch: Batch, places: list[int]) -> int:
-    return batch.select(places).tokens
+def work(prompt: int, answers: list[int]) -> float:
+    """What a pass over a group costs, in products: of weights with each token, of logits with each action token, and of
+    each token with those that it attends to."""
+    policy = model()
+    head = policy.head_weight.numel()
+    layers = sum(weight.numel() for _, weight in policy.named_weights() if weight.ndim == 2) - head
+    pairs = prompt * (prompt + 1) / 2 + sum(answer * prompt + answer * (answer + 1) / 2 for answer in answers)
+    attended = 2 * policy.layers * policy.query_heads * policy.head_dim * pairs
+    return layers * (prompt + sum(answers)) + head * sum(answers) + attended

@@ -48,9 +48,12 @@ def actors(pid: int) -> list[int]:
 
 @pytest.mark.usefixtures("a_ray")
 @pytest.mark.xdist_group("ray")
-def test_a_run_over_ray_learns_what_the_run_here_learns(world: Path, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", [{}, pytest.param({"mesh__tensor": 2}, marks=pytest.mark.soak)], ids=["data", "parts"])
+def test_a_run_over_ray_learns_what_the_run_here_learns(
+    mesh: dict[str, int], world: Path, whole: Path, tmp_path: Path
+) -> None:
     """It draws the very answers, measures what one measures, and goes on here."""
-    run = train(world, tmp_path / "run", ranks=2, cluster="ray", **PATIENT)
+    run = train(world, tmp_path / "run", ranks=2, cluster="ray", **PATIENT, **mesh)
     steps = measured(run)
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
@@ -60,7 +63,7 @@ def test_a_run_over_ray_learns_what_the_run_here_learns(world: Path, whole: Path
         assert step["rollouts"] == 12 and step["mismatch/largest_gap"] < 1e-5 and step["publish_bytes"] == 0
     assert [(ids, logp) for ids, logp, _ in drawn(run, 1)] == [(ids, logp) for ids, logp, _ in drawn(whole, 1)]
     assert sorted(path.name for path in (run / "ranks").iterdir()) == ["rank-0.log", "rank-1.log"]
-    assert main(["train", "--resume", str(run), "ranks=1", "cluster=local", "steps=4"]) == 0
+    assert main(["train", "--resume", str(run), "ranks=1", "mesh.tensor=1", "cluster=local", "steps=4"]) == 0
     assert 0 < furthest(run, whole) < 1e-3
 
 

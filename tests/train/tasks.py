@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,6 +65,20 @@ def rollouts(seed: int = 0, groups: int = 3, size: int = 4, *, turns: int = 2, l
     first = torch.zeros(batch.tokens, dtype=torch.bool)
     first[batch.offsets[:-1]] = True
     return batch.replace(observation=~batch.action & ~first)
+
+
+def answered(*groups: tuple[int, Sequence[int]]) -> Batch:
+    """Groups of these lengths: of a prompt, and of each answer to it."""
+    chance, samples, told = np.random.default_rng(0), list[Sample](), list[Rollout]()
+    for group, (prompt, answers) in enumerate(groups):
+        begins = chance.integers(0, VOCABULARY, prompt)
+        for answer in answers:
+            ids = np.concatenate([begins, chance.integers(0, VOCABULARY, answer)]).astype(np.int32)
+            none, rollout = np.zeros(len(ids), np.int32), len(told)
+            logp = np.full(len(ids), -1, np.float32)
+            samples.append(Sample(ids, np.arange(len(ids)) >= prompt, logp, none, none, rollout))
+            told.append(Rollout(rollout, group, group, float(chance.normal())))
+    return Batch.from_records(samples, told)
 
 
 @dataclass
