@@ -146,8 +146,8 @@ class Publisher:
             raise
         told = {each.url: each for share in shares for each in share.servers}
         holds: dict[Server, int | None] = {}
-        for server in servers:
-            came = told[server.url]
+        for server, address in zip(servers, addresses, strict=True):  # which may have moved meanwhile
+            came = told[address.url]
             holds[server] = version if came.took else server.version if not came.begun else None
         self._served.admit(holds, version)
         return list(told.values()), [share.figures for share in shares if share.figures]

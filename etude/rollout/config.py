@@ -28,6 +28,11 @@ class ServerConfig(Rollout):
     """The named environment for each device."""
 
     url: tuple[Url, ...] = Field((), description="servers that run already; by default some are started")
+    key_from: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_]\w*$",
+        description="the environment variable that holds the key of the servers in `url`; null sends them none",
+    )
     python: Path | None = Field(
         None, description="the Python that has the server's packages; null is an environment that is made when needed"
     )
@@ -92,6 +97,16 @@ class ServerConfig(Rollout):
                         f"`rollout.{name}` is for servers that are started, and `rollout.url` names some that run. "
                         f"Leave one of them out."
                     )
+        if self.key_from is not None and not self.url:
+            raise ConfigError(
+                "`rollout.key_from` is for servers that `rollout.url` names; those that are started get keys of their "
+                "own. Leave it out."
+            )
+        if "--api-key" in " ".join(self.arguments):
+            raise ConfigError(
+                "`rollout.arguments` holds an `--api-key`, and servers that are started get keys of their own. Leave "
+                "it out."
+            )
         wanted = self.replicas * self.tensor_parallel // self.nodes
         if self.devices and len(self.devices) != wanted:
             raise ConfigError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from etude.errors import EngineError, EtudeError
 from etude.observe import get_log
 from etude.rollout.dialect import Launch
 from etude.rollout.server import Server
-from etude.rollout.warden import Warden
+from etude.rollout.warden import Warden, free_port
 
 __all__ = ["Replica"]
 
@@ -38,7 +40,7 @@ class Replica:
         """Brings it to the newest weights when it was started again, where no directory has them."""
         self._launch, self._patience = launch, patience
         self._warden = Warden(f"{server.dialect.package} server {log.stem}", log)
-        self._sick = 0
+        self._sick = self._port = 0
 
     @property
     def joined(self) -> bool:
@@ -53,12 +55,14 @@ class Replica:
             dialect = self.server.dialect
             if dialect.adapters:
                 begins = self._launch.model, 0
-            launch = replace(self._launch, model=begins[0])
-            self._warden.start(dialect.command(launch), dialect.environment(launch))
-            for node in range(1, launch.nodes):
-                told = " ".join(dialect.command(launch, node))
-                get_log("rollout").info("Start node %d of the replica on its machine: %s", node, told)
-            await self._ready()
+            self._port = free_port(self._port)
+            self.server.moves(f"http://127.0.0.1:{self._port}")
+            with self._keyed(replace(self._launch, model=begins[0], port=self._port)) as launch:
+                self._warden.start(dialect.command(launch), dialect.environment(launch), hidden=launch.key)
+                for node in range(1, launch.nodes):
+                    told = " ".join(dialect.command(launch, node))
+                    get_log("rollout").info("Start node %d of the replica on its machine: %s", node, told)
+                await self._ready()
         await self.server.meet()
         if begins is not None:
             await self.server.stamped(begins[1])
@@ -68,7 +72,7 @@ class Replica:
 
     async def _ready(self) -> None:
         until = time.monotonic() + self._patience
-        while not await self.server.healthy():
+        while not (await self.server.healthy() and self._warden.running):  # else it is another's that answers there
             if not self._warden.running:
                 raise EngineError(f"A server did not start: {self._warden.ending()}")
             if time.monotonic() > until:
@@ -79,6 +83,24 @@ class Replica:
                     f"or see what it waits for: {tail}"
                 )
             await asyncio.sleep(GLANCE)
+        self._warden.hush()
+
+    @contextmanager
+    def _keyed(self, launch: Launch) -> Iterator[Launch]:
+        """Where a server takes its key from a file, that is there while it starts, for its owner alone."""
+        told = self.server.dialect.keyed(launch)
+        if not told:
+            yield launch
+            return
+        file = self._warden.log.with_suffix(".key.yaml")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+        try:
+            with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as said:
+                said.write(told)
+            yield replace(launch, keyed=file.absolute())
+        finally:
+            file.unlink(missing_ok=True)
 
     async def look(self, changed: Callable[[], None]) -> None:
         """See how it is, and have it back where it is not well. `changed` is called when it comes or goes."""
