@@ -50,7 +50,9 @@ class ServerConfig(Rollout):
         None, gt=0, description="GiB of memory for keys and values; null is what `memory` leaves for them"
     )
     line: int = Field(4096, ge=0, description="most requests that wait for their turn; others are refused")
-    start_timeout: float = Field(900.0, gt=0, description="seconds that a server may take to start")
+    start_timeout: float = Field(
+        900.0, gt=0, description="seconds that a server may take to start, or be away while requests wait"
+    )
     restarts: int = Field(3, ge=0, description="how often a server that ended, or hangs, is started again")
     arguments: tuple[str, ...] = Field((), description="what else stands on the servers' command line")
     carrier: Literal["files", "shm", "ipc", "gloo", "nccl"] = Field(
@@ -91,7 +93,7 @@ class ServerConfig(Rollout):
         fresh = type(self).model_fields
         if self.url:
             started = ("python", "replicas", "tensor_parallel", "nodes", "meet", "devices", "memory", "kv_gib")
-            for name in (*started, "start_timeout", "restarts", "arguments"):
+            for name in (*started, "restarts", "arguments"):
                 if getattr(self, name) != fresh[name].default:
                     raise ConfigError(
                         f"`rollout.{name}` is for servers that are started, and `rollout.url` names some that run. "

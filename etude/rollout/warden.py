@@ -39,11 +39,16 @@ class Warden:
         self.name, self.log = name, log
         self._keeper: subprocess.Popen[bytes] | None = None
         self._from, self._hidden = 0, b""
+        self._told: int | None = None
+        """Where the keeper has written whom it keeps."""
 
     @property
     def running(self) -> bool:
         """Whether its process lives."""
-        return self._keeper is not None and self._keeper.poll() is None
+        if self._keeper is not None and self._keeper.poll() is None:
+            return True
+        self._sweep()
+        return False
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], *, hidden: str = "") -> None:
         """Start it. What it is to be asked over HTTP is not there yet. hidden: what nobody is to find in its log."""
@@ -51,14 +56,19 @@ class Warden:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab", opener=_private) as said:
             self._from, self._hidden = said.tell(), hidden.encode()
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(KEEPER), str(GRACE), *command],
-                stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                env=for_a_server(environment),
-                start_new_session=True,
-            )
+            self._told, told = os.pipe()
+            try:
+                self._keeper = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(KEEPER), str(GRACE), str(told), *command],
+                    stdin=subprocess.PIPE,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    env=for_a_server(environment),
+                    start_new_session=True,
+                    pass_fds=[told],
+                )
+            finally:
+                os.close(told)
 
     def stop(self) -> None:
         """End it, with all that it started. One that has ended stays so."""
@@ -72,7 +82,19 @@ class Warden:
         except subprocess.TimeoutExpired:  # stopped, or held up by the machine
             self._keeper.send_signal(signal.SIGKILL)
             self._keeper.wait()
+        self._sweep()
         self.hush()
+
+    def _sweep(self) -> None:
+        """End what a keeper has left that was killed itself."""
+        if self._told is None:
+            return
+        told, self._told = self._told, None
+        kept = os.read(told, 64)
+        os.close(told)
+        if kept and self._keeper is not None and self._keeper.returncode < 0:
+            with suppress(OSError):
+                os.killpg(int(kept), signal.SIGKILL)
 
     def hush(self) -> None:
         """Take out of its log what is hidden. What it writes meanwhile comes after."""

@@ -6,7 +6,7 @@ must write the same. Weights that come through shared memory are another salt. `
 each token, `--version` what it says it is, `--dies` makes it say something and end before it serves, `--poor` has every
 change of weights fail, and so does `/be` with `{"poor": true}`, until it is told otherwise; `{"gives_up": 2}` has it
 give two answers up half-way. Where its environment holds a key, it asks for that as vLLM does; `--tells` has it say
-which.
+which. `--child` has it start a process that outlives it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -44,6 +45,7 @@ class State:
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked, self.label, self.running = asked, "default", 0
+        self.asleep = False
         self.carried: dict[str, int] = {}
         """What each weight that was brought sums up to, and below, the buckets that they were brought in."""
         self.buckets: set[str] = set()
@@ -78,6 +80,7 @@ class Handler(BaseHTTPRequestHandler):
             "/version": {"version": self.state.asked.version},
             "/v1/models": {"data": [{"max_model_len": 64}]},
             "/health": {},
+            "/state": {"paused": not self.state.goes_on.is_set(), "asleep": self.state.asleep},
             "/weight_info": {"weight_version": self.state.label},
             "/carried": {"weights": self.state.carried, "buckets": sorted(self.state.buckets)},
         }
@@ -103,6 +106,8 @@ class Handler(BaseHTTPRequestHandler):
             state.goes_on.set()
         elif path == "/update_weight_version":
             state.label = body["new_version"]
+        elif path in ("/sleep", "/wake_up"):
+            state.asleep = path == "/sleep"
         elif path == "/be":
             vars(state.asked).update(body)
         elif path in ("/collective_rpc", "/update_weights") and state.asked.poor:
@@ -189,12 +194,15 @@ def main() -> None:
     parser.add_argument("--version", default="0.32.0")
     parser.add_argument("--dies", action="store_true")
     parser.add_argument("--tells", action="store_true")
+    parser.add_argument("--child", action="store_true")
     parser.add_argument("--poor", action="store_true")
     parser.set_defaults(gives_up=0)
     asked, _ = parser.parse_known_args()
     print("a server begins", flush=True)
     if asked.tells:
         print(f"args: key='{KEY}'", flush=True)
+    if asked.child:
+        print(f"child {subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid}", flush=True)
     if asked.dies:
         print("there is no such kernel", flush=True)
         sys.exit(3)
