@@ -179,6 +179,11 @@ class SglangConfig(ServerConfig):
             raise ConfigError(
                 "`rollout.adapters=only` is for servers of vLLM so far. Leave it out, or choose `rollout=vllm`."
             )
+        if "--config" in " ".join(self.arguments):
+            raise ConfigError(
+                "`rollout.arguments` holds a `--config`, and SGLang reads one such file, in which it gets its key. Give "
+                "the options that are in it themselves."
+            )
         return self
 
     def dialect(self) -> Dialect:

@@ -169,6 +169,8 @@ class Served:
 
     def close(self) -> None:
         """End what was started here; whoever still waits is told."""
+        if self._loop.is_closed():
+            return
         with suppress(EngineError):
             self._post(self._end()).result(CLOSING)
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -87,6 +87,7 @@ def test_one_that_dies_in_its_sleep_is_started_when_it_is_to_wake_and_where_ther
             until(lambda: engine.servers[0].up)
             assert engine.servers[0].url != before
             assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
+    engine.close()  # once more, which does nothing
 
 
 def test_whoever_waits_for_servers_that_never_come_back_is_told(

@@ -58,6 +58,8 @@ def test_a_server_that_takes_its_key_from_a_file_is_told_where_it_is(tmp_path: P
     assert not keyed.keyed.exists()
     with pytest.raises(ConfigError, match=r"`rollout\.arguments` holds an `--api-key`"):
         VllmConfig(arguments=("--api-key", "mine"))
+    with pytest.raises(ConfigError, match="SGLang reads one such file, in which it gets its key"):
+        SglangConfig(arguments=("--config=mine.yaml",))
 
 
 def test_the_key_of_servers_that_are_there_is_read_from_a_variable(
