@@ -181,8 +181,8 @@ class SglangConfig(ServerConfig):
             )
         if "--config" in " ".join(self.arguments):
             raise ConfigError(
-                "`rollout.arguments` holds a `--config`, and SGLang reads one such file, in which it gets its key. Give "
-                "the options that are in it themselves."
+                "`rollout.arguments` holds a `--config`, and SGLang reads one such file, in which it gets its key. "
+                "Give the options that are in it themselves."
             )
         return self
 
