@@ -365,7 +365,8 @@ class Served:
     async def _despair(self) -> None:
         """Where somebody waits, and no server has been there to wait for in so long a time as one may take to start,
         those that there were count as lost."""
-        patience, since = max(replica.patience for replica in self.replicas), None
+        since: float | None = None
+        patience = max(replica.patience for replica in self.replicas)
         while since is None or time.monotonic() < since + patience:
             await asyncio.sleep(BEAT)
             here = (replica for replica in self.replicas if not replica.lost)

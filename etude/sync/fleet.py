@@ -154,11 +154,11 @@ class _Trip:
         """Take a step with all that still go; who fails falls out. If none is left that is an error."""
         going = list(self.going)
         done = await asyncio.gather(*(self._bounded(server, step(server)) for server in going), return_exceptions=True)
-        failed = {server: error for server, error in zip(going, done, strict=True) if error is not None}
-        for error in failed.values():
+        failed = [(server, error) for server, error in zip(going, done, strict=True) if error is not None]
+        for _, error in failed:
             if not isinstance(error, EtudeError | OSError | RuntimeError):
                 raise error
-        await asyncio.gather(*(self._fell_out(server, error) for server, error in failed.items()))
+        await asyncio.gather(*(self._fell_out(server, error) for server, error in failed))
         if not self.going:
             raise EngineError(
                 "No engine was brought to the new weights, and all are out of rotation. "

@@ -101,7 +101,7 @@ def _ranks(run: Recipe, gpus: int) -> int:
         return gpus
     servers = server_of(run)
     if servers is not None and not run.train.offload:
-        named = isinstance(run.rollout, ServerConfig) and run.rollout.devices
+        named = run.rollout.devices if isinstance(run.rollout, ServerConfig) else ()
         return min(named) or gpus if named else max(gpus - len(places(servers)), 1)
     return max(gpus // (2 if run.placement.layout == "split" else 1), 1)
 
