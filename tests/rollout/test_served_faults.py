@@ -21,6 +21,12 @@ from tests.processes import gone
 from tests.rollout.test_served import SLOW, ask, expected, joining, pids, served, until, weights
 
 
+@pytest.fixture(autouse=True)
+def glances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are looked at so often that no test waits for it."""
+    monkeypatch.setattr("etude.rollout.served.BEAT", 0.1)
+
+
 def states(engine: Served) -> list[tuple[bool, bool]]:
     """Whether each server is paused, and whether it sleeps, as it says."""
 
@@ -53,7 +59,8 @@ def test_a_server_is_given_no_more_than_its_own_pace(tmp_path: Path) -> None:
 
 
 def test_how_servers_are_to_be_reaches_those_that_are_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etude.rollout.server.HEALTH", 1.0)
+    monkeypatch.setattr("etude.rollout.server.HEALTH", 0.5)
+    monkeypatch.setattr("etude.rollout.replica.SICK", 1000)
     with served(tmp_path, replicas=2) as engine:
         asyncio.run(engine.pause())
         assert states(engine) == [(True, False)] * 2
@@ -94,12 +101,12 @@ def test_whoever_waits_for_servers_that_never_come_back_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(tmp_path, restarts=0) as owner:
-        config = joining(owner, monkeypatch).model_copy(update={"start_timeout": 2.5})
+        config = joining(owner, monkeypatch).model_copy(update={"start_timeout": 1.5})
         with serve(config, tmp_path / "model", None, dtype="float32", device="cpu", logs=tmp_path / "b") as engine:
             assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
             os.kill(pids(tmp_path)[0], signal.SIGKILL)
             gone_for = (
-                r"There is no server left\. The server at \S+ does not answer .* for 2\.5 s, while requests waited"
+                r"There is no server left\. The server at \S+ does not answer .* for 1\.5 s, while requests waited"
             )
             with pytest.raises(EngineError, match=gone_for):
                 ask(engine, [[2]], 4)
