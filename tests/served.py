@@ -73,6 +73,12 @@ def started(
         yield engine
 
 
+def joined(engine: Served, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The options by which a run joins it, whose key is in its environment."""
+    patch.setenv("THEIR_KEY", engine.servers[0].address.key)
+    return {"rollout.url": engine.servers[0].url, "rollout.key_from": "THEIR_KEY"}
+
+
 def bring(engine: Served, model: Path, version: int) -> None:
     """Have it compute with the weights of a directory."""
     asyncio.run(engine.load(model, version))

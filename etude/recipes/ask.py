@@ -34,6 +34,7 @@ from etude.recipes import checks, folder, inputs
 from etude.recipes.build import agents_evaluator, episodes_of, evaluator_of, policy
 from etude.recipes.device import device_of
 from etude.recipes.evaluate import scores, write_answers
+from etude.recipes.placement import gpus_of_servers
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
 from etude.recipes.sampling import derived_seed
@@ -312,6 +313,8 @@ def _sampler(run: Run, model: Model, chat: Chat) -> Iterator[TorchEngine | Serve
     assert isinstance(config, ServerConfig) and run.model.path is not None
     checks.of_servers(run)
     device = device_name(run)
+    if device == "cuda":
+        config = config.model_copy(update={"devices": gpus_of_servers(run, config, learns=False)})
     with TemporaryDirectory(prefix="etude-") as made:
         where, logs, untied = Path(made) / "model", Path(made) / "logs", config.untied(device)
         described = model.described() | ({"tie_word_embeddings": False} if untied else {})

@@ -5,7 +5,8 @@
     split        the engine has weights of its own, on a GPU of its own, which each publishing brings up to date; on the
                  processor, in memory of its own
 
-With as many ranks as there are, rank k computes on GPU k; split, its engine samples on GPU ranks + k.
+With as many ranks as there are, rank k computes on GPU k; split, its engine samples on GPU ranks + k. Servers have the
+GPUs after those of the ranks, unless others are named; with `train.offload`, by which they take turns, the same.
 """
 
 from __future__ import annotations
@@ -64,6 +65,15 @@ def gpus_of(run: Run) -> int:
     return max(run.ranks * (2 if run.placement.layout == "split" else 1), furthest)
 
 
+def gpus_of_servers(run: Run, config: ServerConfig, *, learns: bool = True) -> tuple[int, ...]:
+    """The GPUs of this machine that servers compute on, a replica after the other, where a run computes on such.
+    learns: whether ranks have some too."""
+    if config.url or config.devices:
+        return config.devices
+    first = run.ranks if learns and not run.train.offload else 0
+    return tuple(range(first, first + config.replicas * config.tensor_parallel // config.nodes))
+
+
 def refuse(run: Run, idle: frozenset[str], *, together: bool) -> None:
     """Refuse a layout that this machine has no room for, and one that means nothing. idle: the roles that this run has
     nobody in. together: the reference is asked in the midst of each update of the policy."""
@@ -88,6 +98,10 @@ def refuse(run: Run, idle: frozenset[str], *, together: bool) -> None:
         )
     if isinstance(run.rollout, ServerConfig):
         refuse_beside_servers(placement)
+        if run.rollout.devices and device.type == "cpu":
+            raise ConfigError(
+                "`rollout.devices` names GPUs for servers, and this run computes on the processor. Leave it out."
+            )
     if placement.layout == "split" and run.train.offload:
         raise ConfigError(
             "`train.offload` has engine and optimizer take turns on one GPU, and with `placement.layout=split` each "
@@ -95,6 +109,11 @@ def refuse(run: Run, idle: frozenset[str], *, together: bool) -> None:
         )
     if device.type == "cuda" and run.cluster == "ray":
         _refuse_beyond_one(placement)
+        if isinstance(run.rollout, ServerConfig) and not (run.rollout.url or run.rollout.devices):
+            raise ConfigError(
+                "Over Ray nobody here knows which GPUs the ranks have: name those for the servers of this machine with "
+                "`rollout.devices`."
+            )
     elif device.type == "cuda":
         _refuse_too_many(run, torch.cuda.device_count())
 
@@ -126,16 +145,35 @@ def _refuse_beyond_one(placement: Placement) -> None:
 
 def _refuse_too_many(run: Run, there: int) -> None:
     """Refuse what wants more GPUs than there are, with the sum."""
-    if gpus_of(run) <= there:
+    serve = gpus_of_servers(run, run.rollout) if isinstance(run.rollout, ServerConfig) else ()
+    wanted = max(gpus_of(run), max(serve, default=-1) + 1)
+    if wanted <= there:
         return
     parts = [f"`ranks={run.ranks}` that train on one each"]
     parts += [f"{run.ranks} more for their engines (`placement.layout=split`)"] * (run.placement.layout == "split")
     named = [f"`placement.{role}={place}`" for role in ROLES if (place := getattr(run.placement, role))[:4] == "cuda"]
     parts += [f"GPU numbers from 0 up to that of {' and '.join(named)}"] if named else []
+    remedy = "choose `placement.layout=colocated`, place models elsewhere"
+    if serve:
+        assert isinstance(run.rollout, ServerConfig)
+        parts.append(_servers(run.rollout, serve))
+        remedy = (
+            "or `rollout.replicas`; have servers share GPUs with the ranks, by `rollout.devices` and `rollout.memory` "
+            "or in turns by `train.offload`"
+        )
     raise ConfigError(
-        f"This layout wants {gpus_of(run)} GPUs, and torch sees {there}: {', '.join(parts)}. Lower `ranks`, choose "
-        f"`placement.layout=colocated`, place models elsewhere, or make more GPUs visible."
+        f"This layout wants {wanted} GPUs, and torch sees {there}: {', '.join(parts)}. Lower `ranks`, {remedy}, or "
+        f"make more GPUs visible."
     )
+
+
+def _servers(config: ServerConfig, serve: tuple[int, ...]) -> str:
+    """What servers want, with the sum."""
+    which = f"GPU numbers up to {max(serve)} for servers"
+    if config.devices:
+        return f"{which} (`rollout.devices`)"
+    width = config.tensor_parallel // config.nodes
+    return f"{which}, {len(serve)} from number {serve[0]} on (`rollout.replicas={config.replicas}`, {width} each)"
 
 
 def lines(run: Run, roles: frozenset[str]) -> list[str]:
@@ -152,4 +190,11 @@ def lines(run: Run, roles: frozenset[str]) -> list[str]:
     ranks = f" On each of {run.ranks} ranks, by the names of the first." if run.ranks > 1 else ""
     turns = " Engine and optimizer take turns." if run.train.offload else ""
     told = [f"On {device}: {', '.join(who)}.{turns}{ranks}" for device, who in said.items()]
-    return [*told, "Servers sample, in processes of their own."] if served else told
+    return [*told, _told(run, policy)] if served else told
+
+
+def _told(run: Run, policy: torch.device) -> str:
+    assert isinstance(run.rollout, ServerConfig)
+    serve = gpus_of_servers(run, run.rollout) if policy.type == "cuda" else ()
+    where = f" on {', '.join(f'cuda:{gpu}' for gpu in serve)}" if serve else ""
+    return f"Servers sample{where}, in processes of their own."

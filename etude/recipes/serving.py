@@ -30,7 +30,9 @@ from etude.recipes.carrying import Brought, Carriage
 from etude.recipes.checks import threads_of
 from etude.recipes.device import device_of
 from etude.recipes.folder import SERVERS
+from etude.recipes.placement import gpus_of_servers
 from etude.recipes.recipe import Recipe
+from etude.recipes.run import Run
 from etude.recipes.workers import PolicyWorker
 from etude.rollout import Served, ServerConfig
 from etude.rollout.engines import Device, Dtype, serve
@@ -146,8 +148,8 @@ class Publisher:
             raise
         told = {each.url: each for share in shares for each in share.servers}
         holds: dict[Server, int | None] = {}
-        for server in servers:
-            came = told[server.url]
+        for server, address in zip(servers, addresses, strict=True):  # which may have moved meanwhile
+            came = told[address.url]
             holds[server] = version if came.took else server.version if not came.begun else None
         self._served.admit(holds, version)
         return list(told.values()), [share.figures for share in shares if share.figures]
@@ -155,7 +157,7 @@ class Publisher:
 
 @contextmanager
 def serving(
-    run: Recipe, config: ServerConfig, tokenizer: Tokenizer, crew: Crew, directory: Path
+    run: Run, config: ServerConfig, tokenizer: Tokenizer, crew: Crew, directory: Path
 ) -> Iterator[tuple[Served, Publisher]]:
     """The servers of a run, which begin with its workers' weights, and who brings them new ones."""
     device, sleeps = device_name(run), run.train.offload
@@ -163,6 +165,8 @@ def serving(
     plugged = laid_out(cache_directory() / "plugins") if carriage.ranks else None
     place = run.model.tokenizer or run.model.path
     assert place is not None, "a run has a model"
+    if device == "cuda":
+        config = config.model_copy(update={"devices": gpus_of_servers(run, config)})
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir(parents=True)
     try:

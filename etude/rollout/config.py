@@ -28,6 +28,11 @@ class ServerConfig(Rollout):
     """The named environment for each device."""
 
     url: tuple[Url, ...] = Field((), description="servers that run already; by default some are started")
+    key_from: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_]\w*$",
+        description="the environment variable that holds the key of the servers in `url`; null sends them none",
+    )
     python: Path | None = Field(
         None, description="the Python that has the server's packages; null is an environment that is made when needed"
     )
@@ -45,7 +50,9 @@ class ServerConfig(Rollout):
         None, gt=0, description="GiB of memory for keys and values; null is what `memory` leaves for them"
     )
     line: int = Field(4096, ge=0, description="most requests that wait for their turn; others are refused")
-    start_timeout: float = Field(900.0, gt=0, description="seconds that a server may take to start")
+    start_timeout: float = Field(
+        900.0, gt=0, description="seconds that a server may take to start, or be away while requests wait"
+    )
     restarts: int = Field(3, ge=0, description="how often a server that ended, or hangs, is started again")
     arguments: tuple[str, ...] = Field((), description="what else stands on the servers' command line")
     carrier: Literal["files", "shm", "ipc", "gloo", "nccl"] = Field(
@@ -86,12 +93,22 @@ class ServerConfig(Rollout):
         fresh = type(self).model_fields
         if self.url:
             started = ("python", "replicas", "tensor_parallel", "nodes", "meet", "devices", "memory", "kv_gib")
-            for name in (*started, "start_timeout", "restarts", "arguments"):
+            for name in (*started, "restarts", "arguments"):
                 if getattr(self, name) != fresh[name].default:
                     raise ConfigError(
                         f"`rollout.{name}` is for servers that are started, and `rollout.url` names some that run. "
                         f"Leave one of them out."
                     )
+        if self.key_from is not None and not self.url:
+            raise ConfigError(
+                "`rollout.key_from` is for servers that `rollout.url` names; those that are started get keys of their "
+                "own. Leave it out."
+            )
+        if "--api-key" in " ".join(self.arguments):
+            raise ConfigError(
+                "`rollout.arguments` holds an `--api-key`, and servers that are started get keys of their own. Leave "
+                "it out."
+            )
         wanted = self.replicas * self.tensor_parallel // self.nodes
         if self.devices and len(self.devices) != wanted:
             raise ConfigError(
@@ -161,6 +178,11 @@ class SglangConfig(ServerConfig):
         if self.adapters != "merged":
             raise ConfigError(
                 "`rollout.adapters=only` is for servers of vLLM so far. Leave it out, or choose `rollout=vllm`."
+            )
+        if "--config" in " ".join(self.arguments):
+            raise ConfigError(
+                "`rollout.arguments` holds a `--config`, and SGLang reads one such file, in which it gets its key. "
+                "Give the options that are in it themselves."
             )
         return self
 

@@ -1,7 +1,8 @@
 """HTTP to one server, on one event loop: asked, streamed from, and every failure a sentence.
 
 An answer that the server refuses is the caller's mistake (`DataError`); anything else that goes wrong is the server's
-(`EngineError`), and `AwayError` where it was not reached or broke off, so that another may be asked.
+(`EngineError`), and `AwayError` where it was not reached or broke off, so that another may be asked. The key that it is
+sent is in none of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import httpx2
 
+from etude.config.secrets import MASK
 from etude.errors import DataError, EngineError
 
 __all__ = ["AwayError", "Connection"]
@@ -24,6 +26,7 @@ CONNECT = 10.0
 SHOWN = 400
 """Characters of what a server says that an error repeats."""
 REFUSED = (400, 413, 422)
+KEYLESS = (401, 403)
 _BETWEEN = re.compile(rb"\r?\n\r?\n")
 
 
@@ -32,15 +35,16 @@ class AwayError(EngineError):
 
 
 class Connection:
-    """One server. `silence` is how many seconds it may say nothing while it owes an answer."""
+    """One server. `silence` is how many seconds it may say nothing while it owes an answer; `key`, what it asks for."""
 
-    def __init__(self, url: str, silence: float = 600.0) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, silence: float = 600.0, *, key: str = "") -> None:
+        self.url, self._key = url.rstrip("/"), key
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
         self._client = httpx2.AsyncClient(
             limits=limits,
             timeout=httpx2.Timeout(silence, connect=CONNECT),
             trust_env=False,
+            headers={"authorization": f"Bearer {key}"} if key else {},
         )
 
     async def close(self) -> None:
@@ -95,8 +99,10 @@ class Connection:
             raise self._away(error) from error
         try:
             if response.status_code >= 400:
-                said = (await response.aread())[:SHOWN].decode(errors="replace")
+                said = self._shown((await response.aread()).decode(errors="replace"))
                 told = f"The server at {self.url} answered {response.status_code} to {path}: {said}"
+                if response.status_code in KEYLESS:
+                    told += " It wants another key: name the variable that holds it with `rollout.key_from`."
                 raise DataError(told) if response.status_code in REFUSED else EngineError(told)
             yield response
         except httpx2.HTTPError as error:
@@ -107,16 +113,21 @@ class Connection:
     def _object(self, data: bytes) -> dict[str, Any]:
         told = self._read(data)
         if not isinstance(told, dict):
-            raise EngineError(f"The server at {self.url} answered what is no object: {str(told)[:SHOWN]}")
+            raise EngineError(f"The server at {self.url} answered what is no object: {self._shown(str(told))}")
         if told.get("error"):
-            raise EngineError(f"The server at {self.url} says: {str(told['error'])[:SHOWN]}")
+            raise EngineError(f"The server at {self.url} says: {self._shown(str(told['error']))}")
         return told
 
     def _read(self, data: str | bytes) -> Any:
         try:
             return json.loads(data)
         except ValueError as error:
-            raise EngineError(f"The server at {self.url} answered what is not JSON: {data[:SHOWN]!r}") from error
+            said = data.decode(errors="replace") if isinstance(data, bytes) else data
+            raise EngineError(f"The server at {self.url} answered what is not JSON: {self._shown(said)!r}") from error
+
+    def _shown(self, said: str) -> str:
+        """What an error may repeat."""
+        return (said.replace(self._key, MASK) if self._key else said)[:SHOWN]
 
     def _away(self, error: Exception) -> AwayError:
         return AwayError(f"The server at {self.url} could not be asked: {str(error) or type(error).__name__}")

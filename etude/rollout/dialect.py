@@ -35,6 +35,7 @@ class Launch:
     model: Path
     python: Path
     port: int
+    """Of the loopback interface; 0 until it is started."""
     dtype: Literal["float32", "bfloat16", "float16"]
     device: Literal["cpu", "cuda"]
     devices: tuple[int, ...]
@@ -57,6 +58,10 @@ class Launch:
     """A folder with Etude's plug-in for weights, for the path that the server's Python imports from."""
     adapter_rank: int = 0
     """The inner width of the adapters that it is brought; 0 if it is brought whole weights."""
+    key: str = field(default="", repr=False)
+    """What it is to ask for from whoever speaks with it. It stands on no command line, which any user can read."""
+    keyed: Path | None = None
+    """Where it finds that, if it does not take it from its environment."""
 
 
 @dataclass
@@ -96,6 +101,10 @@ class Dialect(ABC):
         elif launch.devices:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.devices))
         return found
+
+    def keyed(self, launch: Launch) -> str:  # noqa: ARG002
+        """What stands in the file that a server takes its key from; nothing where its environment has it."""
+        return ""
 
     @abstractmethod
     async def version(self, to: Connection) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
+from etude.config.env import key_from
 from etude.errors import ConfigError
 from etude.rollout.config import ServerConfig
 from etude.rollout.dialect import Launch
@@ -16,7 +18,6 @@ from etude.rollout.replica import Replica
 from etude.rollout.served import Served
 from etude.rollout.server import Server
 from etude.rollout.shape import Shape
-from etude.rollout.warden import free_port
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -51,16 +52,24 @@ def serve(
     shape = Shape.read(model)
     dialect = config.dialect()
     asked: list[tuple[str, Launch | None]] = [(url, None) for url in config.url]
+    key = key_from(config.key_from, "the servers in `rollout.url`")
     if not config.url:
         python = python_of(config, device, console)
         known = partial(launches, config, python, model, shape, dtype=dtype, device=device, threads=threads)
         started = known(sleeps=sleeps, plugged=plugged, adapter_rank=adapter_rank)
-        asked = [(f"http://127.0.0.1:{launch.port}", launch) for launch in started]
+        asked = [("http://127.0.0.1", launch) for launch in started]
 
     def replicas() -> list[Replica]:
         return [
             Replica(
-                Server(url, dialect, shape, tokenizer=tokenizer, ranks=config.tensor_parallel),
+                Server(
+                    url,
+                    dialect,
+                    shape,
+                    tokenizer=tokenizer,
+                    ranks=config.tensor_parallel,
+                    key=key if launch is None else launch.key,
+                ),
                 launch,
                 logs / f"{dialect.name}-{place}.log",
                 restarts=config.restarts,
@@ -92,7 +101,7 @@ def launches(
         Launch(
             model=model.resolve(),
             python=python,
-            port=free_port(),
+            port=0,
             dtype=dtype,
             device=device,
             devices=config.devices[place * width : (place + 1) * width],
@@ -108,6 +117,7 @@ def launches(
             arguments=config.arguments,
             plugged=plugged,
             adapter_rank=adapter_rank,
+            key=secrets.token_hex(32),
         )
         for place in range(config.replicas)
     ]

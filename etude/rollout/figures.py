@@ -43,7 +43,8 @@ class Pace:
         before, self._preempted = self._preempted, figures.preempted
         put_off = before is not None and figures.preempted > before
         if put_off or (figures.waiting and figures.cache > FULL):
-            self.limit = max(1, min(self.limit, int(figures.running * SHRINK)))
+            at_once = figures.running or self.limit  # none may run at the moment that all were put off
+            self.limit = max(1, min(self.limit, int(at_once * SHRINK)))
         elif figures.cache < ROOMY and figures.running + figures.waiting >= self.limit * ROOMY:
             self.limit = min(self.most, self.limit + max(1, int(self.limit * GROW)))
         return self.limit

@@ -2,11 +2,13 @@
 
 A server is many processes, and outlives whoever started it. So it is started by a keeper, in a session of its own. When
 the keeper's pipe ends, because it was closed or because the process that held it is no more, the server is asked to end
-and, after a while, all that is left of its session is killed. A server that ends by itself ends its keeper.
+and, after a while, all that is left of its session is killed. A server that ends by itself ends its keeper. A keeper
+that is killed can do nothing of this, so it has told whoever started it which session that is.
 
     whoever ──pipe──► keeper ──► server and its processes
 
-Run as a program, with nothing but the standard library: `python -I -S keeper.py SECONDS COMMAND…`.
+Run as a program, with nothing but the standard library: `python -I -S keeper.py SECONDS TOLD COMMAND…`, where TOLD is
+the number of an open file that the session's is written to.
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ def main() -> None:
     """Keep one server."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # which, unlike SIG_IGN, a program that is started does not inherit
-    grace, command = float(sys.argv[1]), sys.argv[2:]
+    grace, told, command = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     server = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_ends_with_its_keeper
     )
+    os.write(told, str(server.pid).encode())
+    os.close(told)
 
     def listen() -> None:
         with open(0, "rb", closefd=False) as pipe:

@@ -7,7 +7,7 @@ one knows, and has waited for it where it had to.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from etude.rollout.connection import Connection
@@ -26,26 +26,33 @@ class Address:
     """How many processes of it hold a share of the weights."""
     version: int
     """The policy version of the weights it holds."""
+    key: str = field(default="", repr=False)
+    """What it asks for."""
 
 
 class Remote:
     """One server."""
 
-    def __init__(self, url: str, dialect: Dialect, *, ranks: int = 1, version: int = 0) -> None:
+    def __init__(self, url: str, dialect: Dialect, *, ranks: int = 1, version: int = 0, key: str = "") -> None:
         """See `Address`."""
         self.url, self.dialect, self.ranks, self.version = url, dialect, ranks, version
         self.withdrawn = False
-        self._to = Connection(url)
+        self._key = key
+        self._to = Connection(url, key=key)
 
     @classmethod
     def at(cls, address: Address) -> Remote:
         """The one at this address."""
-        return cls(address.url, address.dialect, ranks=address.ranks, version=address.version)
+        return cls(address.url, address.dialect, ranks=address.ranks, version=address.version, key=address.key)
 
     @property
     def address(self) -> Address:
         """What another process needs to know of it."""
-        return Address(self.url, self.dialect, self.ranks, self.version)
+        return Address(self.url, self.dialect, self.ranks, self.version, self._key)
+
+    def moves(self, url: str) -> None:
+        """It is found elsewhere from now on."""
+        self.url = self._to.url = url
 
     async def close(self) -> None:
         """Let go of its connections."""

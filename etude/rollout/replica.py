@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from etude.errors import EngineError, EtudeError
 from etude.observe import get_log
+from etude.rollout.connection import AwayError
 from etude.rollout.dialect import Launch
 from etude.rollout.server import Server
-from etude.rollout.warden import Warden
+from etude.rollout.warden import Warden, free_port
 
 __all__ = ["Replica"]
 
@@ -21,6 +24,8 @@ GLANCE = 0.25
 """Seconds between two looks at what starts."""
 SICK = 3
 """Looks at a server that does not answer, before it is taken to hang."""
+AGAIN, AGAIN_AT_MOST = 1.0, 60.0
+"""Seconds until one that did not take weights is offered them again, at first and after many times."""
 
 
 class Replica:
@@ -36,14 +41,81 @@ class Replica:
         """Why it is gone for good."""
         self.renew: Callable[[Server], Coroutine[Any, Any, None]] | None = None
         """Brings it to the newest weights when it was started again, where no directory has them."""
-        self._launch, self._patience = launch, patience
+        self.patience = patience
+        self.coming = False
+        """Whether it is being brought back."""
+        self.paused = self.asleep = False
+        """How it is to be: what it misses while it is away it is told when it is back."""
+        self.stale = ""
+        """Why it does not hold the weights of its home, though it was to."""
+        self._is_paused = self._is_asleep = False
+        self._loads, self._turns = asyncio.Lock(), asyncio.Lock()
+        self._again, self._wait = 0.0, AGAIN
+        self._launch = launch
         self._warden = Warden(f"{server.dialect.package} server {log.stem}", log)
-        self._sick = 0
+        self._sick = self._port = 0
 
     @property
     def joined(self) -> bool:
         """Whether it was there, and is not ours to end."""
         return self._launch is None
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is a process to speak with, for all that is known."""
+        return self.joined or self._warden.running
+
+    async def load(self, directory: Path, version: int) -> None:
+        """Have it compute with the weights in a directory, and start from there from now on. Where that fails it is
+        tried again now and then."""
+        self.home = directory, version
+        if self.server.up:
+            async with self._loads:
+                await self._take()
+            await self.settle()
+
+    async def _take(self) -> None:
+        assert self.home is not None, "whoever takes weights was given some"
+        try:
+            await self.server.load(*self.home)
+        except EtudeError as error:
+            self.stale = str(error)
+            self._again = time.monotonic() + self._wait
+            self._wait = min(2 * self._wait, AGAIN_AT_MOST)
+            raise
+        finally:
+            self._is_paused = False  # as it goes on after taking them
+        self.stale, self._wait = "", AGAIN
+
+    def have(self, paused: bool | None, asleep: bool | None) -> None:
+        """How it is to be, where that is said; `settle` brings it about."""
+        if paused is not None:
+            self.paused, self._is_paused = paused, not paused  # whoever brings weights may have gone on
+        if asleep is not None:
+            self.asleep = asleep
+
+    async def settle(self) -> None:
+        """Have it be as it is to be. One that does not answer is told when it does."""
+        async with self._turns:
+            if (self.paused, self.asleep) == (self._is_paused, self._is_asleep):
+                return
+            if not self.server.up and not await self.server.healthy():
+                return
+            try:
+                if self._is_asleep and not self.asleep:
+                    await self.server.wake()
+                    self._is_asleep = False
+                if self._is_paused != self.paused:
+                    await (self.server.pause() if self.paused else self.server.resume())
+                    self._is_paused = self.paused
+                if self.asleep and not self._is_asleep:
+                    await self.server.sleep()
+                    self._is_asleep = True
+            except AwayError:
+                return
+            except EtudeError:
+                self.paused, self.asleep = self._is_paused, self._is_asleep  # it will not, and that is told now
+                raise
 
     async def start(self) -> None:
         """Start it, and return once it is ready; of one that is there, see that it is."""
@@ -53,65 +125,118 @@ class Replica:
             dialect = self.server.dialect
             if dialect.adapters:
                 begins = self._launch.model, 0
-            launch = replace(self._launch, model=begins[0])
-            self._warden.start(dialect.command(launch), dialect.environment(launch))
-            for node in range(1, launch.nodes):
-                told = " ".join(dialect.command(launch, node))
-                get_log("rollout").info("Start node %d of the replica on its machine: %s", node, told)
-            await self._ready()
-        await self.server.meet()
-        if begins is not None:
-            await self.server.stamped(begins[1])
-        if begins is not None and self.home is not None and begins != self.home:  # newer weights came meanwhile
-            await self.server.load(*self.home)
+            self._port = free_port(self._port)
+            self.server.moves(f"http://127.0.0.1:{self._port}")
+            with self._keyed(replace(self._launch, model=begins[0], port=self._port)) as launch:
+                self._warden.start(dialect.command(launch), dialect.environment(launch), hidden=launch.key)
+                for node in range(1, launch.nodes):
+                    told = " ".join(dialect.command(launch, node))
+                    get_log("rollout").info("Start node %d of the replica on its machine: %s", node, told)
+                await self._ready()
+            self._is_paused = self._is_asleep = False
+        async with self._loads:
+            await self.server.meet()
+            if begins is not None:
+                await self.server.stamped(begins[1])
+            if begins is not None and self.home is not None and begins != self.home:  # newer weights came meanwhile
+                await self._take()
+            else:
+                self.stale = ""
+        await self.settle()
         self._sick = 0
 
     async def _ready(self) -> None:
-        until = time.monotonic() + self._patience
-        while not await self.server.healthy():
+        until = time.monotonic() + self.patience
+        while not (await self.server.healthy() and self._warden.running):  # else it is another's that answers there
             if not self._warden.running:
                 raise EngineError(f"A server did not start: {self._warden.ending()}")
             if time.monotonic() > until:
                 tail = self._warden.ending()
                 await self.end()
                 raise EngineError(
-                    f"A server was not ready {self._patience:g} s after it was started. Raise `rollout.start_timeout`, "
+                    f"A server was not ready {self.patience:g} s after it was started. Raise `rollout.start_timeout`, "
                     f"or see what it waits for: {tail}"
                 )
             await asyncio.sleep(GLANCE)
+        self._warden.hush()
+
+    @contextmanager
+    def _keyed(self, launch: Launch) -> Iterator[Launch]:
+        """Where a server takes its key from a file, that is there while it starts, for its owner alone."""
+        told = self.server.dialect.keyed(launch)
+        if not told:
+            yield launch
+            return
+        file = self._warden.log.with_suffix(".key.yaml")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+        try:
+            with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as said:
+                said.write(told)
+            yield replace(launch, keyed=file.absolute())
+        finally:
+            file.unlink(missing_ok=True)
 
     async def look(self, changed: Callable[[], None]) -> None:
         """See how it is, and have it back where it is not well. `changed` is called when it comes or goes."""
         if self.lost:
             return
-        if not self.joined and not self._warden.running:
-            await self._revive(self._warden.ending(), changed)
+        if not self.runs:
+            if self.asleep:  # its memory is another's until it is to wake
+                self.server.up = False
+                changed()
+            else:
+                await self._revive(self._warden.ending(), changed)
             return
         well = await self.server.healthy()
         if well and self.joined and (self._sick or not self.server.up):
             await self._returned()
+        if well and not self.server.up:
+            await self.settle()
         self._sick = 0 if well else self._sick + 1
         if well != self.server.up and (well or self._sick >= SICK):
             self.server.up = well
             changed()
         if self._sick >= SICK and not self.joined:
             await self._revive(f"{self._warden.name} does not answer any more.", changed)
+        elif well and self.stale and time.monotonic() >= self._again:
+            await self._retake()
+            changed()
 
     async def _returned(self) -> None:
         """One that is not ours was away. It may have been started again, with weights that are not the newest."""
         if not self.server.version or await self.server.labelled() == str(self.server.version):
             return
         self.server.withdraw()
+        self._is_paused = self._is_asleep = False
         told = "The server at %s was started again by somebody, with other weights. It is brought to the newest ones."
         get_log("rollout").warning(told, self.server.url)
         if self.renew is not None:
             await self.renew(self.server)
         elif self.home is not None:
-            await self.server.load(*self.home)
+            await self._retake()
+
+    async def _retake(self) -> None:
+        """Take the weights of its home once more."""
+        self.coming = True
+        try:
+            async with self._loads:
+                await self._take()
+            await self.settle()
+        finally:
+            self.coming = False
+
+    def absence(self) -> str:
+        """Why nobody can ask it anything."""
+        if self.lost or self.stale:
+            return self.lost or self.stale
+        why = "is out of rotation, without the newest weights" if self.server.up else "does not answer any more"
+        return f"The server at {self.server.url} {why}."
 
     async def _revive(self, why: str, changed: Callable[[], None]) -> None:
         """Start it once more, from the newest weights that it was given as files."""
         self.server.up = False
+        self.coming = True
         changed()
         await self.end()
         while self.started < self.restarts:
@@ -126,8 +251,10 @@ class Replica:
                 why = str(error) or repr(error)
                 await self.end()
             else:
+                self.coming = False
                 changed()
                 return
+        self.coming = False
         self.lost = f"{why} It was started {1 + self.started} times, as often as `rollout.restarts` allows."
         get_log("rollout").error("%s", self.lost)
         changed()

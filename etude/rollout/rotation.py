@@ -1,8 +1,9 @@
 """Servers that share the work, and fill in for each other.
 
 A request waits in one line for all of them until one has room: as much as `Pace` finds good for it. Then it goes where
-its prompt's beginning went (`Router`). Should its server break off, another goes on from the tokens that are there, if
-it holds the same weights; otherwise the answer is begun anew, unless somebody has been shown its beginning already.
+its prompt's beginning went (`Router`), or where there is room if there is none at that one. Should its server break
+off, another goes on from the tokens that are there, if it holds the same weights; otherwise the answer is begun anew,
+unless somebody has been shown its beginning already.
 Only servers that are up, not withdrawn, and of the newest version take requests.
 """
 
@@ -57,6 +58,11 @@ class Rotation(Router):
         """How many requests wait for their turn."""
         return len(self._line)
 
+    @property
+    def stuck(self) -> bool:
+        """Whether somebody waits, and no server is there to wait for."""
+        return bool(self._line) and not any(map(self.open, range(len(self.servers))))
+
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
     ) -> Completion:
@@ -87,12 +93,18 @@ class Rotation(Router):
         self.failure = failure
         self.admit()
 
-    def _open(self, engine: int) -> bool:
+    def open(self, engine: int) -> bool:
+        """Whether this one takes requests at all."""
         server = self.servers[engine]
         return server.up and not server.withdrawn and server.version == self.version
 
+    def _takes(self, engine: int) -> bool:
+        return self.open(engine) and self._load[engine] < self.paces[engine].limit
+
     def _room(self) -> bool:
-        return self._places < sum(pace.limit for engine, pace in enumerate(self.paces) if self._open(engine))
+        there = [engine for engine in range(len(self.servers)) if self.open(engine)]
+        free = sum(max(0, self.paces[engine].limit - self._load[engine]) for engine in there)
+        return self._places - sum(self._load) < free  # of those let in, some are on their way yet
 
     def _answer(self, prompt: Ids, sampling: SamplingParams, begun: Callable[[], None] | None = None) -> Answer:
         return next((each for each in self.servers if each.up), self.servers[0]).answer(prompt, sampling, begun)
@@ -106,6 +118,8 @@ class Rotation(Router):
                     if not shown and answer.version not in (None, server.version):
                         answer.restart()
                         self.restarted += 1
+                    elif tried > 1 and answer.ids:
+                        self.resumed += 1
                     try:
                         async with aclosing(server.advance(answer)) as deltas:
                             async for delta in deltas:
@@ -122,7 +136,6 @@ class Rotation(Router):
     def _broke_off(self, server: Server, error: CutOffError, gained: int) -> None:
         """Ask this one no more, until it is known to be well."""
         server.up = False
-        self.resumed += gained > 0
         told = "%s Another is asked for the rest of an answer of which %d tokens are there."
         get_log("rollout").warning(told, error, gained)
 
@@ -139,8 +152,8 @@ class Rotation(Router):
         else:
             self._places += 1
         try:
-            while self.failure is None and not any(map(self._open, range(len(self.servers)))):
-                self._places -= 1  # the last of them went between the turn and its use
+            while self.failure is None and not any(map(self._takes, range(len(self.servers)))):
+                self._places -= 1  # the last of them went, or was given less, between the turn and its use
                 await self._turn(first=True)
             if self.failure is not None:
                 raise self.failure

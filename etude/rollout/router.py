@@ -47,8 +47,8 @@ class Router:
         with self._chosen(prompt) as chosen:
             return await self._engines[chosen].generate(prompt, sampling, begun=begun)
 
-    def _open(self, engine: int) -> bool:  # noqa: ARG002
-        """Whether this engine takes requests."""
+    def _takes(self, engine: int) -> bool:  # noqa: ARG002
+        """Whether this engine takes one request more."""
         return True
 
     @contextmanager
@@ -67,8 +67,8 @@ class Router:
 
     def _home(self, prompt: bytes) -> _Home:
         """The home of a prompt that this one begins with, or a new one. Where nothing of it is under way, it moves away
-        from an engine that has half as much again to do as another; and away from one that takes nothing."""
-        taking = [engine for engine in range(len(self._engines)) if self._open(engine)]
+        from an engine that has half as much again to do as another; and away from one that takes none."""
+        taking = [engine for engine in range(len(self._engines)) if self._takes(engine)]
         least = min(taking, key=self._load.__getitem__)
         opening = self._opening(prompt)
         if opening is None:
@@ -78,7 +78,7 @@ class Router:
         self._homes.move_to_end(opening)
         home = self._homes[opening]
         crowded = not home.under_way and self._load[home.engine] > 1.5 * self._load[least] + 1
-        if crowded or not self._open(home.engine):
+        if crowded or not self._takes(home.engine):
             home.engine = least
         return home
 

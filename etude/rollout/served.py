@@ -6,7 +6,8 @@ plain threads may ask alike.
     consumes       requests; weights, by whoever carries them
     produces       completions
     waits for      servers: to start, to answer, to come back
-    unblocked by   them, and by bounds: `start_timeout`, `restarts`, the silence of a connection
+    unblocked by   them, and by bounds: `restarts`, the silence of a connection, and `start_timeout`, also where
+                   somebody waits and no server comes back
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Served:
         self._watch: asyncio.Task[None] | None = None
         self.replicas: Sequence[Replica] = ()
         self._busy, self._since = 0.0, 0.0
-        self._under_way = 0
+        self._under_way = self._bringing = 0
         self._starts: dict[Server, int] = {}
         """How often each had been started when servers were withheld last."""
         try:
@@ -146,20 +147,21 @@ class Served:
         await self.each(Server.abort)
 
     async def pause(self) -> None:
-        """Stop between two tokens. Requests under way stay, and go on after `resume`."""
-        await self.each(Server.pause)
+        """Stop between two tokens. Requests under way stay, and go on after `resume`. What a server misses of this and
+        the next while it is away it does when it is back."""
+        await self._have(paused=True)
 
     async def resume(self) -> None:
         """Go on with what is under way."""
-        await self.each(Server.resume)
+        await self._have(paused=False)
 
     async def sleep(self) -> None:
         """Have them give their memory back. Nothing may be under way."""
-        await self.each(Server.sleep)
+        await self._have(asleep=True)
 
     async def wake(self) -> None:
         """Have them take their memory again."""
-        await self.each(Server.wake)
+        await self._have(asleep=False)
 
     def stats(self) -> Metrics:
         """What was done since it was last asked, and what is under way."""
@@ -167,6 +169,8 @@ class Served:
 
     def close(self) -> None:
         """End what was started here; whoever still waits is told."""
+        if self._loop.is_closed():
+            return
         with suppress(EngineError):
             self._post(self._end()).result(CLOSING)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -206,6 +210,7 @@ class Served:
                     server.holds(holds)
             if not servers or version in servers.values():
                 self.rotation.wanted = version
+            self._bringing -= 1
             self.rotation.admit()
 
         self._post(done()).result()
@@ -213,7 +218,12 @@ class Served:
     def forsake(self, servers: Sequence[Server]) -> None:
         """End what is under way at servers that are out of rotation, as nobody knows what they compute with. Not for
         use on an event loop."""
-        self._post(self._forsake(servers)).result()
+
+        async def done() -> None:
+            self._bringing -= 1
+            await self._forsake(servers)
+
+        self._post(done()).result()
 
     async def load(self, directory: Path, version: int) -> None:
         """Have every server compute with the weights in a directory, and start from it if it is started again. One that
@@ -222,16 +232,16 @@ class Served:
 
     async def _load(self, directory: Path, version: int) -> None:
         there = [replica for replica in self.replicas if not replica.lost]
-        found = await asyncio.gather(
-            *(replica.server.load(directory, version) for replica in there if replica.server.up),
-            return_exceptions=True,
-        )
-        for replica in there:
-            replica.home = directory, version
-        failed = [error for error in found if isinstance(error, BaseException)]
-        if failed and len(failed) == len(found):
+        up = sum(replica.server.up for replica in there)
+        self._bringing += 1
+        try:
+            loads = (replica.load(directory, version) for replica in there)
+            failed = [error for error in await asyncio.gather(*loads, return_exceptions=True) if error is not None]
+        finally:
+            self._bringing -= 1
+        if failed and len(failed) >= up:
             raise failed[0]
-        if not found and all(replica.joined for replica in there):
+        if not up and all(replica.joined for replica in there):
             raise EngineError(NOBODY)
         self.rotation.wanted = version
         self.rotation.admit()
@@ -242,6 +252,14 @@ class Served:
             replica.renew = renew
 
     async def _withhold(self, only: Server | None, drained: float | None) -> list[Server]:
+        self._bringing += 1
+        try:
+            return await self._withheld(only, drained)
+        except BaseException:
+            self._bringing -= 1
+            raise
+
+    async def _withheld(self, only: Server | None, drained: float | None) -> list[Server]:
         there = [replica.server for replica in self.replicas if not replica.lost and replica.server.up]
         servers = [server for server in there if only in (None, server)]
         if not servers and all(replica.joined for replica in self.replicas):
@@ -303,13 +321,29 @@ class Served:
             self._busy += time.perf_counter() - self._since
 
     async def _each(self, do: Callable[[Server], Coroutine[Any, Any, T]]) -> list[T]:
-        found = await asyncio.gather(*(do(server) for server in self.servers if server.up))
+        asked = (do(server) for server in self.servers if server.up)
+        found = await asyncio.gather(*asked, return_exceptions=True)  # none is left half-way because of another
         self.rotation.admit()
-        return list(found)
+        if failed := [error for error in found if isinstance(error, BaseException)]:
+            raise failed[0]
+        return [each for each in found if not isinstance(each, BaseException)]
+
+    async def _have(self, *, paused: bool | None = None, asleep: bool | None = None) -> None:
+        """Have every server be so, whose process runs; the others when they are back."""
+        await asyncio.wrap_future(self._post(self._settled(paused, asleep)))
+
+    async def _settled(self, paused: bool | None, asleep: bool | None) -> None:
+        there = [replica for replica in self.replicas if not replica.lost]
+        for replica in there:
+            replica.have(paused, asleep)
+        found = await asyncio.gather(*(each.settle() for each in there if each.runs), return_exceptions=True)
+        if failed := [error for error in found if error is not None]:
+            raise failed[0]
 
     async def _watched(self) -> None:
         """Look after each of them, side by side, until it is over."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._despair())
             for place, replica in enumerate(self.replicas):
                 group.create_task(self._look_after(place, replica))
 
@@ -328,11 +362,25 @@ class Served:
                     self.rotation.paces[place].see(await replica.server.figures())
                     self.rotation.admit()
 
+    async def _despair(self) -> None:
+        """Where somebody waits, and no server has been there to wait for in so long a time as one may take to start,
+        those that there were count as lost."""
+        since: float | None = None
+        patience = max(replica.patience for replica in self.replicas)
+        while since is None or time.monotonic() < since + patience:
+            await asyncio.sleep(BEAT)
+            here = (replica for replica in self.replicas if not replica.lost)
+            comes = self._bringing or any(replica.coming or replica.asleep for replica in here)
+            since = None if comes or not self.rotation.stuck else since or time.monotonic()
+        for replica in (replica for replica in self.replicas if not replica.lost):
+            replica.lost = f"{replica.absence()} That was so for {patience:g} s, while requests waited."
+        self._changed()
+
     def _changed(self) -> None:
         """A server came or went."""
         lost = [replica.lost for replica in self.replicas]
         if all(lost):
-            self.rotation.fail(EngineError(f"There is no server left. {lost[-1]}"))
+            self.rotation.fail(EngineError(f"There is no server left. {' '.join(dict.fromkeys(lost))}"))
         self.rotation.admit()
 
     async def _stats(self) -> Metrics:

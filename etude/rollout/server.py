@@ -47,10 +47,17 @@ class Server(Remote):
     """One server. It is `up` while it is known to answer, and takes part while it is not withdrawn."""
 
     def __init__(
-        self, url: str, dialect: Dialect, shape: Shape, *, tokenizer: Tokenizer | None = None, ranks: int = 1
+        self,
+        url: str,
+        dialect: Dialect,
+        shape: Shape,
+        *,
+        tokenizer: Tokenizer | None = None,
+        ranks: int = 1,
+        key: str = "",
     ) -> None:
-        """ranks: how many processes of it hold a share of the weights."""
-        super().__init__(url, dialect, ranks=ranks)
+        """ranks: how many processes of it hold a share of the weights. key: what it asks for."""
+        super().__init__(url, dialect, ranks=ranks, key=key)
         self.shape, self.tokenizer = shape, tokenizer
         self.up = False
         self.under_way = self.new_tokens = self.prompt_tokens = self.finished = 0

@@ -46,6 +46,8 @@ class Sglang(Dialect):
             words += ["--max-total-tokens", str(launch.kv_tokens)]
         if launch.sleeps:
             words.append("--enable-memory-saver")
+        if launch.keyed is not None and not node:
+            words += ["--config", str(launch.keyed)]
         if launch.device == "cpu":
             words += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
             words.append("--disable-cuda-graph")
@@ -54,6 +56,10 @@ class Sglang(Dialect):
     def environment(self, launch: Launch) -> dict[str, str]:
         """It does not find out by itself that it is to compute on a CPU."""
         return super().environment(launch) | ({"SGLANG_USE_CPU_ENGINE": "1"} if launch.device == "cpu" else {})
+
+    def keyed(self, launch: Launch) -> str:
+        """A file of options, of which it takes one."""
+        return f'api-key: "{launch.key}"\n' if launch.key else ""
 
     def context(self, models: Mapping[str, Any]) -> int:
         """A few of the places that it has are none that a prompt may take."""

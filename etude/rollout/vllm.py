@@ -71,12 +71,14 @@ class Vllm(Dialect):
         return [*words, *launch.arguments]
 
     def environment(self, launch: Launch) -> dict[str, str]:
-        """Nothing is reported either, and the endpoints for training are open."""
+        """Nothing is reported either, and the endpoints for training are open: what it takes a key for lies below
+        /v1, /v2 and /inference."""
         found = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         alone = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch.device == "cpu" else {}
         plugged = {} if launch.plugged is None else {"PYTHONPATH": str(launch.plugged)}
         adapted = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if launch.adapter_rank else {}
-        return super().environment(launch) | found | alone | plugged | adapted
+        keyed = {"VLLM_API_KEY": launch.key} if launch.key else {}
+        return super().environment(launch) | found | alone | plugged | adapted | keyed
 
     async def version(self, to: Connection) -> str:
         """As /version tells."""

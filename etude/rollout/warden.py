@@ -1,11 +1,13 @@
 """The warden of a server process: starts it, knows whether it lives, says what it said last, and ends it.
 
 What a server writes goes to a file, which is kept: each start adds to it. Nothing that was started is left behind,
-however this process ends (see `keeper`).
+however this process ends (see `keeper`). The file is its owner's alone to read while a server starts, which may write
+its key there; `hush` takes that out.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from etude.config.env import for_a_server
+from etude.config.secrets import MASK
 
 __all__ = ["Warden", "free_port"]
 
@@ -35,27 +38,37 @@ class Warden:
     def __init__(self, name: str, log: Path) -> None:
         self.name, self.log = name, log
         self._keeper: subprocess.Popen[bytes] | None = None
-        self._from = 0
+        self._from, self._hidden = 0, b""
+        self._told: int | None = None
+        """Where the keeper has written whom it keeps."""
 
     @property
     def running(self) -> bool:
         """Whether its process lives."""
-        return self._keeper is not None and self._keeper.poll() is None
+        if self._keeper is not None and self._keeper.poll() is None:
+            return True
+        self._sweep()
+        return False
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it. What it is to be asked over HTTP is not there yet."""
+    def start(self, command: Sequence[str], environment: Mapping[str, str], *, hidden: str = "") -> None:
+        """Start it. What it is to be asked over HTTP is not there yet. hidden: what nobody is to find in its log."""
         assert not self.running, "a warden has one server"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as said:
-            self._from = said.tell()
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(KEEPER), str(GRACE), *command],
-                stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                env=for_a_server(environment),
-                start_new_session=True,
-            )
+        with open(self.log, "ab", opener=_private) as said:
+            self._from, self._hidden = said.tell(), hidden.encode()
+            self._told, told = os.pipe()
+            try:
+                self._keeper = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(KEEPER), str(GRACE), str(told), *command],
+                    stdin=subprocess.PIPE,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    env=for_a_server(environment),
+                    start_new_session=True,
+                    pass_fds=[told],
+                )
+            finally:
+                os.close(told)
 
     def stop(self) -> None:
         """End it, with all that it started. One that has ended stays so."""
@@ -69,6 +82,33 @@ class Warden:
         except subprocess.TimeoutExpired:  # stopped, or held up by the machine
             self._keeper.send_signal(signal.SIGKILL)
             self._keeper.wait()
+        self._sweep()
+        self.hush()
+
+    def _sweep(self) -> None:
+        """End what a keeper has left that was killed itself."""
+        if self._told is None:
+            return
+        told, self._told = self._told, None
+        kept = os.read(told, 64)
+        os.close(told)
+        if kept and self._keeper is not None and self._keeper.returncode < 0:
+            with suppress(OSError):
+                os.killpg(int(kept), signal.SIGKILL)
+
+    def hush(self) -> None:
+        """Take out of its log what is hidden. What it writes meanwhile comes after."""
+        hidden, self._hidden = self._hidden, b""
+        if not hidden:
+            return
+        with suppress(OSError), self.log.open("r+b") as said:
+            said.seek(self._from)
+            begun = said.read()
+            found = begun.find(hidden)
+            while found >= 0:
+                said.seek(self._from + found)
+                said.write(b"*" * len(hidden))
+                found = begun.find(hidden, found + 1)
 
     def ending(self) -> str:
         """How it ended, and what it said last, as a sentence goes on."""
@@ -83,15 +123,26 @@ class Warden:
             with self.log.open("rb") as said:
                 end = said.seek(0, 2)
                 said.seek(max(self._from, end - READ))
-                lines = said.read().decode(errors="replace").splitlines()
+                found = said.read()
+                if self._hidden:
+                    found = found.replace(self._hidden, MASK.encode())
+                lines = found.decode(errors="replace").splitlines()
         except OSError:
             return ""
         return "\n".join(f"    {line}" for line in lines[-TAIL:])
 
 
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+def free_port(wanted: int = 0) -> int:
+    """A port of the loopback interface that nobody listens on: the one that is wanted, if it is such."""
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(("127.0.0.1", wanted))
+        except OSError:
+            taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]
         return port
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

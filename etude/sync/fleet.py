@@ -154,11 +154,11 @@ class _Trip:
         """Take a step with all that still go; who fails falls out. If none is left that is an error."""
         going = list(self.going)
         done = await asyncio.gather(*(self._bounded(server, step(server)) for server in going), return_exceptions=True)
-        for server, error in zip(going, done, strict=True):
-            if isinstance(error, EtudeError | OSError | RuntimeError):
-                await self._fell_out(server, error)
-            elif error is not None:
+        failed = [(server, error) for server, error in zip(going, done, strict=True) if error is not None]
+        for _, error in failed:
+            if not isinstance(error, EtudeError | OSError | RuntimeError):
                 raise error
+        await asyncio.gather(*(self._fell_out(server, error) for server, error in failed))
         if not self.going:
             raise EngineError(
                 "No engine was brought to the new weights, and all are out of rotation. "
@@ -186,8 +186,7 @@ class _Trip:
     async def give_up(self, error: BaseException) -> None:
         """Nobody knows what these compute with."""
         why = EngineError(f"The publish was given up half-way: {str(error) or type(error).__name__}")
-        for server in list(self.going):
-            await self._fell_out(server, why)
+        await asyncio.gather(*(self._fell_out(server, why) for server in list(self.going)))
 
     async def _bounded(self, server: Server, step: Coroutine[Any, Any, None]) -> None:
         try:
@@ -199,7 +198,7 @@ class _Trip:
                 f"only slow, raise `timeout`."
             ) from error
 
-    async def _fell_out(self, server: Server, error: Exception) -> None:
+    async def _fell_out(self, server: Server, error: BaseException) -> None:
         """Leave it out of rotation. What is under way there ends, before it could go on with a mixture."""
         self.going.remove(server)
         self.failed[server.url] = str(error) or type(error).__name__

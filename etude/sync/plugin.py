@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from etude.errors import EngineError
 
@@ -31,17 +33,24 @@ def laid_out(cache: Path) -> Path:
     said = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
     made = cache / f"{PACKAGE}-{said}"
     if not made.is_dir():
-        draft = cache / f".{made.name}.writing"
-        shutil.rmtree(draft, ignore_errors=True)
-        (draft / PACKAGE).mkdir(parents=True)
-        for file in files:
-            shutil.copyfile(file, draft / PACKAGE / file.name)
-        told = draft / f"{PACKAGE}-1.0.dist-info"
-        told.mkdir()
-        (told / "METADATA").write_text("Metadata-Version: 2.1\nName: etude-vllm-weights\nVersion: 1.0\n", "utf-8")
-        (told / "entry_points.txt").write_text(f"[vllm.general_plugins]\netude_weights = {PACKAGE}:register\n", "utf-8")
-        try:
-            draft.rename(made)
-        except OSError:  # another was faster
-            shutil.rmtree(draft, ignore_errors=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{made.name}.", dir=cache) as own:  # others may write the same just now
+            draft = Path(own) / made.name
+            _write(draft, files)
+            try:
+                draft.rename(made)
+            except OSError:
+                if not made.is_dir():
+                    raise
     return made
+
+
+def _write(draft: Path, files: Sequence[Path]) -> None:
+    """Lay these files out as a distribution."""
+    (draft / PACKAGE).mkdir(parents=True)
+    for file in files:
+        shutil.copyfile(file, draft / PACKAGE / file.name)
+    told = draft / f"{PACKAGE}-1.0.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: etude-vllm-weights\nVersion: 1.0\n", "utf-8")
+    (told / "entry_points.txt").write_text(f"[vllm.general_plugins]\netude_weights = {PACKAGE}:register\n", "utf-8")

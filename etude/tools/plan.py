@@ -22,7 +22,7 @@ from etude.recipes.placement import gpus_of, placed, refuse_beside_servers
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
 from etude.recipes.supervised import Supervised
-from etude.rollout import EngineConfig
+from etude.rollout import EngineConfig, ServerConfig
 from etude.tools.doctor.machine import room
 from etude.tools.ledger import Peak
 from etude.tools.pace import pace
@@ -101,7 +101,8 @@ def _ranks(run: Recipe, gpus: int) -> int:
         return gpus
     servers = server_of(run)
     if servers is not None and not run.train.offload:
-        return min(places(servers), default=gpus) or gpus
+        named = run.rollout.devices if isinstance(run.rollout, ServerConfig) else ()
+        return min(named) or gpus if named else max(gpus - len(places(servers)), 1)
     return max(gpus // (2 if run.placement.layout == "split" else 1), 1)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from etude.errors import ConfigError
 from etude.models import Model
+from etude.recipes.placement import gpus_of_servers
 from etude.recipes.run import Run
 from etude.rollout import ServerConfig
 from etude.tools.ledger import Peak
@@ -62,8 +63,10 @@ class Held:
 
 
 def server_of(run: Run) -> ServerConfig | None:
-    """The options of the servers that sample, where such do."""
-    return run.rollout if isinstance(run.rollout, ServerConfig) else None
+    """The options of the servers that sample, where such do, with the GPUs that they would have."""
+    if not isinstance(run.rollout, ServerConfig):
+        return None
+    return run.rollout.model_copy(update={"devices": gpus_of_servers(run, run.rollout)})
 
 
 def share_of(config: ServerConfig) -> float | None:
@@ -74,10 +77,7 @@ def share_of(config: ServerConfig) -> float | None:
 
 def places(config: ServerConfig) -> Counter[int]:
     """The GPUs of this machine that servers compute on, and how many ranks of theirs each has."""
-    if config.url:
-        return Counter()
-    width = config.tensor_parallel // config.nodes
-    return Counter(config.devices) if config.devices else Counter(dict.fromkeys(range(width), config.replicas))
+    return Counter(config.devices)
 
 
 def furthest(config: ServerConfig) -> int:

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from etude.chat import Tokenizer
-from etude.errors import ConfigError, DataError, EtudeError
+from etude.errors import ConfigError, DataError, EngineError, EtudeError
 from etude.models import Model, load
 from etude.records import Completion, SamplingParams
 from etude.rollout import EngineConfig, Served, TorchEngine
+from etude.rollout.connection import Connection
 from etude.rollout.sglang import KEPT_BACK
 from tests.rollout.engines import Ids, logits_of, said_of
 from tests.served import CONTEXT, bring, on
@@ -315,6 +316,27 @@ def test_a_server_tells_its_figures_and_forgets(asked: Asked) -> None:
 
     ((running, version),) = asyncio.run(asked.engine.each(told))
     assert running == 0 and version.startswith({"vllm": "0.32", "sglang": "0.5.23"}[asked.kind])
+
+
+@pytest.mark.parametrize("asked", ENGINES[1:], indirect=True)
+def test_a_server_asks_for_a_key_that_its_log_does_not_tell(asked: Asked) -> None:
+    assert isinstance(asked.engine, Served)
+    address, log = asked.engine.servers[0].address, asked.engine.replicas[0]._warden.log
+    said = log.read_text(errors="replace")
+    assert said and len(address.key) == 64 and address.key not in said
+    assert not list(log.parent.glob("*.yaml"))
+
+    async def strange(path: str) -> None:
+        to = Connection(address.url)
+        try:
+            with pytest.raises(EngineError, match="answered 401"):
+                await to.post(path, {"input_ids": [5], "token_ids": [5], "sampling_params": {}})
+        finally:
+            await to.close()
+
+    guarded = {"vllm": ("/inference/v1/generate",), "sglang": ("/generate", "/update_weights_from_disk")}
+    for path in guarded[asked.kind]:
+        asyncio.run(strange(path))
 
 
 def test_a_closed_engine_says_so(served_models: tuple[Path, Path]) -> None:

@@ -130,12 +130,13 @@ def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: P
     values |= {"rollout.url": "[http://127.0.0.1:8000]", "rollout.python": "python3", "rollout.meet": "10.0.0.1:2900"}
     values |= {"mesh": "{tensor: 3}", "cluster": "ray", "rollout.carrier": "shm", "rollout.devices": "[3]"}
     values |= {"rollout.memory": "0.3", "rollout.restarts": "5", "rollout.running": "finish"}
-    values |= {"rollout.address": "10.0.0.1", "rollout.adapters": "only"}
+    values |= {"rollout.key_from": "KEY", "rollout.address": "10.0.0.1", "rollout.adapters": "only"}
     judged = {"reward": "judge", "reward.path": None, "reward.base_url": "http://here/v1", "reward.model": "small"}
     beside: dict[str, Any] = judged if path.startswith("reward.") else {}
     beside |= {"lora.rank": 2} if path == "lora.publish" else {}
     served = VllmConfig.model_fields.keys() - EngineConfig.model_fields.keys()
     beside |= {"rollout": "vllm"} if path.removeprefix("rollout.") in served else {}
+    beside |= {"rollout.url": "http://127.0.0.1:8000"} if path == "rollout.key_from" else {}
     beside |= {"rollout.tensor_parallel": 3} if path in ("rollout.nodes", "rollout.meet") else {}
     beside |= {"rollout.nodes": 3} if path == "rollout.meet" else {}
     carried = ("rollout.bucket_mib", "rollout.running", "rollout.update_timeout", "rollout.address")

@@ -15,8 +15,9 @@ from etude.errors import ConfigError
 from etude.recipes import checks
 from etude.recipes.build import build
 from etude.recipes.loop import practise
-from etude.recipes.placement import Placement, engine_device, gpus_of, lines, placed, refuse
+from etude.recipes.placement import Placement, engine_device, gpus_of, gpus_of_servers, lines, placed, refuse
 from etude.recipes.workers import PolicyWorker
+from etude.rollout import ServerConfig
 from tests.recipes.runs import Captured, measured, refused_run, run_of, same, train, weights
 
 SPLIT = {"placement.layout": "split"}
@@ -81,6 +82,13 @@ def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None
         ({**SPLIT, "ranks": 5}, r"wants 10 GPUs, and torch sees 8: `ranks=5` that train on one each, 5 more for their"),
         ({"kl": "reverse", "placement.reference": "cuda:8"}, "wants 9 GPUs, and torch sees 8: .*placement.reference"),
         ({**SPLIT, "train.offload": "true"}, "each has its own"),
+        (
+            {"rollout": "vllm", "ranks": 2, "rollout.replicas": 4, "rollout.tensor_parallel": 2},
+            r"wants 10 GPUs, and torch sees 8: `ranks=2` .*GPU numbers up to 9 for servers, 8 from number 2 on "
+            r"\(`rollout\.replicas=4`, 2 each\)\. Lower `ranks`, or `rollout\.replicas`; have servers share GPUs",
+        ),
+        ({"rollout": "vllm", "rollout.devices": "[8]"}, r"wants 9 GPUs.*for servers \(`rollout\.devices`\)"),
+        ({"rollout": "vllm", "cluster": "ray"}, r"nobody here knows which GPUs the ranks have.*`rollout\.devices`"),
         ({**SPLIT, "cluster": "ray"}, "over Ray each rank has one"),
         ({"kl": "reverse", "placement.reference": "cuda:1", "cluster": "ray"}, "over Ray each rank has one"),
     ],
@@ -91,6 +99,24 @@ def test_impossible_layouts_are_refused_with_the_sum(
     run = run_of(world, **options)
     with pytest.raises(ConfigError, match=told):
         refuse(run, frozenset(), together=False)
+
+
+def test_servers_have_the_gpus_after_the_ranks(eight_gpus: None, world: Path) -> None:
+    def placed_on(**options: Any) -> tuple[int, ...]:
+        run = run_of(world, rollout="vllm", **options)
+        refuse(run, frozenset(), together=False)
+        assert isinstance(run.rollout, ServerConfig)
+        return gpus_of_servers(run, run.rollout)
+
+    assert placed_on() == (1,)
+    assert placed_on(ranks=2, **{"rollout.replicas": 3, "rollout.tensor_parallel": 2}) == (2, 3, 4, 5, 6, 7)
+    assert placed_on(ranks=2, **{"rollout.nodes": 2, "rollout.tensor_parallel": 4}) == (2, 3)
+    assert placed_on(ranks=8, **{"rollout.replicas": 2, "train.offload": "true"}) == (0, 1)
+    assert placed_on(ranks=8, **{"rollout.devices": "[7]"}) == (7,)
+    assert placed_on(ranks=8, **{"rollout.url": "http://127.0.0.1:1"}) == ()
+    assert placed_on(cluster="ray", **{"rollout.devices": "[0]"}) == (0,)
+    told = lines(run_of(world, rollout="vllm", **{"rollout.replicas": 2}), frozenset())
+    assert told[-1] == "Servers sample on cuda:1, cuda:2, in processes of their own."
 
 
 def test_gpus_over_ray_are_not_counted_where_the_controller_stands(eight_gpus: None, world: Path) -> None:
@@ -106,6 +132,7 @@ def test_gpus_over_ray_are_not_counted_where_the_controller_stands(eight_gpus: N
         ({"kl": "full", "placement.reference": "cpu"}, "has to be where the policy is"),
         ({"kl": "reverse", "lora.rank": 2, "placement.reference": "cpu"}, "the policy without its adapters"),
         ({"kl": "reverse", "placement.reference": "moon"}, "placement.reference"),
+        ({"rollout": "vllm", "rollout.devices": "[0]"}, "`rollout.devices` names GPUs for servers"),
     ],
 )
 def test_what_would_mean_nothing_is_refused(

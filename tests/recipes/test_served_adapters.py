@@ -23,7 +23,7 @@ from etude.rollout.torch_engine import EngineConfig, TorchEngine
 from tests.processes import started_by
 from tests.recipes.runs import measured, train
 from tests.rollout.test_served import until
-from tests.served import on, options_of, started
+from tests.served import joined, on, options_of, started
 from tests.worlds import make_tasks
 
 pytestmark = on("vllm")
@@ -88,11 +88,11 @@ def test_a_server_computes_with_each_adapter_that_it_is_brought(world: World, tm
         assert {server.version for server in world.server.servers} == {version}
 
 
-def test_a_run_publishes_its_adapters_alone(world: World, tmp_path: Path) -> None:
+def test_a_run_publishes_its_adapters_alone(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step's answers are drawn by its adapters: the trainer's log-probs are the server's."""
     shutil.copytree(world.model, tmp_path / "model")
     make_tasks(tmp_path / "tasks.jsonl", 20)
-    given = {"rollout": "vllm", "rollout.url": world.server.servers[0].url, "rollout.max_running": 32}
+    given = {"rollout": "vllm", "rollout.max_running": 32, **joined(world.server, monkeypatch)}
     given |= {"rollout.adapters": "only", "lora.rank": 4, "train.learning_rate": 0.1}
     lines = measured(train(tmp_path, tmp_path / "run", **given, steps=3))
     whole = (tmp_path / "model" / "model.safetensors").stat().st_size

@@ -12,7 +12,7 @@ from etude.cli import main
 from etude.rollout import Served
 from tests.components import require
 from tests.recipes.runs import Captured, measured, options, refused_run, train
-from tests.served import bring, on, options_of, started
+from tests.served import bring, joined, on, options_of, started
 from tests.worlds import make_model, make_tasks
 
 KINDS = [pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")]
@@ -29,18 +29,23 @@ def sums(tmp_path: Path, served_models: tuple[Path, Path]) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_sampled_for_by_a_server(
-    kind: str, request: pytest.FixtureRequest, sums: Path, served_models: tuple[Path, Path]
+    kind: str,
+    request: pytest.FixtureRequest,
+    sums: Path,
+    served_models: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each step's answers are drawn by its weights: the trainer's log-probs are the server's."""
     engine: Served = request.getfixturevalue(f"{kind}_server")
-    given = {"rollout": kind, "rollout.url": engine.servers[0].url, "rollout.max_running": 32}
+    reached = joined(engine, monkeypatch)
+    given = {"rollout": kind, "rollout.max_running": 32, **reached}
     try:
         run = train(sums, sums / "run", **given, steps=3, data__val=f"[{sums / 'held_out.jsonl'}]", evaluate__every=3)
         for line in measured(run):
             assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0
             assert line["engine/new_tokens"] > 0 and line["engine/replicas"] == 1
         assert not (run / "published").exists()
-        scored = ["eval", str(run), f"rollout={kind}", f"rollout.url={engine.servers[0].url}"]
+        scored = ["eval", str(run), f"rollout={kind}", *(f"{name}={value}" for name, value in reached.items())]
         assert main([*scored, f"data.val=[{sums / 'held_out.jsonl'}]"]) == 0
     finally:
         bring(engine, served_models[0], 0)
@@ -89,11 +94,11 @@ def plugged(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
 @pytest.mark.xdist_group("vllm")
 @pytest.mark.timeout(900)
 def test_the_ranks_of_a_run_bring_its_weights_to_a_server_themselves(
-    cluster: str, carrier: str, plugged: Served, sums: Path
+    cluster: str, carrier: str, plugged: Served, sums: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cluster == "ray":
         require("ray")
-    given = {"rollout": "vllm", "rollout.url": plugged.servers[0].url, "rollout.max_running": 32}
+    given = {"rollout": "vllm", "rollout.max_running": 32, **joined(plugged, monkeypatch)}
     given |= {"rollout.carrier": carrier, "rollout.bucket_mib": 1, "ranks": 2, "cluster": cluster}
     for line in measured(train(sums, sums / "run", **given, steps=3)):
         assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_withdrawn"] == 0

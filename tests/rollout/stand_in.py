@@ -5,13 +5,16 @@ from the sum of those before it and from `salt`, a file in the model's directory
 must write the same. Weights that come through shared memory are another salt. `--pace SECONDS` has it take so long over
 each token, `--version` what it says it is, `--dies` makes it say something and end before it serves, `--poor` has every
 change of weights fail, and so does `/be` with `{"poor": true}`, until it is told otherwise; `{"gives_up": 2}` has it
-give two answers up half-way.
+give two answers up half-way. Where its environment holds a key, it asks for that as vLLM does; `--tells` has it say
+which. `--child` has it start a process that outlives it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +26,8 @@ from typing import Any
 
 V = 97
 BYTES = {"float32": 4, "bfloat16": 2}
+KEY = os.environ.get("VLLM_API_KEY", "")
+GUARDED = ("/v1", "/v2", "/inference")
 
 
 def next_token(context: list[int], salt: int) -> int:
@@ -40,6 +45,7 @@ class State:
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked, self.label, self.running = asked, "default", 0
+        self.asleep = False
         self.carried: dict[str, int] = {}
         """What each weight that was brought sums up to, and below, the buckets that they were brought in."""
         self.buckets: set[str] = set()
@@ -74,9 +80,12 @@ class Handler(BaseHTTPRequestHandler):
             "/version": {"version": self.state.asked.version},
             "/v1/models": {"data": [{"max_model_len": 64}]},
             "/health": {},
+            "/state": {"paused": not self.state.goes_on.is_set(), "asleep": self.state.asleep},
             "/weight_info": {"weight_version": self.state.label},
             "/carried": {"weights": self.state.carried, "buckets": sorted(self.state.buckets)},
         }
+        if self.unknown():
+            return
         if self.path == "/metrics":
             self.say(f'vllm:num_requests_running{{engine="0"}} {self.state.running}.0\n'.encode())
         else:
@@ -86,6 +95,8 @@ class Handler(BaseHTTPRequestHandler):
         """What is done."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}")
         path, state = self.path.partition("?")[0], self.state
+        if self.unknown():
+            return
         if path == "/inference/v1/generate":
             self.write(body["token_ids"], body["sampling_params"])
             return
@@ -95,6 +106,8 @@ class Handler(BaseHTTPRequestHandler):
             state.goes_on.set()
         elif path == "/update_weight_version":
             state.label = body["new_version"]
+        elif path in ("/sleep", "/wake_up"):
+            state.asleep = path == "/sleep"
         elif path == "/be":
             vars(state.asked).update(body)
         elif path in ("/collective_rpc", "/update_weights") and state.asked.poor:
@@ -141,6 +154,14 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             self.state.running -= 1
 
+    def unknown(self) -> bool:
+        """Whether whoever asks is sent away, without the key."""
+        sent = self.headers.get("authorization", "")
+        away = bool(KEY) and self.path.startswith(GUARDED) and sent != f"Bearer {KEY}"
+        if away:
+            self.say(f"Unauthorized: {sent}".encode(), 401)
+        return away
+
     def chunk(self, data: bytes) -> None:
         """A piece of a body whose length nobody knows."""
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
@@ -172,10 +193,16 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.0)
     parser.add_argument("--version", default="0.32.0")
     parser.add_argument("--dies", action="store_true")
+    parser.add_argument("--tells", action="store_true")
+    parser.add_argument("--child", action="store_true")
     parser.add_argument("--poor", action="store_true")
     parser.set_defaults(gives_up=0)
     asked, _ = parser.parse_known_args()
     print("a server begins", flush=True)
+    if asked.tells:
+        print(f"args: key='{KEY}'", flush=True)
+    if asked.child:
+        print(f"child {subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid}", flush=True)
     if asked.dies:
         print("there is no such kernel", flush=True)
         sys.exit(3)

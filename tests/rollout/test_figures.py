@@ -14,6 +14,12 @@ def test_it_shrinks_where_answers_are_put_off_and_grows_again_where_there_is_roo
     assert found == sorted(found) and found[0] == 47 and found[-1] == 64
 
 
+def test_a_moment_at_which_none_runs_says_nothing_of_how_many_could() -> None:
+    pace = Pace(64)
+    pace.see(Figures(running=64, waiting=0, cache=0.9, preempted=0))
+    assert pace.see(Figures(running=0, waiting=64, cache=0.9, preempted=64)) == 48
+
+
 def test_what_was_put_off_before_it_was_watched_does_not_count() -> None:
     assert Pace(8).see(Figures(running=8, waiting=0, cache=0.5, preempted=100)) == 8
 

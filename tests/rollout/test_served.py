@@ -307,19 +307,27 @@ def test_whoever_carries_weights_withdraws_drains_and_stamps(tmp_path: Path) -> 
         assert all(set(answer.version.tolist()) == {1} for answer in answers)
 
 
-def test_servers_that_are_there_are_joined_and_left(tmp_path: Path) -> None:
+def joining(owner: Served, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
+    """The options that join a server which another started."""
+    monkeypatch.setenv("THEIR_KEY", owner.servers[0].address.key)
+    return VllmConfig(url=(owner.servers[0].url,), key_from="THEIR_KEY")
+
+
+def test_servers_that_are_there_are_joined_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(tmp_path) as owner:
-        config = VllmConfig(url=(owner.servers[0].url,))
+        config = joining(owner, monkeypatch)
         with serve(config, tmp_path / "model", None, dtype="float32", device="cpu", logs=tmp_path / "b") as engine:
             assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
         assert ask(owner, [[2]], 4)[0].ids.tolist() == expected([2], 4)
         assert len(pids(tmp_path)) == 1
 
 
-def test_one_that_somebody_else_starts_again_is_brought_to_the_newest_weights(tmp_path: Path) -> None:
+def test_one_that_somebody_else_starts_again_is_brought_to_the_newest_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     new = weights(tmp_path / "new", 11)
     with served(tmp_path, arguments=(SLOW,)) as owner, ThreadPoolExecutor() as pool:
-        config = VllmConfig(url=(owner.servers[0].url,))
+        config = joining(owner, monkeypatch)
         with serve(config, tmp_path / "model", None, dtype="float32", device="cpu", logs=tmp_path / "b") as engine:
             asyncio.run(engine.load(new, 3))
             asked = pool.submit(ask, engine, [[2]], 40)

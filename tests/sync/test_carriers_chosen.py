@@ -1,15 +1,24 @@
-"""Every option of publishing to servers, and the plug-in as a server's Python finds it."""
+"""Every option of publishing to servers, servers that hang meanwhile, and the plug-in as a server's Python finds it."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
 
-from etude.errors import ConfigError, UnknownChoiceError
+from etude.errors import ConfigError, EngineError, UnknownChoiceError
+from etude.rollout.remote import Remote
+from etude.rollout.vllm import Vllm
 from etude.sync import Carrier, SyncConfig, carrier, fleet
 from etude.sync.disk import DiskCarrier
 from etude.sync.group import GroupCarrier
@@ -48,3 +57,35 @@ def test_the_plug_in_is_found_where_it_was_laid_out(tmp_path: Path) -> None:
         [sys.executable, "-c", asked], env={"PYTHONPATH": str(made)}, capture_output=True, text=True, check=True
     )
     assert f"{PACKAGE}:register" in found.stdout
+
+
+def test_several_may_lay_the_plug_in_out_at_once(tmp_path: Path) -> None:
+    begin = Barrier(8)
+
+    def lay_out() -> list[str]:
+        begin.wait()
+        return sorted(path.name for path in (laid_out(tmp_path) / PACKAGE).iterdir())
+
+    with ThreadPoolExecutor(8) as pool:
+        found = [each.result() for each in [pool.submit(lay_out) for _ in range(8)]]
+    assert "engine.py" in found[0] and all(each == found[0] for each in found)
+    assert list(tmp_path.iterdir()) == [laid_out(tmp_path)]
+
+
+def test_servers_that_hang_cost_a_publish_no_more_than_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their connections are taken, and nobody answers."""
+    monkeypatch.setattr(import_module("etude.sync.fleet"), "LAST", 0.5)  # whose room has a function of that name
+
+    async def publish(urls: list[str]) -> float:
+        config = SyncConfig(carrier="disk", directory=tmp_path / "published", timeout=0.5)
+        published, begun = fleet([Remote(url, Vllm()) for url in urls], config, tmp_path), time.monotonic()
+        with pytest.raises(EngineError, match="No engine was brought to the new weights"):
+            await published.publish([("model.a.weight", torch.ones(4, 4))], 1)
+        return time.monotonic() - begun
+
+    with ExitStack() as stack:
+        hung = [stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=16)) for _ in range(5)]
+        urls = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in hung]
+        assert asyncio.run(publish(urls)) < 4.0, "one after the other they take 5.5 s"

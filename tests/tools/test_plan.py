@@ -272,7 +272,8 @@ def test_servers_hold_weights_and_their_share_of_memory(model: Path) -> None:
 def test_servers_that_share_a_gpu_are_added_to_what_is_there(model: Path) -> None:
     common = ("gpus=1", "gpu_gib=2", "rollout=sglang")
     (alone,) = served(model, *common, "rollout.url=http://127.0.0.1:1").devices
-    (both,) = served(model, *common, "rollout.kv_gib=0.1").devices
+    here = ("rollout.devices=[0]", "ranks=1")
+    (both,) = served(model, *common, *here, "rollout.kv_gib=0.1").devices
     (turns,) = served(model, *common, "rollout.kv_gib=0.1", "train.offload=true").devices
     assert both.name == "each GPU that trains and serves"
     taken = {phase: both.phases[phase].total - alone.phases[phase].total for phase in both.phases}
@@ -281,21 +282,23 @@ def test_servers_that_share_a_gpu_are_added_to_what_is_there(model: Path) -> Non
     sampling, updating = (turns.phases[phase].kinds for phase in ("sampling", "updating"))
     assert {"server", "kv"} <= sampling.keys() and "optimizer" not in sampling
     assert "optimizer" in updating and not {"server", "kv"} & updating.keys()
-    found = served(model, *common, "rollout.kv_gib=0.1")
+    found = served(model, *common, *here, "rollout.kv_gib=0.1")
     assert found.cached == Shape.read(model).tokens_in(0.1, 2)
-    part = served(model, *common, "rollout.memory=0.5").devices[0].phases["sampling"]
+    part = served(model, *common, *here, "rollout.memory=0.5").devices[0].phases["sampling"]
     resting = alone.phases["sampling"].total
     assert part.total - resting == pytest.approx(0.5 * (2 * GIB - resting)), "a share of what was free"
 
 
 def test_replicas_are_where_they_are_started(model: Path) -> None:
-    two = served(model, "gpus=2", "gpu_gib=2", "rollout=vllm", "rollout.kv_gib=0.1", "rollout.replicas=2")
-    first, second = two.devices
+    replicas = ("gpu_gib=2", "rollout=vllm", "rollout.kv_gib=0.1", "rollout.replicas=2")
+    first, second = served(model, "gpus=5", *replicas).devices
     assert (first.name, first.count, second.name, second.count) == (
-        *("each GPU that trains and serves", 1),
-        *("each GPU that trains", 1),
+        *("each GPU that trains", 3),
+        *("each GPU that serves", 2),
     )
-    assert first.phases["sampling"].kinds["kv"] == pytest.approx(0.2 * GIB, rel=0.01)
+    assert second.phases["sampling"].kinds["kv"] == pytest.approx(0.1 * GIB, rel=0.01)
+    (both,) = served(model, "gpus=1", *replicas, "rollout.devices=[0,0]", "ranks=1").devices
+    assert both.phases["sampling"].kinds["kv"] == pytest.approx(0.2 * GIB, rel=0.01)
     wide = ("rollout.tensor_parallel=4", "rollout.nodes=2", "rollout.devices=[1,2]")
     trains, serves = served(model, "gpus=3", "rollout=vllm", "rollout.kv_gib=0.1", *wide).devices
     assert (trains.count, serves.name, serves.count) == (1, "each GPU that serves", 4)

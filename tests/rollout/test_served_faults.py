@@ -1,0 +1,143 @@
+"""What servers go through: too much at once, being away when they are told something, never coming back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from etude.errors import EngineError
+from etude.rollout import Served
+from etude.rollout.engines import serve
+from etude.rollout.server import Server
+from tests.processes import gone
+from tests.rollout.test_served import SLOW, ask, expected, joining, pids, served, until, weights
+
+
+@pytest.fixture(autouse=True)
+def glances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are looked at so often that no test waits for it."""
+    monkeypatch.setattr("etude.rollout.served.BEAT", 0.1)
+
+
+def states(engine: Served) -> list[tuple[bool, bool]]:
+    """Whether each server is paused, and whether it sleeps, as it says."""
+
+    async def state(server: Server) -> tuple[bool, bool]:
+        told = json.loads(await server._to.get("/state"))
+        return told["paused"], told["asleep"]
+
+    return asyncio.run(engine.each(state))
+
+
+def test_a_server_is_given_no_more_than_its_own_pace(tmp_path: Path) -> None:
+    """A group belongs to one, until that one is full; and what ends at one that takes nothing frees no place."""
+    with served(tmp_path, replicas=2, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
+        first, second = engine.servers
+        for pace, limit in zip(engine.rotation.paces, (1, 8), strict=True):
+            pace.most = pace.limit = limit
+        asked = pool.submit(ask, engine, [[3]] * 12, 50)
+        until(lambda: engine.rotation.waiting == 3)
+        assert (first.under_way, second.under_way) == (1, 8)
+        answers = asked.result(60)
+        assert [answer.ids.tolist() for answer in answers] == [expected([3], 50)] * 12
+        engine.rotation.paces[1].most = engine.rotation.paces[1].limit = 1
+        asked = pool.submit(ask, engine, [[n] for n in range(2)], 40)
+        until(lambda: first.under_way == second.under_way == 1)
+        second.withdraw()
+        third = pool.submit(ask, engine, [[9]], 1)
+        until(lambda: engine.rotation.waiting == 1)
+        second.holds(0)
+        assert third.result(60)[0].ids.tolist() == expected([9], 1) and len(asked.result(60)) == 2
+
+
+def test_how_servers_are_to_be_reaches_those_that_are_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.rollout.server.HEALTH", 0.5)
+    monkeypatch.setattr("etude.rollout.replica.SICK", 1000)
+    with served(tmp_path, replicas=2) as engine:
+        asyncio.run(engine.pause())
+        assert states(engine) == [(True, False)] * 2
+        engine.servers[0].up = False  # as after one answer that broke off
+        asyncio.run(engine.resume())
+        until(lambda: all(server.up for server in engine.servers))
+        assert states(engine) == [(False, False)] * 2
+        os.kill(pids(tmp_path)[0], signal.SIGSTOP)
+        for server in engine.servers:
+            server.up = False
+        asyncio.run(engine.sleep())
+        os.kill(pids(tmp_path)[0], signal.SIGCONT)
+        until(lambda: all(server.up for server in engine.servers))
+        assert states(engine) == [(False, True)] * 2
+        asyncio.run(engine.wake())
+        assert states(engine) == [(False, False)] * 2 and engine.stats().reduce()["engine/restarts"] == 0
+
+
+def test_one_that_dies_in_its_sleep_is_started_when_it_is_to_wake_and_where_there_is_a_port(tmp_path: Path) -> None:
+    with served(tmp_path) as engine:
+        asyncio.run(engine.sleep())
+        (pid,), before = pids(tmp_path), engine.servers[0].url
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not engine.servers[0].up)
+        with socket.socket() as another:
+            another.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            another.bind(("127.0.0.1", int(before.rpartition(":")[2])))
+            another.listen()
+            assert not pids(tmp_path) and engine.stats().reduce()["engine/restarts"] == 0
+            asyncio.run(engine.wake())
+            until(lambda: engine.servers[0].up)
+            assert engine.servers[0].url != before
+            assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
+    engine.close()  # once more, which does nothing
+
+
+def test_whoever_waits_for_servers_that_never_come_back_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(tmp_path, restarts=0) as owner:
+        config = joining(owner, monkeypatch).model_copy(update={"start_timeout": 1.5})
+        with serve(config, tmp_path / "model", None, dtype="float32", device="cpu", logs=tmp_path / "b") as engine:
+            assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
+            os.kill(pids(tmp_path)[0], signal.SIGKILL)
+            gone_for = (
+                r"There is no server left\. The server at \S+ does not answer .* for 1\.5 s, while requests waited"
+            )
+            with pytest.raises(EngineError, match=gone_for):
+                ask(engine, [[2]], 4)
+
+
+def test_one_that_did_not_take_new_weights_is_offered_them_again(tmp_path: Path) -> None:
+    with served(tmp_path, replicas=2) as engine:
+        first = engine.servers[0]
+
+        async def poor(server: Server) -> None:
+            if server is first:
+                await server.post("/be", {"poor": not engine.replicas[0].stale})
+
+        asyncio.run(engine.each(poor))
+        asyncio.run(engine.load(weights(tmp_path / "new", 11), 3))
+        assert first.withdrawn and "do not fit" in engine.replicas[0].absence()
+        asyncio.run(engine.each(poor))
+        until(lambda: not first.withdrawn)
+        answers = ask(engine, [[n] for n in range(4)], 5)
+        assert [answer.ids.tolist() for answer in answers] == [expected([n], 5, salt=11) for n in range(4)]
+        assert first.version == 3 and first.finished
+
+
+def test_a_keeper_that_is_killed_leaves_nothing_of_its_server(tmp_path: Path) -> None:
+    with served(tmp_path, arguments=("--child",)) as engine:
+        (server,) = pids(tmp_path)
+        child = int(re.findall(r"child (\d+)", (tmp_path / "logs" / "vllm-0.log").read_text())[-1])
+        keeper = engine.replicas[0]._warden._keeper
+        assert keeper is not None and Path(f"/proc/{child}").exists()
+        os.kill(keeper.pid, signal.SIGKILL)
+        assert gone(server, 20) and gone(child, 20)
+        until(lambda: engine.servers[0].up)
+        assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
+    assert not pids(tmp_path)
