@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -68,6 +69,9 @@ if __name__ == "__main__":
     print(json.dumps(told), flush=True)
 """
 
+GUARD = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+"""By what a Ray of somebody else's knows those that may join it."""
+
 JOINS = """
 import json, os, sys
 from pathlib import Path
@@ -78,14 +82,17 @@ from tests.dispatch.workers import Clerk, Maker, counted
 
 config = CrewConfig(silence=300, timeout=600)
 with closing(crew_of("ray")(counted, ranks=2, share=shares, logs=Path(sys.argv[1]), config=config)) as crew:
-    print(json.dumps({"count": crew.call(Clerk.add, 1), "pids": crew.pids, "nodes": crew.nodes}), flush=True)
+    told = {"count": crew.call(Clerk.add, 1), "pids": crew.pids, "nodes": crew.nodes}
+    told["given"] = crew.call(Clerk.given, "HF_HOME", "HF_TOKEN")
+    print(json.dumps(told), flush=True)
     if len(sys.argv) > 2:
         crew.call(Clerk.stop_here)
 """
 
 
 def program(text: str, *words: object, **environment: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    guard = GUARD if environment.get("RAY_ADDRESS") else {}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **guard, **environment}
     command = [sys.executable, "-c", text, *map(str, words)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -103,7 +110,7 @@ def a_head(place: Path, *words: str) -> Iterator[str]:
     """A Ray that was started by somebody else; its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {**os.environ, **GUARD, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     started = [
         sys.executable,
         "-m",
@@ -151,7 +158,9 @@ def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
 def test_a_ray_that_is_there_is_joined_and_left_as_it_was(tmp_path: Path, place: Path) -> None:
     require("ray")
     with a_head(place, "--include-dashboard=false") as address:
-        first = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address))
+        goes_along = {"HF_HOME": "/models", "HF_TOKEN": "mine"}
+        first = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address, **goes_along))
+        assert first["given"] == [{"HF_HOME": "/models"}] * 2
         assert first["count"] == 11 and all(gone(each, 30) for each in first["pids"])
         again = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address))
         assert again["nodes"] == first["nodes"] and again["pids"] != first["pids"]
@@ -236,7 +245,7 @@ def test_a_run_is_a_job(tmp_path: Path, place: Path) -> None:
             "joins.py",
             str(tmp_path / "logs"),
         ]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        env = {**os.environ, **GUARD, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         assert '"count": 11' in done.stdout
