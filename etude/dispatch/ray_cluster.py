@@ -5,7 +5,8 @@ made for it, and lies in a directory that is removed. It ends with us, however w
 which ends its processes with the thread that started them (on Linux; elsewhere a process of Ray's watches us).
 
 Ray gives a node half a minute to start, and then gives it up. On a machine that has much else to do that can be too
-little: its processes go on starting all the same, and are joined once they are there.
+little: its processes go on starting all the same, and are joined once they are there; or they give each other up, in a
+quarter of a minute that no option of Ray's makes longer, and are begun again.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ STORE = 512 * 2**20
 """Bytes that the object store of a Ray of our own may take; what is more goes to the disk."""
 PATIENCE = 600.0
 """Seconds that a Ray of our own may take to start."""
+BEGUN = 4
+"""How often a Ray is begun whose processes have given each other up: each time more of what they load is in memory."""
 SLOW = {"agent_register_timeout_ms": int(1000 * PATIENCE), "worker_register_timeout_seconds": int(PATIENCE)}
 """How long its parts wait for each other: Ray's own half minutes are too short for a machine with much else to do."""
 
@@ -106,22 +109,25 @@ class Cluster:
     def _begin(self, place: str, cpus: int) -> None:
         own = {"address": "local", "num_cpus": max(cpus, os.cpu_count() or 1), "object_store_memory": STORE}
         own |= {"include_dashboard": False, "_temp_dir": place, "_system_config": SLOW}
-        until = time.monotonic() + PATIENCE
+        options, begun, until = own, 1, time.monotonic() + PATIENCE
         while True:
             try:
-                _init(**own)
+                _init(**options)
                 Cluster._ours = True
                 return
             except Exception as error:  # whatever Ray raises
                 ray.shutdown()
                 address = _address(place)
-                if address is None or time.monotonic() > until:
+                begun += address is None
+                if begun > BEGUN or time.monotonic() > until:
                     told = _last_words(Path(self.logs))
                     raise CrewError(
                         f"Ray did not start on this machine ({error}).{told} `cluster=local` does without it."
                     ) from error
+                if address is None:
+                    _end(place)
                 get_log("dispatch").info("Ray is still starting.")
-                own = {"address": address}
+                options = {"address": address} if address else own
 
 
 def _short(directory: str) -> str:
@@ -131,9 +137,9 @@ def _short(directory: str) -> str:
 
 def _read_tokens_anew() -> None:
     """Have Ray forget by what token it spoke: what it has read once it keeps as long as the process lives."""
-    raylet: Any = ray._raylet  # type: ignore[attr-defined]
-    raylet.Config.initialize("")
-    raylet.AuthenticationTokenLoader.instance().reset_cache()
+    untyped: Any = ray
+    untyped._raylet.Config.initialize("")
+    untyped._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _init(**options: Any) -> None:

@@ -239,7 +239,7 @@ class RayCrew(Joint["Actor"]):
             member.meets_at = LOOPBACK if alone else member.address
         for node in dict.fromkeys(self.nodes):
             stands = [str(member.rank) for member in self._members if member.here.node == node]
-            get_log("dispatch").info("On node %s, rank %s of %s.", addresses[node], ", ".join(stands), self._role)
+            get_log("dispatch").info("Ranks of %s on node %s: %s.", self._role, addresses[node], ", ".join(stands))
         host = self._members[0].meets_at
         (told,) = self._all([self._members[0].ask_meeting(host)], until)
         for member in self._members:

@@ -230,7 +230,7 @@ def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
     assert re.search(sentence, told), told
     assert "these are its last words" in told and str(tmp_path / "rank-1.log") in told
     assert str(lost(crew, answers[1])) == told, "what it had answered is lost with it"
-    assert f"On node {node}, rank 0, 1 of policy." in [record.message for record in caplog.records]
+    assert f"Ranks of policy on node {node}: 0, 1." in [record.message for record in caplog.records]
     assert all(gone(pid) for pid in pids)
 
 
