@@ -43,8 +43,9 @@ SLOW = {"agent_register_timeout_ms": int(1000 * PATIENCE), "worker_register_time
 
 FLAG = "--gcs-address="
 """Ray's own argument that tells a process where the others are."""
-PREFIX, WITHIN = "etude-ray-", "12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-"""What our directories are named with, and the longest path that Ray makes behind that."""
+PREFIX, WITHIN = "etude-ray-", "12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+"""What our directories are named with, and the longest path behind that. Ray opens its own to everybody on the machine;
+ours, around it, lets nobody else in."""
 REACH = 103 if sys.platform == "darwin" else 107
 """Bytes that the path of a socket may have."""
 
@@ -96,12 +97,13 @@ class Cluster:
         get_log("dispatch").info("Starting Ray on this machine. `RAY_ADDRESS` would have joined another.")
         where = _short(tempfile.gettempdir())
         self._place = TemporaryDirectory(prefix=PREFIX, dir=where, ignore_cleanup_errors=True)
-        self.logs = f"{self._place.name}/session_latest/logs"
+        place = f"{self._place.name}/r"
+        self.logs = f"{place}/session_latest/logs"
         try:
             with a_token_for_ray() as self._guarded:
                 if self._guarded:
                     _read_tokens_anew()
-                self._begin(self._place.name, cpus)
+                self._begin(place, cpus)
         except BaseException:
             self.close()
             raise

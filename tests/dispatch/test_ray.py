@@ -161,6 +161,7 @@ def test_a_ray_of_ones_own_answers_nobody_without_its_token(crew: RayCrew, tmp_p
     found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert found.returncode != 0 and "joined" not in found.stdout
     assert re.search("(?i)unauthenticated|invalid.*token|token.*invalid", found.stderr), found.stderr[-2000:]
+    assert _session().parents[2].stat().st_mode & 0o777 == 0o700, "nor its sockets to others on this machine"
     for path in _session().rglob("*"):
         assert not (path.is_file() and token.encode() in path.read_bytes()), path
     for told in Path("/proc").glob("[0-9]*/cmdline"):
