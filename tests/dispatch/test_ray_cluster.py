@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.components import require
-from tests.dispatch.test_ray_nodes import JOINS, program, told_by
+from tests.dispatch.test_ray_nodes import JOINS, a_head, place, program, told_by
 from tests.processes import gone
+
+__all__ = ["place"]
 
 
 def test_it_lies_where_the_paths_of_its_sockets_are_short_enough() -> None:
@@ -30,3 +32,39 @@ def test_a_long_tmpdir_does_not_keep_it_from_starting(tmp_path: Path) -> None:
     place.mkdir()
     told = told_by(program(JOINS, tmp_path / "logs", TMPDIR=str(place), RAY_ADDRESS=""))
     assert told["count"] == 11 and all(gone(pid, 30) for pid in told["pids"])
+
+
+AGAIN = """
+import json, os, sys
+from contextlib import closing
+from etude.dispatch import crew_of
+crew_of("ray")
+from etude.dispatch.ray_cluster import Cluster
+import ray
+
+def seen():
+    return [os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN")]
+
+def left():
+    return [name for name in os.environ if name.startswith("RAY_AUTH")]
+
+told = []
+for _ in range(2):
+    with closing(Cluster(1)) as cluster:
+        told.append([*ray.get(ray.remote(seen).remote()), left(), cluster.ours])
+ray.init(address=sys.argv[1], log_to_driver=False)
+told.append([*ray.get(ray.remote(seen).remote()), left(), Cluster(1).ours])
+ray.shutdown()
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.soak
+def test_one_after_another_in_a_process_each_with_a_token_of_its_own(tmp_path: Path, place: Path) -> None:
+    """And then one of somebody else's, which asks for none."""
+    require("ray")
+    with a_head(place, "--include-dashboard=false", guard={"RAY_AUTH_MODE": "disabled"}) as address:
+        first, second, other = told_by(program(AGAIN, address, RAY_ADDRESS="", HOME=str(tmp_path)))
+    assert [first[0], second[0]] == ["token"] * 2 and len({first[1], second[1], None, ""}) == 4
+    assert first[2:] == second[2:] == [[], True]
+    assert other == ["disabled", None, [], False]

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,20 +97,19 @@ def program(text: str, *words: object, **environment: str) -> subprocess.Popen[s
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def told_by(process: subprocess.Popen[str], within: float = 900.0) -> dict[str, Any]:
+def told_by(process: subprocess.Popen[str], within: float = 900.0) -> Any:
     """What a program printed last."""
     out, err = process.communicate(timeout=within)
     assert process.returncode == 0, err[-4000:]
-    told: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return told
+    return json.loads(out.splitlines()[-1])
 
 
 @contextmanager
-def a_head(place: Path, *words: str) -> Iterator[str]:
+def a_head(place: Path, *words: str, guard: Mapping[str, str] = GUARD) -> Iterator[str]:
     """A Ray that was started by somebody else; its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    env = {**os.environ, **GUARD, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {**os.environ, **guard, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     started = [
         sys.executable,
         "-m",
