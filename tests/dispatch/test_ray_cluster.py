@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from tests.components import require
-from tests.dispatch.test_ray_nodes import JOINS, a_head, place, program, told_by
+from tests.dispatch.test_ray_nodes import JOINS, a_head, program, told_by
 from tests.processes import gone
-
-__all__ = ["place"]
 
 
 def test_it_lies_where_the_paths_of_its_sockets_are_short_enough() -> None:
@@ -60,11 +59,12 @@ print(json.dumps(told))
 
 
 @pytest.mark.soak
-def test_one_after_another_in_a_process_each_with_a_token_of_its_own(tmp_path: Path, place: Path) -> None:
+def test_one_after_another_in_a_process_each_with_a_token_of_its_own(tmp_path: Path) -> None:
     """And then one of somebody else's, which asks for none."""
     require("ray")
-    with a_head(place, "--include-dashboard=false", guard={"RAY_AUTH_MODE": "disabled"}) as address:
-        first, second, other = told_by(program(AGAIN, address, RAY_ADDRESS="", HOME=str(tmp_path)))
+    with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
+        with a_head(Path(place), "--include-dashboard=false", guard={"RAY_AUTH_MODE": "disabled"}) as address:
+            first, second, other = told_by(program(AGAIN, address, RAY_ADDRESS="", HOME=str(tmp_path)))
     assert [first[0], second[0]] == ["token"] * 2 and len({first[1], second[1], None, ""}) == 4
     assert first[2:] == second[2:] == [[], True]
     assert other == ["disabled", None, [], False]
