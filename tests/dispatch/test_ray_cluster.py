@@ -62,9 +62,12 @@ print(json.dumps(told))
 def test_one_after_another_in_a_process_each_with_a_token_of_its_own(tmp_path: Path) -> None:
     """And then one of somebody else's, which asks for none."""
     require("ray")
-    with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
-        with a_head(Path(place), "--include-dashboard=false", guard={"RAY_AUTH_MODE": "disabled"}) as address:
-            first, second, other = told_by(program(AGAIN, address, RAY_ADDRESS="", HOME=str(tmp_path)))
+    open_to_all = {"RAY_AUTH_MODE": "disabled"}
+    with (
+        TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place,
+        a_head(Path(place), "--include-dashboard=false", guard=open_to_all) as address,
+    ):
+        first, second, other = told_by(program(AGAIN, address, RAY_ADDRESS="", HOME=str(tmp_path)))
     assert [first[0], second[0]] == ["token"] * 2 and len({first[1], second[1], None, ""}) == 4
     assert first[2:] == second[2:] == [[], True]
     assert other == ["disabled", None, [], False]
