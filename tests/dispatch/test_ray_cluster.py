@@ -36,6 +36,7 @@ def test_a_long_tmpdir_does_not_keep_it_from_starting(tmp_path: Path) -> None:
 AGAIN = """
 import json, os, sys
 from contextlib import closing
+del os.environ["RAY_AUTH_MODE"]
 from etude.dispatch import crew_of
 crew_of("ray")
 from etude.dispatch.ray_cluster import Cluster
@@ -54,20 +55,23 @@ for _ in range(2):
 ray.init(address=sys.argv[1], log_to_driver=False)
 told.append([*ray.get(ray.remote(seen).remote()), left(), Cluster(1).ours])
 ray.shutdown()
-print(json.dumps(told))
+print(json.dumps({"told": told}))
 """
 
 
 @pytest.mark.soak
-def test_one_after_another_in_a_process_each_with_a_token_of_its_own(tmp_path: Path) -> None:
+def test_one_after_another_in_a_process_each_with_a_token_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And then one of somebody else's, which asks for none."""
     require("ray")
-    open_to_all = {"RAY_AUTH_MODE": "disabled"}
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with (
         TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place,
-        a_head(Path(place), "--include-dashboard=false", guard=open_to_all) as address,
+        a_head(Path(place), "--include-dashboard=false") as address,
     ):
-        first, second, other = told_by(program(AGAIN, address, RAY_ADDRESS="", HOME=str(tmp_path)))
+        told = told_by(program(AGAIN, address, RAY_ADDRESS="", HOME=str(tmp_path)))["told"]
+    first, second, other = told
     assert [first[0], second[0]] == ["token"] * 2 and len({first[1], second[1], None, ""}) == 4
     assert first[2:] == second[2:] == [[], True]
     assert other == ["disabled", None, [], False]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,9 +68,6 @@ if __name__ == "__main__":
     print(json.dumps(told), flush=True)
 """
 
-GUARD = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-"""By what a Ray of somebody else's knows those that may join it."""
-
 JOINS = """
 import json, os, sys
 from pathlib import Path
@@ -91,25 +87,25 @@ with closing(crew_of("ray")(counted, ranks=2, share=shares, logs=Path(sys.argv[1
 
 
 def program(text: str, *words: object, **environment: str) -> subprocess.Popen[str]:
-    guard = GUARD if environment.get("RAY_ADDRESS") else {}
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **guard, **environment}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     command = [sys.executable, "-c", text, *map(str, words)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def told_by(process: subprocess.Popen[str], within: float = 900.0) -> Any:
+def told_by(process: subprocess.Popen[str], within: float = 900.0) -> dict[str, Any]:
     """What a program printed last."""
     out, err = process.communicate(timeout=within)
     assert process.returncode == 0, err[-4000:]
-    return json.loads(out.splitlines()[-1])
+    told: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return told
 
 
 @contextmanager
-def a_head(place: Path, *words: str, guard: Mapping[str, str] = GUARD) -> Iterator[str]:
+def a_head(place: Path, *words: str) -> Iterator[str]:
     """A Ray that was started by somebody else; its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    env = {**os.environ, **guard, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     started = [
         sys.executable,
         "-m",
@@ -143,6 +139,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield Path(short)
 
 
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray that is started by hand, and whoever joins it, know each other by a token."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+
+
 def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
     """What one holds the other reads; and the rank of the node that is lost is named."""
     require("ray")
@@ -154,12 +157,12 @@ def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
     assert all(gone(each, 30) for each in told["pids"])
 
 
+@pytest.mark.usefixtures("guarded")
 def test_a_ray_that_is_there_is_joined_and_left_as_it_was(tmp_path: Path, place: Path) -> None:
     require("ray")
     with a_head(place, "--include-dashboard=false") as address:
-        goes_along = {"HF_HOME": "/models", "HF_TOKEN": "mine"}
-        first = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address, **goes_along))
-        assert first["given"] == [{"HF_HOME": "/models"}] * 2
+        first = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address, HF_HOME="/models", HF_TOKEN="mine"))
+        assert first["given"] == [{"HF_HOME": "/models"}] * 2, "what opens something stays"
         assert first["count"] == 11 and all(gone(each, 30) for each in first["pids"])
         again = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address))
         assert again["nodes"] == first["nodes"] and again["pids"] != first["pids"]
@@ -178,6 +181,7 @@ def test_a_ray_that_is_not_there_is_told(tmp_path: Path) -> None:
     assert process.returncode == 1 and "`RAY_ADDRESS` = 127.0.0.1:1 cannot be joined" in err
 
 
+@pytest.mark.usefixtures("guarded")
 def test_breakpoint_in_a_rank_waits_for_a_debugger_and_goes_on(tmp_path: Path, place: Path) -> None:
     """A client of debugpy's protocol finds the rank by its log, stops where it stands, and lets it go on."""
     require("ray")
@@ -226,6 +230,7 @@ def attached(client: socket.socket) -> str:
     return why
 
 
+@pytest.mark.usefixtures("guarded")
 def test_a_run_is_a_job(tmp_path: Path, place: Path) -> None:
     """Submitted to a head on this machine, with its working directory sent along."""
     require("ray-jobs")
@@ -244,7 +249,7 @@ def test_a_run_is_a_job(tmp_path: Path, place: Path) -> None:
             "joins.py",
             str(tmp_path / "logs"),
         ]
-        env = {**os.environ, **GUARD, "PYTHONPATH": os.pathsep.join(sys.path)}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         assert '"count": 11' in done.stdout
