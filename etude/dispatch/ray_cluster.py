@@ -89,8 +89,9 @@ class Cluster:
         except Exception as error:  # whatever Ray raises
             ray.shutdown()
             raise CrewError(
-                f"`RAY_ADDRESS` = {address} cannot be joined ({error}). Start a Ray there (`ray start --head`), or "
-                f"unset `RAY_ADDRESS` to have one on this machine."
+                f"`RAY_ADDRESS` = {address} cannot be joined ({error}). Start a Ray there (`ray start --head`); "
+                f"name the token that it demands, if it does (`RAY_AUTH_MODE=token`, `RAY_AUTH_TOKEN`); or unset "
+                f"`RAY_ADDRESS` to have one on this machine."
             ) from error
 
     def _start(self, cpus: int) -> None:
