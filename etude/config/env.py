@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import shutil
 import socket
 import struct
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, cast, get_args
 
@@ -21,6 +22,7 @@ if sys.platform != "win32":
 __all__ = [
     "Appointed",
     "Role",
+    "a_token_for_ray",
     "appointed",
     "bound_kernel_caches",
     "cache_directory",
@@ -29,6 +31,7 @@ __all__ = [
     "for_a_runner",
     "for_a_server",
     "for_one_machine",
+    "for_ranks_elsewhere",
     "keep_ray_quiet",
     "key_from",
     "meet_through",
@@ -38,6 +41,11 @@ __all__ = [
     "role",
     "store_address",
 ]
+
+GO_ALONG = ("CUBLAS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_")
+"""What the names begin with of variables that say how libraries load, compute and speak to each other."""
+OPENS = ("_KEY", "_PASSWORD", "_SECRET", "_TOKEN")
+"""What the names end with of variables that open something."""
 
 Role = Literal["store", "runner", "train"]
 """What a process is there for, where several share the work: to keep the store, to play rollouts, to train."""
@@ -85,6 +93,12 @@ def for_one_machine() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": loopback, **os.environ}
 
 
+def for_ranks_elsewhere() -> dict[str, str]:
+    """What of the environment goes along to ranks that do not inherit it: how libraries load, compute, and speak to
+    each other. What opens something stays: a cluster shows what goes along to whoever may look at it."""
+    return {name: value for name, value in os.environ.items() if name.startswith(GO_ALONG) and not name.endswith(OPENS)}
+
+
 def meet_through(address: str) -> None:
     """Have the ranks of this process speak through the interface that has this address, unless the environment names
     one. Where nothing tells which that is, the library that they speak by chooses one by the machine's name."""
@@ -111,6 +125,27 @@ def _interface(address: str) -> str | None:
 def ray_address() -> str | None:
     """The Ray that this process is to join (`RAY_ADDRESS`), if there is one."""
     return os.environ.get("RAY_ADDRESS") or None
+
+
+@contextmanager
+def a_token_for_ray() -> Iterator[bool]:
+    """Have a Ray that is started meanwhile answer nobody but its own, by a token that nobody else knows; whether it
+    does. Where the environment says how Ray is guarded (`RAY_AUTH_MODE`, `RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`),
+    it is as it says.
+
+    Ray's processes inherit the token, those of its actors too. Afterwards it is gone from here: whatever this process
+    starts later has no business with it.
+    """
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    if any(name in os.environ for name in names):
+        yield False
+        return
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    try:
+        yield True
+    finally:
+        for name in names:  # the mode is set by Ray
+            os.environ.pop(name, None)
 
 
 def keep_ray_quiet() -> None:

@@ -89,6 +89,8 @@ class Joint(Generic[M]):
         self._spawned: Future[Meeting] = Future()
         self._closing = threading.Event()
         self._error: Exception | None = None
+        self._told = threading.Event()
+        """Whoever waited was told of the end."""
         self._call = _Call("", {})
         self._texts: dict[str, int] = {}
         self._keeper = threading.Thread(target=self._keep, name="etude-crew", daemon=True)
@@ -106,6 +108,10 @@ class Joint(Generic[M]):
     def _unpack(self, sent: Sent) -> Any:
         """The value that came from one."""
         return unpack(sent)
+
+    def _look(self, came: Future[Any], read: Callable[[Future[Any]], None]) -> None:
+        """Read what came of a question, on the thread that heard of it; or on another, if that may take a while."""
+        read(came)
 
     # -- what the controller asks ---------------------------------------------------------------------------------
 
@@ -155,8 +161,10 @@ class Joint(Generic[M]):
         answer: Future[Any] = Future()
 
         def came(owed: Future[Any]) -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
+            if answer.set_running_or_notify_cancel():
+                self._look(owed, read)
+
+        def read(owed: Future[Any]) -> None:
             try:
                 told = owed.result()
                 if isinstance(told, Raised):
@@ -268,15 +276,13 @@ class Joint(Generic[M]):
         with self._lock:
             self._error = error
         try:
-            for member in self._members:
-                member.kill()
-        finally:  # whatever that came to, whoever waits is told
             if not self._spawned.done():
                 self._spawned.set_exception(error)
             for member in self._members:
                 member.fail(error)
-        for member in self._members:
-            member.wait()
+            self._told.set()
+        finally:
+            _at_once(self._members, _end)
 
     def _lost(self, passed: float, since: float) -> Exception | None:
         """Why the crew cannot go on, if it cannot."""
@@ -359,14 +365,31 @@ class _Call:
         return None
 
 
+def _at_once(members: Sequence[Member], do: Callable[[Member], None]) -> None:
+    """Do this to all of them side by side: where one's node does not answer, the others do not wait for it."""
+    threads = [threading.Thread(target=do, args=(m,), name=f"etude-end-{m.rank}", daemon=True) for m in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _end(member: Member) -> None:
+    """End a rank, and see it gone."""
+    try:
+        member.kill()
+    except Exception as error:  # whatever it is: those that wait were told, and nobody is left to raise it to
+        get_log("dispatch").warning("%s could not be ended: %r", member, error)
+    member.wait()
+
+
 def _names(members: Sequence[Member]) -> str:
     return " and ".join(map(str, members)).replace(" and Rank", " and rank")
 
 
 def _where(late: Sequence[Member]) -> str:
     """Have ranks that hang write down where each of their threads stands; a sentence that says where that is."""
-    for member in late:
-        member.trace()
+    _at_once(late, lambda member: member.trace())
     time.sleep(TICK)
     return f"What was under way there is at the end of {', '.join(str(member.log) for member in late)}."
 

@@ -8,12 +8,12 @@ A role that shares a place gets its part of what the place has, so that all of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from etude.errors import ConfigError
 
-__all__ = ["Pool", "lacking"]
+__all__ = ["Pool", "lacking", "places"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,14 @@ def lacking(pool: Pool, total: Mapping[str, float], free: Mapping[str, float]) -
         for name in short
     )
     return f"{told}."
+
+
+def places(pool: Pool, nodes: Iterable[Mapping[str, float]]) -> int:
+    """How many places of a pool there are on nodes that have so much, were all of it free."""
+    rounding = 1e-9
+    return sum(
+        min(int(node.get(name, 0.0) / amount + rounding) for name, amount in pool.place.items()) for node in nodes
+    )
 
 
 def _number(amount: float) -> str:

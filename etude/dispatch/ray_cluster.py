@@ -1,11 +1,12 @@
 """Ray itself: the one that is there already, the one that `RAY_ADDRESS` names, or one of our own on this machine.
 
-One of our own has no dashboard, tells nobody about its use, and lies in a directory that is removed. It ends with us,
-however we end: by `close`, or by the system, which ends its processes with the thread that started them (on Linux;
-elsewhere a process of Ray's watches us).
+One of our own has no dashboard, tells nobody about its use, answers nobody but its own processes, by a token that is
+made for it, and lies in a directory that is removed. It ends with us, however we end: by `close`, or by the system,
+which ends its processes with the thread that started them (on Linux; elsewhere a process of Ray's watches us).
 
 Ray gives a node half a minute to start, and then gives it up. On a machine that has much else to do that can be too
-little: its processes go on starting all the same, and are joined once they are there.
+little: its processes go on starting all the same, and are joined once they are there; or they give each other up, in a
+quarter of a minute that no option of Ray's makes longer, and are begun again.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
-from etude.config.env import ray_address
+from etude.config.env import a_token_for_ray, ray_address
 from etude.dispatch.member import ending
 from etude.errors import CrewError
 from etude.observe import get_log
@@ -33,34 +36,52 @@ STORE = 512 * 2**20
 """Bytes that the object store of a Ray of our own may take; what is more goes to the disk."""
 PATIENCE = 600.0
 """Seconds that a Ray of our own may take to start."""
+BEGUN = 4
+"""How often a Ray is begun whose processes have given each other up: each time more of what they load is in memory."""
 SLOW = {"agent_register_timeout_ms": int(1000 * PATIENCE), "worker_register_timeout_seconds": int(PATIENCE)}
 """How long its parts wait for each other: Ray's own half minutes are too short for a machine with much else to do."""
 
 FLAG = "--gcs-address="
 """Ray's own argument that tells a process where the others are."""
+PREFIX, WITHIN = "etude-ray-", "12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+"""What our directories are named with, and the longest path behind that. Ray opens its own to everybody on the machine;
+ours, around it, lets nobody else in."""
+REACH = 103 if sys.platform == "darwin" else 107
+"""Bytes that the path of a socket may have."""
 
 
 class Cluster:
     """Ray, as this process is joined to it until this is closed."""
 
+    _ours: ClassVar[bool] = False
+    """Whether the Ray that this process is joined to is one of our own."""
+
     def __init__(self, cpus: int) -> None:
         """`cpus` is what a Ray of our own offers at least, whatever the machine has."""
         self._place: TemporaryDirectory[str] | None = None
-        self._joined = not ray.is_initialized()
+        self._joined, self._guarded = not ray.is_initialized(), False
         self.logs = "the folder `logs` of its session"
         if self._joined and (address := ray_address()):
             self._join(address)
         elif self._joined:
             self._start(cpus)
 
+    @property
+    def ours(self) -> bool:
+        """Whether it is one of our own: its actors inherit the environment, and no other node ever joins it."""
+        return Cluster._ours
+
     def close(self) -> None:
         """Leave it; one of our own ends."""
         if self._joined:
             ray.shutdown()
+        if self._guarded:
+            _read_tokens_anew()
         if self._place is not None:
             _end(self._place.name)
             self._place.cleanup()
-        self._joined, self._place = False, None
+            Cluster._ours = False
+        self._joined, self._guarded, self._place = False, False, None
 
     def _join(self, address: str) -> None:
         try:
@@ -68,33 +89,60 @@ class Cluster:
         except Exception as error:  # whatever Ray raises
             ray.shutdown()
             raise CrewError(
-                f"`RAY_ADDRESS` = {address} cannot be joined ({error}). Start a Ray there (`ray start --head`), or "
-                f"unset `RAY_ADDRESS` to have one on this machine."
+                f"`RAY_ADDRESS` = {address} cannot be joined ({error}). Start a Ray there (`ray start --head`); "
+                f"name the token that it demands, if it does (`RAY_AUTH_MODE=token`, `RAY_AUTH_TOKEN`); or unset "
+                f"`RAY_ADDRESS` to have one on this machine."
             ) from error
 
     def _start(self, cpus: int) -> None:
-        log = get_log("dispatch")
-        log.info("Starting Ray on this machine. `RAY_ADDRESS` would have joined another.")
-        self._place = TemporaryDirectory(prefix="etude-ray-", ignore_cleanup_errors=True)
-        self.logs = f"{self._place.name}/session_latest/logs"
+        get_log("dispatch").info("Starting Ray on this machine. `RAY_ADDRESS` would have joined another.")
+        where = _short(tempfile.gettempdir())
+        self._place = TemporaryDirectory(prefix=PREFIX, dir=where, ignore_cleanup_errors=True)
+        place = f"{self._place.name}/r"
+        self.logs = f"{place}/session_latest/logs"
+        try:
+            with a_token_for_ray() as self._guarded:
+                if self._guarded:
+                    _read_tokens_anew()
+                self._begin(place, cpus)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, place: str, cpus: int) -> None:
         own = {"address": "local", "num_cpus": max(cpus, os.cpu_count() or 1), "object_store_memory": STORE}
-        own |= {"include_dashboard": False, "_temp_dir": self._place.name, "_system_config": SLOW}
-        until = time.monotonic() + PATIENCE
+        own |= {"include_dashboard": False, "_temp_dir": place, "_system_config": SLOW}
+        options, begun, until = own, 1, time.monotonic() + PATIENCE
         while True:
             try:
-                _init(**own)
+                _init(**options)
+                Cluster._ours = True
                 return
             except Exception as error:  # whatever Ray raises
                 ray.shutdown()
-                address = _address(self._place.name)
-                if address is None or time.monotonic() > until:
+                address = _address(place)
+                begun += address is None
+                if begun > BEGUN or time.monotonic() > until:
                     told = _last_words(Path(self.logs))
-                    self.close()
                     raise CrewError(
                         f"Ray did not start on this machine ({error}).{told} `cluster=local` does without it."
                     ) from error
-                log.info("Ray is still starting.")
-                own = {"address": address}
+                if address is None:
+                    _end(place)
+                get_log("dispatch").info("Ray is still starting.")
+                options = {"address": address} if address else own
+
+
+def _short(directory: str) -> str:
+    """Where to make our directory: here, unless the paths of Ray's sockets would be too long for the system."""
+    return directory if len(os.fsencode(f"{directory}/{PREFIX}{WITHIN}")) <= REACH else "/tmp"
+
+
+def _read_tokens_anew() -> None:
+    """Have Ray forget by what token it spoke: what it has read once it keeps as long as the process lives."""
+    untyped: Any = ray
+    untyped._raylet.Config.initialize("")
+    untyped._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _init(**options: Any) -> None:

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -28,14 +29,15 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from etude.config.env import for_ranks_elsewhere
 from etude.dispatch.config import CrewConfig
-from etude.dispatch.crew import TELL, TICK, Joint, Meeting
+from etude.dispatch.crew import AGAIN, TELL, TICK, Joint, Meeting
 from etude.dispatch.divide import Share, divide
 from etude.dispatch.held import held, lend
 from etude.dispatch.machine import machine
-from etude.dispatch.member import ENDING, Member, ending
+from etude.dispatch.member import ENDING, Member, Raised, ending
 from etude.dispatch.messages import Body, Said, Sent, pack, unpack
-from etude.dispatch.pools import Pool, lacking
+from etude.dispatch.pools import Pool, lacking, places
 from etude.dispatch.ray_cluster import Cluster
 from etude.dispatch.ray_rank import Here, Rank
 from etude.errors import CrewError
@@ -73,26 +75,42 @@ class Depot:
 class Placed:
     """The places of a pool, reserved until this is closed. Ranks are put near each other where that is possible."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
+    def __init__(self, pool: Pool, *, final: bool = False) -> None:
+        """`final` is a cluster that no other node joins."""
+        self.pool, self._final = pool, final
         self._group = placement_group([dict(pool.place)] * pool.ranks, strategy="PACK")
 
     def wait(self, timeout: float, closing: threading.Event) -> None:
-        """Wait until the places are free, and tell now and then what is lacking."""
+        """Wait until the places are free, and tell now and then what is lacking. Where they never will be, say so."""
         log, began = get_log("dispatch"), time.monotonic()
+        if self._final and self._possible < self.pool.ranks:
+            raise CrewError(
+                f"The cluster has no room for {self._named()}, and no other node joins it. {self._lack()} Lower "
+                f"`ranks` or `threads`, or have `RAY_ADDRESS` name a larger cluster."
+            )
         ready, told = self._group.ready(), began
         while not ray.wait([ready], timeout=TICK)[0]:
             passed = time.monotonic() - began
-            lack = lacking(self.pool, _ray.cluster_resources(), _ray.available_resources())
-            lack = lack or "There is enough of everything, but not on single nodes that have a whole place."
             if passed > timeout or closing.is_set():
                 raise CrewError(
-                    f"The cluster has had no room for {self._named()} for {passed:.0f} s. {lack} Wait until others are "
-                    f"done, add nodes, lower `ranks` or `threads`, or give it longer with `crew.timeout`."
+                    f"The cluster has had no room for {self._named()} for {passed:.0f} s. {self._lack()} Wait until "
+                    f"others are done, add nodes, lower `ranks` or `threads`, or give it longer with `crew.timeout`."
                 )
             if time.monotonic() - told > TELL:
                 told = time.monotonic()
-                log.info("After %s, there is no room for %s. %s", format_seconds(passed), self._named(), lack)
+                log.info("After %s, there is no room for %s. %s", format_seconds(passed), self._named(), self._lack())
+
+    @property
+    def _possible(self) -> int:
+        """How many such places its nodes have in all."""
+        return places(self.pool, [node["Resources"] for node in _ray.nodes() if node["Alive"]])
+
+    def _lack(self) -> str:
+        told = lacking(self.pool, _ray.cluster_resources(), _ray.available_resources())
+        told = told or "There is enough of everything, but not on single nodes that have a whole place."
+        if (possible := self._possible) < self.pool.ranks:
+            told += f" Were nothing else there, its nodes would have room for {possible}."
+        return told
 
     def options(self, role: str, rank: int) -> dict[str, Any]:
         """How an actor comes to stand on one of them."""
@@ -145,7 +163,8 @@ class RayCrew(Joint["Actor"]):
         self._cluster = Cluster(ranks * threads)
         try:
             if placed is None:
-                self._placed = Placed(Pool((role,), ranks, threads, float(device == "cuda")))
+                pool = Pool((role,), ranks, threads, float(device == "cuda"))
+                self._placed = Placed(pool, final=self._cluster.ours)
             self._start(make, *args)
         except BaseException:
             self.close()
@@ -173,24 +192,54 @@ class RayCrew(Joint["Actor"]):
         self._cluster.close()
 
     def _pack(self, value: object) -> Sent:
-        return self._depot.put(pack(value, lend))
+        try:
+            return self._depot.put(pack(value, lend))
+        except RayError as error:
+            raise CrewError(
+                f"What the ranks of {self._role} are to be given could not be put into Ray's object store: "
+                f"{_why(error)}. Its own logs say more: {self._cluster.logs}"
+            ) from error
 
     def _unpack(self, sent: Sent) -> Any:
-        return unpack(self._depot.take(sent))
+        """The value that came from a rank. One that cannot be had any more since the rank is lost is what the keeper
+        says of that."""
+        until = time.monotonic() + self._config.timeout
+        try:
+            while not isinstance(sent, Body) and not ray.wait([sent], timeout=WAIT)[0]:
+                if self._told.is_set() or time.monotonic() > until:
+                    raise GetTimeoutError("nobody hands it over")
+            return unpack(self._depot.take(sent))
+        except RayError as error:
+            self._told.wait(ENDING)
+            raise self._error or CrewError(
+                f"What a rank of {self._role} has answered cannot be read any more: {_why(error)}. {AGAIN}"
+            ) from error
+
+    def _look(self, came: Future[Any], read: Callable[[Future[Any]], None]) -> None:
+        """What lies in the object store may have to be fetched, and the thread that heard of it goes on hearing."""
+        if came.exception() is not None or isinstance(came.result(), (Body, Raised)):
+            read(came)
+        else:
+            threading.Thread(target=read, args=(came,), name="etude-fetch", daemon=True).start()
 
     def _spawn(self) -> Meeting:
         """Start every actor on its place, and wait until all of them say where they came to stand."""
         assert self._placed is not None
         until = time.monotonic() + self._config.timeout
         self._placed.wait(self._config.timeout, self._closing)
+        given = {} if self._cluster.ours else for_ranks_elsewhere()
+        along = {"runtime_env": {"env_vars": given}} if given else {}
         for member in self._members:
-            member.start(self._placed.options(self._role, member.rank), self._depot)
+            member.start(self._placed.options(self._role, member.rank) | along, self._depot)
         first: list[Here] = self._all([member.ask_where() for member in self._members], until)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in _ray.nodes()}
         alone = len({here.machine for here in first}) == 1 and bool(first[0].machine)
         for member, here in zip(self._members, first, strict=True):
             member.here, member.address = here, addresses[here.node]
             member.meets_at = LOOPBACK if alone else member.address
+        for node in dict.fromkeys(self.nodes):
+            stands = [str(member.rank) for member in self._members if member.here.node == node]
+            get_log("dispatch").info("Ranks of %s on node %s: %s.", self._role, addresses[node], ", ".join(stands))
         host = self._members[0].meets_at
         (told,) = self._all([self._members[0].ask_meeting(host)], until)
         for member in self._members:

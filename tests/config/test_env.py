@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,17 @@ from etude.errors import ConfigError
 
 
 def test_it_offers_only_what_is_used() -> None:
-    offered = ["Appointed", "Role", "appointed", "bound_kernel_caches", "cache_directory", "etude_command"]
-    offered += ["for_a_program", "for_a_runner", "for_a_server", "for_one_machine", "keep_ray_quiet", "key_from"]
+    offered = [
+        "Appointed",
+        "Role",
+        "a_token_for_ray",
+        "appointed",
+        "bound_kernel_caches",
+        "cache_directory",
+        "etude_command",
+    ]
+    offered += ["for_a_program", "for_a_runner", "for_a_server", "for_one_machine", "for_ranks_elsewhere"]
+    offered += ["keep_ray_quiet", "key_from"]
     offered += ["meet_through", "memory_is_chosen", "ray_address", "required_components", "role"]
     assert env.__all__ == [*offered, "store_address"]
 
@@ -68,6 +78,45 @@ def test_processes_of_one_machine_speak_through_its_loopback_unless_told_otherwi
     assert given["PATH"] == "/somewhere" and given["GLOO_SOCKET_IFNAME"].startswith("lo")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert env.for_one_machine()["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_ranks_elsewhere_are_given_what_libraries_read_and_nothing_that_opens_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in env.for_ranks_elsewhere():
+        monkeypatch.delenv(name)
+    given = {"HF_HUB_OFFLINE": "1", "NCCL_SOCKET_IFNAME": "eth0", "TORCH_LOGS": "dynamo", "TOKENIZERS_PARALLELISM": "0"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    for name in ("HF_TOKEN", "TORCH_SECRET", "ETUDE_STORE_KEY", "RAY_AUTH_TOKEN", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"):
+        monkeypatch.setenv(name, "mine")
+    assert env.for_ranks_elsewhere() == given
+
+
+GUARDS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+def test_a_ray_of_ones_own_has_a_token_that_is_new_and_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in GUARDS:
+        monkeypatch.delenv(name, raising=False)
+    seen = set()
+    for _ in range(2):
+        with env.a_token_for_ray() as guarded:
+            assert guarded
+            seen.add(os.environ["RAY_AUTH_TOKEN"])
+            monkeypatch.setenv("RAY_AUTH_MODE", "token")  # as Ray does
+        assert not any(name in os.environ for name in GUARDS)
+    assert len(seen) == 2 and all(len(each) == 64 for each in seen)
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_who_says_how_ray_is_guarded_is_heard(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in GUARDS:
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "mine")
+    with env.a_token_for_ray() as guarded:
+        assert not guarded and {each: os.environ.get(each) for each in GUARDS if each in os.environ} == {name: "mine"}
+    assert os.environ[name] == "mine"
 
 
 def test_a_process_may_have_a_role(monkeypatch: pytest.MonkeyPatch) -> None:

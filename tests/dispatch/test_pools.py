@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etude.dispatch.pools import Pool, lacking
+from etude.dispatch.pools import Pool, lacking, places
 from etude.errors import ConfigError
 
 
@@ -23,6 +23,15 @@ def test_what_is_lacking_is_told_by_its_numbers() -> None:
         "CPU: 3 × 2 are asked for, the cluster has 8, of which 5.5 are free; "
         "GPU: 3 × 1 are asked for, the cluster has 0, of which 0 are free."
     )
+
+
+def test_a_place_is_on_one_node_whatever_several_have_together() -> None:
+    nodes = [{"CPU": 5.0, "GPU": 1.0, "memory": 1e9}, {"CPU": 3.0}, {}]
+    assert places(Pool(("policy",), ranks=1, cpus=2), nodes) == 3
+    assert places(Pool(("policy",), ranks=1, cpus=4), nodes) == 1
+    assert places(Pool(("policy",), ranks=1, cpus=8), nodes) == 0
+    assert places(Pool(("policy",), ranks=1, cpus=1, gpus=0.1), nodes) == 5
+    assert places(Pool(("policy",), ranks=1, cpus=0.1), [{"CPU": 1.0}]) == 10
 
 
 def test_a_pool_that_nobody_can_stand_in_is_refused() -> None:

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -23,7 +24,7 @@ from etude.data.share import shares
 from etude.dispatch import CrewConfig
 from etude.dispatch import crew as joint
 from etude.dispatch.crew import GRACE, LONGEST, TIMES
-from etude.dispatch.processes import ProcessCrew
+from etude.dispatch.processes import Process, ProcessCrew
 from etude.errors import ConfigError, CrewError, TrainingError
 from tests.dispatch.workers import Clerk, counted, refusing, stopping
 from tests.processes import gone
@@ -173,6 +174,30 @@ def test_a_rank_that_breathes_and_never_ends_a_call_that_another_has_ended_is_na
     assert told.startswith(f"Rank 1 (process {pid}) did not end Clerk.hang within `crew.timeout` = 2 s after another")
     assert f"at the end of {tmp_path / 'rank-1.log'}. Start the run again" in told and 2 + GRACE <= seconds < 20
     assert "in hang" in (tmp_path / "rank-1.log").read_text() and "in hang" not in (tmp_path / "rank-0.log").read_text()
+
+
+def test_whoever_waits_is_told_before_ranks_are_ended_and_they_are_ended_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ending one comes to, be it an error, keeps neither the caller nor the others."""
+    told, together = threading.Event(), threading.Barrier(2, timeout=60)
+    kill = Process.kill
+
+    def slow(member: Process) -> None:
+        assert told.wait(60)
+        together.wait()
+        kill(member)
+        raise OSError("and it cannot be ended")
+
+    with closing(crew_of(tmp_path, silence=60)) as crew:
+        monkeypatch.setattr(Process, "kill", slow)
+        pids = crew.pids
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(CrewError, match=r"Rank 1 .* ended while it was answering questions"):
+            crew.ask(0, Clerk.wonder, 600.0).result(60)
+        assert not gone(pids[0], within=0)
+        told.set()
+    assert all(gone(pid, within=0) for pid in pids) and not together.broken
 
 
 @pytest.mark.soak

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +20,11 @@ import torch
 from etude.batch import Batch
 from etude.data.share import shares
 from etude.dispatch import CrewConfig, crew_of
+from etude.dispatch.divide import divide
 from etude.dispatch.messages import Body
 from etude.dispatch.pools import Pool
 from etude.errors import ConfigError, CrewError, TrainingError
+from etude.protocols import spread_of
 from tests.batches import random_batch, same
 from tests.dispatch.workers import WIDE, Clerk, Maker, counted, refusing
 from tests.processes import gone, rise_of
@@ -126,9 +132,6 @@ def test_what_is_read_in_place_is_not_copied(crew: RayCrew) -> None:
 
 
 def _division(crew: RayCrew, batch: Batch, repeats: int = 1) -> Any:
-    from etude.dispatch.divide import divide
-    from etude.protocols import spread_of
-
     return divide(spread_of(Maker.widen), [batch], {}, crew.ranks, shares, repeats)
 
 
@@ -143,11 +146,60 @@ def test_what_the_cluster_has_too_little_of_is_told(
     monkeypatch.setattr(room, "TELL", 0.2)
     began = time.perf_counter()
     with caplog.at_level(logging.INFO, "etude"), pytest.raises(CrewError) as raised:
-        ray_crew(tmp_path, ranks=3, threads=2, timeout=1.0)
+        ray_crew(tmp_path, ranks=2, threads=2, timeout=1.0)
     assert time.perf_counter() - began < 30
-    told = r"no room for 3 ranks of policy.* CPU: 3 × 2 are asked for, the cluster has 4, of which 2 are free"
+    told = r"no room for 2 ranks of policy.* CPU: 2 × 2 are asked for, the cluster has 4, of which 2 are free"
     assert re.search(told, str(raised.value)) and "`crew.timeout`" in str(raised.value)
     assert any(re.search(told, record.message) for record in caplog.records)
+
+
+def test_a_place_that_can_never_be_is_refused_at_once(crew: RayCrew, tmp_path: Path) -> None:
+    """On a Ray of one's own, which no node joins."""
+    began = time.perf_counter()
+    with pytest.raises(CrewError) as raised:
+        ray_crew(tmp_path, ranks=3, threads=2)
+    assert time.perf_counter() - began < 30
+    told = (
+        r"has no room for 3 ranks of policy, and no other node joins it\. CPU: 3 × 2 are asked for, the cluster has 4, "
+    )
+    assert re.match("The cluster " + told, str(raised.value)), str(raised.value)
+    assert "its nodes would have room for 2. Lower `ranks` or `threads`" in str(raised.value)
+
+
+STRANGER = """
+import sys
+from ray._raylet import GcsClient
+print("answered", len(GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None)))
+"""
+
+
+def test_a_ray_of_ones_own_answers_nobody_without_its_token(crew: RayCrew, tmp_path: Path) -> None:
+    """Which its processes have, and which is written down nowhere."""
+    import ray
+
+    entries = Path(f"/proc/{crew.pids[0]}/environ").read_text().split("\0")
+    token = next(each for each in entries if each.startswith("RAY_AUTH_TOKEN=")).partition("=")[2]
+    assert len(token) == 64 and not any(name.startswith("RAY_AUTH") for name in os.environ)
+    command = [sys.executable, "-c", STRANGER, ray.get_runtime_context().gcs_address]
+    for key, answered in ((None, False), ("0" * 64, False), (token, True)):
+        guard = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": key} if key else {}
+        env = {**os.environ, "HOME": str(tmp_path), **guard}
+        found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert ("answered" in found.stdout) == answered, found.stderr[-2000:]
+        assert answered or "InvalidAuthToken" in found.stderr, found.stderr[-2000:]
+    assert _session().parents[2].stat().st_mode & 0o777 == 0o700, "nor its sockets to others on this machine"
+    for path in _session().rglob("*"):
+        assert not (path.is_file() and token.encode() in path.read_bytes()), path
+    for told in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            assert token.encode() not in told.read_bytes()
+
+
+def _session() -> Path:
+    """Where the Ray that this process is joined to keeps its logs."""
+    import ray
+
+    return Path(ray._private.worker._global_node.get_logs_dir_path())  # type: ignore[attr-defined]
 
 
 @pytest.mark.soak
@@ -183,11 +235,13 @@ HOW = [
 
 @pytest.mark.parametrize(("how", "sentence", "within"), HOW)
 def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
-    how: str, sentence: str, within: float, tmp_path: Path
+    how: str, sentence: str, within: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By its role, its number, its process and its node, with the last that it said."""
-    crew = ray_crew(tmp_path)
+    with caplog.at_level(logging.INFO, "etude"):
+        crew = ray_crew(tmp_path)
     pids, asked, node = crew.pids, crew.ask(0, Clerk.wonder, 600.0), crew._members[1].address
+    answers = crew._answers(Clerk.recite, divide(spread_of(Clerk.recite), [10**6], {}, 2, shares))
     crew._config = CrewConfig(silence=SILENCE, timeout=2 * SLOW)  # they may have taken longer to start
     with closing(crew):
         began = time.perf_counter()
@@ -202,7 +256,28 @@ def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
     assert told.startswith(f"Rank 1 of policy (process {pids[1]} on node {node}) "), told
     assert re.search(sentence, told), told
     assert "these are its last words" in told and str(tmp_path / "rank-1.log") in told
+    assert str(lost(crew, answers[1])) == told, "what it had answered is lost with it"
+    assert f"Ranks of policy on node {node}: 0, 1." in [record.message for record in caplog.records]
     assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.soak
+def test_an_answer_that_is_lost_before_it_is_read_is_told_by_its_rank(tmp_path: Path) -> None:
+    """And not by Ray's own error, whoever notices first."""
+    with closing(ray_crew(tmp_path)) as crew:
+        answers = crew._answers(Clerk.recite, divide(spread_of(Clerk.recite), [10**6], {}, 2, shares))
+        os.kill(crew.pids[1], signal.SIGKILL)
+        told = r"Rank 1 of policy \(process \d+ on node .*\) ended while it was answering"
+        assert re.match(told, str(lost(crew, answers[1])))
+
+
+def lost(crew: RayCrew, sent: Any) -> CrewError:
+    """What comes of an answer whose rank is gone, once Ray has noticed: until then it can be read."""
+    until = time.monotonic() + SLOW
+    with pytest.raises(CrewError) as raised:
+        while time.monotonic() < until:
+            crew._unpack(sent)
+    return raised.value
 
 
 @pytest.mark.soak

@@ -78,7 +78,9 @@ from tests.dispatch.workers import Clerk, Maker, counted
 
 config = CrewConfig(silence=300, timeout=600)
 with closing(crew_of("ray")(counted, ranks=2, share=shares, logs=Path(sys.argv[1]), config=config)) as crew:
-    print(json.dumps({"count": crew.call(Clerk.add, 1), "pids": crew.pids, "nodes": crew.nodes}), flush=True)
+    told = {"count": crew.call(Clerk.add, 1), "pids": crew.pids, "nodes": crew.nodes}
+    told["given"] = crew.call(Clerk.given, "HF_HOME", "HF_TOKEN")
+    print(json.dumps(told), flush=True)
     if len(sys.argv) > 2:
         crew.call(Clerk.stop_here)
 """
@@ -137,6 +139,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield Path(short)
 
 
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray that is started by hand, and whoever joins it, know each other by a token."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+
+
 def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
     """What one holds the other reads; and the rank of the node that is lost is named."""
     require("ray")
@@ -148,10 +157,12 @@ def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
     assert all(gone(each, 30) for each in told["pids"])
 
 
+@pytest.mark.usefixtures("guarded")
 def test_a_ray_that_is_there_is_joined_and_left_as_it_was(tmp_path: Path, place: Path) -> None:
     require("ray")
     with a_head(place, "--include-dashboard=false") as address:
-        first = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address))
+        first = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address, HF_HOME="/models", HF_TOKEN="mine"))
+        assert first["given"] == [{"HF_HOME": "/models"}] * 2, "what opens something stays"
         assert first["count"] == 11 and all(gone(each, 30) for each in first["pids"])
         again = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address))
         assert again["nodes"] == first["nodes"] and again["pids"] != first["pids"]
@@ -170,6 +181,7 @@ def test_a_ray_that_is_not_there_is_told(tmp_path: Path) -> None:
     assert process.returncode == 1 and "`RAY_ADDRESS` = 127.0.0.1:1 cannot be joined" in err
 
 
+@pytest.mark.usefixtures("guarded")
 def test_breakpoint_in_a_rank_waits_for_a_debugger_and_goes_on(tmp_path: Path, place: Path) -> None:
     """A client of debugpy's protocol finds the rank by its log, stops where it stands, and lets it go on."""
     require("ray")
@@ -218,6 +230,7 @@ def attached(client: socket.socket) -> str:
     return why
 
 
+@pytest.mark.usefixtures("guarded")
 def test_a_run_is_a_job(tmp_path: Path, place: Path) -> None:
     """Submitted to a head on this machine, with its working directory sent along."""
     require("ray-jobs")

@@ -50,6 +50,16 @@ class Clerk:
         return os.getpid()  # type: ignore[return-value]
 
     @spread(gather=Gather.ALL)
+    def given(self, *names: str) -> list[dict[str, str]]:
+        """What the environment of each has of these variables."""
+        return {name: os.environ[name] for name in names if name in os.environ}  # type: ignore[return-value]
+
+    @spread(gather=Gather.ALL)
+    def recite(self, size: int) -> list[Tensor]:
+        """A long answer of each."""
+        return torch.arange(size) + self.rank  # type: ignore[return-value]
+
+    @spread(gather=Gather.ALL)
     def threads(self) -> list[int]:
         """With how many each computes."""
         return torch.get_num_threads()  # type: ignore[return-value]

@@ -1,0 +1,77 @@
+"""A Ray of one's own: where it lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.components import require
+from tests.dispatch.test_ray_nodes import JOINS, a_head, program, told_by
+from tests.processes import gone
+
+
+def test_it_lies_where_the_paths_of_its_sockets_are_short_enough() -> None:
+    require("ray")
+    from etude.dispatch.ray_cluster import PREFIX, REACH, WITHIN, _short
+
+    longest = REACH - len(f"/{PREFIX}{WITHIN}")
+    assert 15 < longest < 40
+    for length in range(5, 60):
+        directory = "/" + "d" * (length - 1)
+        assert _short(directory) == (directory if length <= longest else "/tmp")
+    assert _short("/" + "\u00e9" * 15) == "/tmp", "bytes count"
+
+
+@pytest.mark.soak
+def test_a_long_tmpdir_does_not_keep_it_from_starting(tmp_path: Path) -> None:
+    require("ray")
+    place = tmp_path / ("long" * 20)
+    place.mkdir()
+    told = told_by(program(JOINS, tmp_path / "logs", TMPDIR=str(place), RAY_ADDRESS=""))
+    assert told["count"] == 11 and all(gone(pid, 30) for pid in told["pids"])
+
+
+AGAIN = """
+import json, os, sys
+from contextlib import closing
+del os.environ["RAY_AUTH_MODE"]
+from etude.dispatch import crew_of
+crew_of("ray")
+from etude.dispatch.ray_cluster import Cluster
+import ray
+
+def seen():
+    return [os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN")]
+
+def left():
+    return [name for name in os.environ if name.startswith("RAY_AUTH")]
+
+told = []
+for _ in range(2):
+    with closing(Cluster(1)) as cluster:
+        told.append([*ray.get(ray.remote(seen).remote()), left(), cluster.ours])
+ray.init(address=sys.argv[1], log_to_driver=False)
+told.append([*ray.get(ray.remote(seen).remote()), left(), Cluster(1).ours])
+ray.shutdown()
+print(json.dumps({"told": told}))
+"""
+
+
+@pytest.mark.soak
+def test_one_after_another_in_a_process_each_with_a_token_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then one of somebody else's, which asks for none."""
+    require("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with (
+        TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place,
+        a_head(Path(place), "--include-dashboard=false") as address,
+    ):
+        told = told_by(program(AGAIN, address, RAY_ADDRESS="", HOME=str(tmp_path)))["told"]
+    first, second, other = told
+    assert [first[0], second[0]] == ["token"] * 2 and len({first[1], second[1], None, ""}) == 4
+    assert first[2:] == second[2:] == [[], True]
+    assert other == ["disabled", None, [], False]
