@@ -22,7 +22,7 @@ PYTEST  := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --
 
 # How often `make chaos` kills a run, and what `make bench` measures.
 KILLS ?= 50
-BENCH ?= algorithms train_step adapters rollout agents grpo_vs_trl growth sync
+BENCH ?= algorithms train_step adapters rollout agents grpo_vs_trl growth sync crews plan
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak chaos lint bench docs clean

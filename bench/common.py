@@ -18,7 +18,7 @@ from rich.table import Table
 from etude import __version__
 from etude.tools.versions import devices, installed
 
-__all__ = ["Case", "Measured", "machine", "matrix_rate", "measure", "table", "versions", "write_json"]
+__all__ = ["Case", "Measured", "machine", "matrix_rate", "measure", "table", "versions", "write_json", "written"]
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,15 @@ def table(measured: Sequence[Measured], yardstick: str) -> Table:
 
 
 def write_json(path: Path, measured: Sequence[Measured], about: Mapping[str, Any]) -> None:
-    """Machine, versions, what was measured, every case, and the ratios by name."""
-    whole = {
-        "machine": machine(),
-        "versions": versions(),
-        **about,
-        "cases": [asdict(each) for each in measured],
-        "ratios": {each.name: each.ratio for each in measured},
-    }
+    """What was measured, every case, and the ratios by name."""
+    written(path, [asdict(each) for each in measured], {each.name: each.ratio for each in measured}, about)
+
+
+def written(
+    path: Path, cases: Sequence[Mapping[str, Any]], ratios: Mapping[str, float], about: Mapping[str, Any] | None = None
+) -> None:
+    """The file of a benchmark: machine, versions, what was measured, every case, and the ratios by name."""
+    whole = {"machine": machine(), "versions": versions(), **(about or {}), "cases": [*cases], "ratios": {**ratios}}
     path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
 

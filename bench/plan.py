@@ -10,7 +10,6 @@ difference is to stay within a tenth.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -22,7 +21,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from bench.common import machine, versions
+from bench.common import written
 from bench.plan_worker import Performer, measured
 from etude.config.compose import compose
 from etude.models import tiny
@@ -144,8 +143,7 @@ def main() -> int:
     make_console().print(shown)
     if asked.json:
         cases = [{**asdict(each), "ratio": each.ratio} for each in found]
-        whole = {"machine": machine(), "versions": versions(), "cases": cases}
-        asked.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+        written(asked.json, cases, {each.name: each.ratio for each in found})
     return 0 if all(abs(each.ratio - 1) <= WITHIN for each in found) else 1
 
 
