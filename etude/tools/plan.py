@@ -56,7 +56,7 @@ def plan(asked: Recipe, *, knobs: bool = True, tell: Callable[[str], None] = lam
             continue
         turned.append(Knob(option, value, max(other.total for other in others)))
     servers = server_of(run) if isinstance(run, Run) else None
-    told = () if servers is None else notes(servers, device)
+    told: tuple[str, ...] = () if servers is None else notes(servers, device)
     if run.ranks > 1 and not asked.ranks:
         told += (f"That is with `ranks={run.ranks}`, as many as there is room for: give it to the run too.",)
     return Plan(
