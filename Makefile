@@ -22,7 +22,7 @@ PYTEST  := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --
 
 # How often `make chaos` kills a run, and what `make bench` measures.
 KILLS ?= 50
-BENCH ?= algorithms train_step adapters rollout agents grpo_vs_trl growth sync
+BENCH ?= algorithms train_step adapters rollout agents grpo_vs_trl growth sync crews plan
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak chaos lint bench docs clean
@@ -48,7 +48,7 @@ lint: $(DEV) ## ruff (lint and format) and mypy --strict; no finding is allowed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(CORE) ## time algorithms, steps, adapters, and sampling beside peers (BENCH=train_step for one of them)
+bench: $(DEV) ## time algorithms, steps, adapters, crews, carriers, and sampling beside peers (BENCH=train_step for one of them)
 	set -e; for name in $(BENCH); do $(BIN)/python -m bench.$$name; done
 
 docs: $(DEV) ## write the generated pages, check what the documents name, and make a site of them (site/index.html)

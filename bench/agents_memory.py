@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import tempfile
 import time
@@ -27,7 +26,7 @@ from matplotlib.figure import Figure
 import etude
 from bench.agents_load import answered, body_of
 from bench.agents_server import Null, chat
-from bench.common import machine, versions
+from bench.common import written
 from etude.agents.agent import LLM
 from etude.agents.execution.threads import ThreadRunners
 from etude.agents.proxy.app import router
@@ -159,8 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.plot:
         drawn(samples, asked.plot)
     if asked.json:
-        whole = {"machine": machine(), "versions": versions(), "cases": [asdict(each) for each in samples]}
-        asked.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+        ratios = {"resident": last.resident / tenth.resident, "file": last.file / tenth.file}
+        written(asked.json, [asdict(each) for each in samples], ratios)
     return 0
 
 

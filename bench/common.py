@@ -18,7 +18,11 @@ from rich.table import Table
 from etude import __version__
 from etude.tools.versions import devices, installed
 
-__all__ = ["Case", "Measured", "machine", "matrix_rate", "measure", "table", "versions", "write_json"]
+__all__ = ["Case", "Measured", "machine", "matrix_rate", "measure", "table", "versions", "write_json", "written"]
+
+
+def nothing() -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,10 @@ class Case:
     """How many yardsticks it should cost at most."""
     is_peer: bool = False
     """Whether the work is a peer's and the yardstick ours: then it should cost at least so many."""
+    before: Callable[[], object] = nothing
+    """What is done before it, and takes none of its time."""
+    after: Callable[[], object] = nothing
+    """What is done after it, likewise: it may look at what came of the work."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +56,14 @@ class Measured:
     met: bool
 
 
-def measure(cases: Sequence[Case], rounds: int, progress: Callable[[], None] = lambda: None) -> list[Measured]:
+def measure(cases: Sequence[Case], rounds: int, progress: Callable[[], None] = nothing) -> list[Measured]:
     """Time every case once a round, its yardstick right before and after it, so that a slow moment slows both."""
     times: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
     for number in range(rounds + 1):
         for case in cases:
+            case.before()
             before, work, after = _seconds(case.yardstick), _seconds(case.work), _seconds(case.yardstick)
+            case.after()
             if number > 0:  # the first round only warms up
                 times[case.name].append((work, (before + after) / 2))
             progress()
@@ -115,14 +125,15 @@ def table(measured: Sequence[Measured], yardstick: str) -> Table:
 
 
 def write_json(path: Path, measured: Sequence[Measured], about: Mapping[str, Any]) -> None:
-    """Machine, versions, what was measured, every case, and the ratios by name."""
-    whole = {
-        "machine": machine(),
-        "versions": versions(),
-        **about,
-        "cases": [asdict(each) for each in measured],
-        "ratios": {each.name: each.ratio for each in measured},
-    }
+    """What was measured, every case, and the ratios by name."""
+    written(path, [asdict(each) for each in measured], {each.name: each.ratio for each in measured}, about)
+
+
+def written(
+    path: Path, cases: Sequence[Mapping[str, Any]], ratios: Mapping[str, float], about: Mapping[str, Any] | None = None
+) -> None:
+    """The file of a benchmark: machine, versions, what was measured, every case, and the ratios by name."""
+    whole = {"machine": machine(), "versions": versions(), **(about or {}), "cases": [*cases], "ratios": {**ratios}}
     path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,21 +1,27 @@
-"""What the controller adds to a step: its calls to ranks that have nothing to compute.
+"""What the controller adds to a step: its calls to ranks that have nothing to compute, and its questions to engines.
 
-    python -m bench.crews [--steps 50] [--json FILE]
+    python -m bench.crews [--steps 50] [--only local processes] [--json FILE]
 
 Each step makes the calls that a step of `etude train` makes, with the batch of a small one (96 rollouts, about 12,000
 tokens): annotate and estimate, whose batch is cut, shared out and put together or held; update, with what came of them;
-publish, and what is measured. What the ranks do with it takes no time, so what is left is packing, sending, waking up
-and joining. Alone in this process, as two processes, and as two Ray actors; the median step counts.
+publish, and what is measured. Then, where engines stand with the ranks, every answer is a question of its own: 96 are
+asked at once, each as long as such a rollout, through the router that a run asks by. What the ranks do with any of it
+takes no time, so what is left is packing, sending, waking up and joining. Alone in this process, as two processes, and
+as two Ray actors; the median step counts.
+
+The calls are held to the aim. The answers stand beside it: while a model draws them, asking for others takes the run no
+time.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import asyncio
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,38 +30,89 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from bench.common import machine, versions
+from bench.common import written
 from bench.crews_worker import Idle
 from etude.batch import Batch
 from etude.data.share import shares
 from etude.dispatch import CrewConfig, LocalCrew, crew_of
+from etude.errors import MissingPackageError
 from etude.observe import make_console
-from etude.protocols import Crew
-from etude.records import Rollout, Sample
+from etude.protocols import Crew, Generate, Ids
+from etude.records import Completion, Rollout, Sample, SamplingParams
+from etude.rollout.router import Router
 
 AIMS = {"local": 1.0, "processes": 10.0, "ray": 30.0}
 """Milliseconds a step."""
+CALLS, ANSWERS = "calls of a step", "96 answers"
 GROUPS, GROUP_SIZE, TOKENS = 12, 8, 128
 WARMING = 5
+SAMPLING = SamplingParams(max_tokens=TOKENS // 2)
 
 
-def main() -> None:
-    """Time them, one after the other."""
-    arguments = argparse.ArgumentParser(description="What the controller adds to a step.")
+@dataclass(frozen=True)
+class Timed:
+    """One kind of work over one kind of crew."""
+
+    name: str
+    ranks: int
+    what: str
+    milliseconds: float
+    """Of the median step."""
+    aim: float
+    """Milliseconds of a step that the controller may take."""
+
+    @property
+    def ratio(self) -> float:
+        """1 is the aim."""
+        return self.milliseconds / self.aim
+
+    @property
+    def met(self) -> bool | None:
+        """Whether it is within the aim; None is what is not held to it."""
+        return self.ratio <= 1 if self.what == CALLS else None
+
+
+class Engine:
+    """The engine of one rank of a crew, asked as `etude.recipes.replicas` asks it; or of the one that is here."""
+
+    def __init__(self, crew: Any, rank: int) -> None:
+        self._crew, self._rank = crew, rank
+
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+    ) -> Completion:
+        """An answer, by one question."""
+        asked = self._crew.ask(self._rank, Idle.generate, prompt, sampling, begun=begun)
+        answer: Completion = await asyncio.wrap_future(asked)
+        return answer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Time them, one after the other, and show."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--steps", type=int, default=50, help="steps that are timed (50)")
-    arguments.add_argument("--json", type=Path, help="a file to write the numbers to")
-    asked = arguments.parse_args()
-    batch = _batch()
-    found = {name: _timed(start, batch, asked.steps) for name, start in _kinds().items()}
+    arguments.add_argument("--only", nargs="*", choices=AIMS, default=list(AIMS), help="time these alone")
+    arguments.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
+    asked = arguments.parse_args(argv)
+    console, batch, kinds = make_console("auto"), _batch(), _kinds()
+    found: list[Timed] = []
+    for name in asked.only:
+        try:
+            found += _timed(name, kinds[name], batch, asked.steps)
+        except MissingPackageError as error:
+            console.print(f"{name} is left out. {error}", soft_wrap=True)
     table = Table(title="What the controller adds to a step", box=SIMPLE_HEAD, title_justify="left")
-    for column in ("crew", "ranks", "ms a step", "aim"):
-        table.add_column(column, justify="left" if column == "crew" else "right")
-    for name, milliseconds in found.items():
-        table.add_row(name, "1" if name == "local" else "2", f"{milliseconds:.2f}", f"≤ {AIMS[name]:g}")
-    make_console("auto").print(table)
+    for column in ("crew", "ranks", "", "ms a step", "aim"):
+        table.add_column(column, justify="right" if column in ("ranks", "ms a step", "aim") else "left")
+    for each in found:
+        aim = "" if each.met is None else f"≤ {each.aim:g}" + ("" if each.met else ", misses")
+        table.add_row(each.name, str(each.ranks), each.what, f"{each.milliseconds:.2f}", aim)
+    console.print(table)
     if asked.json:
-        told: dict[str, Any] = {"machine": machine(), "versions": versions(), "ms": found}
-        asked.json.write_text(json.dumps(told, indent=2))
+        cases = [{**asdict(each), "ratio": each.ratio, "met": each.met} for each in found]
+        ratios = {f"{each.name}: {each.what}": each.ratio for each in found}
+        written(asked.json, cases, ratios, {"steps": asked.steps})
+    return 0
 
 
 def _batch() -> Batch:
@@ -84,20 +141,46 @@ def _kinds() -> dict[str, Callable[[Path], Crew]]:
     }
 
 
-def _timed(start: Callable[[Path], Crew], batch: Batch, steps: int) -> float:
-    """Milliseconds of the median step."""
-    seconds = []
-    with tempfile.TemporaryDirectory() as logs, closing(start(Path(logs))) as crew:
+def _timed(name: str, start: Callable[[Path], Crew], batch: Batch, steps: int) -> list[Timed]:
+    """The median step, of its calls and of its answers."""
+    calls, answers = [], []
+    with tempfile.TemporaryDirectory() as logs, closing(start(Path(logs))) as crew, asyncio.Runner() as runner:
+        ranks = 1 if isinstance(crew, LocalCrew) else 2
+        engine: Generate = Idle() if ranks == 1 else Router([Engine(crew, rank) for rank in range(ranks)])
         for step in range(WARMING + steps):
-            began = time.perf_counter()
-            held = crew.hold(Idle.estimate, crew.hold(Idle.annotate, batch))
-            crew.call(Idle.update, held.split(1, by="group"))
-            crew.call(Idle.publish, step)
-            crew.call(Idle.measure)
-            crew.call(Idle.measure)
-            seconds.append(time.perf_counter() - began)
-    return 1000 * median(seconds[WARMING:])
+            calls.append(_seconds(lambda step=step: _call(crew, batch, step)))  # type: ignore[misc]
+            answers.append(_seconds(lambda: runner.run(_ask(engine, batch))))
+    told = {CALLS: calls, ANSWERS: answers}
+    return [Timed(name, ranks, what, 1000 * median(each[WARMING:]), AIMS[name]) for what, each in told.items()]
+
+
+def _call(crew: Crew, batch: Batch, step: int) -> None:
+    """The calls of a step."""
+    held = crew.hold(Idle.estimate, crew.hold(Idle.annotate, batch))
+    crew.call(Idle.update, held.split(1, by="group"))
+    crew.call(Idle.publish, step)
+    crew.call(Idle.measure)
+    crew.call(Idle.measure)
+
+
+async def _ask(engine: Generate, batch: Batch) -> None:
+    """The answers of a step: those of a group are to one prompt."""
+    prompts = batch.ids.numpy().astype(np.int32).reshape(GROUPS, GROUP_SIZE, TOKENS)[:, 0, : TOKENS // 2]
+    begun: list[int] = []
+    asked = [
+        engine.generate(prompt, SAMPLING, begun=lambda: begun.append(1))
+        for prompt in prompts
+        for _ in range(GROUP_SIZE)
+    ]
+    answers = await asyncio.gather(*asked)
+    assert len(begun) == len(answers) and all(len(answer.ids) == TOKENS // 2 for answer in answers)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from etude.batch import Batch
 from etude.observe import Last, Metrics
-from etude.protocols import Gather, Split, spread
+from etude.protocols import Gather, Ids, Split, spread
+from etude.records import Completion, SamplingParams
 
 __all__ = ["Idle"]
 
@@ -40,3 +42,14 @@ class Idle:
     def measure(self) -> Metrics:
         """Nothing either."""
         return Metrics()
+
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+    ) -> Completion:
+        """An answer of the length that is asked for, at once."""
+        del prompt
+        if begun is not None:
+            begun()
+        nothing = np.zeros(sampling.max_tokens, np.int32)
+        logp = nothing.astype(np.float32)
+        return Completion(nothing, logp, nothing, "length", raw_logp=logp)

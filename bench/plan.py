@@ -1,16 +1,16 @@
-"""What `etude plan` foresees beside what is measured: the same steps, once without memory and once with it.
+"""What `etude plan` foresees beside what is measured.
 
-    python -m bench.plan [--only fp32 lora] [--json FILE]
+    python -m bench.plan [--only fp32 lora "etude train"] [--json FILE]
 
-Measured is what torch's own allocator takes and gives back, as its profiler is told of each; the step is the real one,
-on random weights, and where there are several ranks they are as many processes, of which the first is looked at. The
-difference is to stay within a tenth.
+Measured is what torch's own allocator takes and gives back, on any thread, as its profiler is told. The cases that
+begin with `etude train` are runs of it, from their start to their end. The others are the phases that a rehearsal
+plays, once without memory and once with it, on random weights; where there are several ranks they are as many
+processes, of which the first is looked at. The difference is to stay within a tenth.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -22,12 +22,14 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from bench.common import machine, versions
+from bench.common import written
 from bench.plan_worker import Performer, measured
+from bench.words import write_model, write_tasks
 from etude.config.compose import compose
 from etude.models import tiny
 from etude.observe import make_console
 from etude.recipes.commands import RECIPES
+from etude.recipes.loop import train
 from etude.recipes.recipe import Recipe
 from etude.recipes.replicas import start
 from etude.recipes.run import Run
@@ -69,17 +71,24 @@ LEARNING: Mapping[str, tuple[str, Sequence[str]]] = {
     "distill": ("distill", ["teacher.path={model}", "teacher.top=16"]),
 }
 """Commands of runs that learn from examples, and their options."""
-CASES = (*COLLECTING, *LEARNING)
+TRAINED: Mapping[str, Sequence[str]] = {
+    "etude train": ["train.precision=fp32"],
+    "etude train, reference": ["train.precision=bf16", "kl=reverse"],
+}
+"""Runs of `etude train` itself, and their options."""
+CASES = (*COLLECTING, *LEARNING, *TRAINED)
 SIZES: dict[str, Any] = {"vocabulary": 4096, "layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4}
 COMMON = (
     *("data.max_prompt=48", "sampling.max_tokens=96", "collect.tasks=8", "collect.group_size=4", "device=cpu"),
     *("train.micro_tokens=1024", "rollout.max_running=32"),
 )
 ENGINE = ("rollout.kv_gib=0.003", "rollout.prefill_tokens=256", "rollout.prepack=false")
+REAL = (
+    *("steps=2", "reward=function", f"reward.path={Path(__file__).with_name('grpo_worker.py')}:judge"),
+    *("observe.console=off", "observe.level=error"),
+)
 EXAMPLES = ("data.max_tokens=128", "batch_size=32", "train.micro_tokens=1024", "device=cpu")
 WITHIN = 0.10
-TRIES = 5
-"""How often ranks perform a step."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,12 @@ def run_of(directory: Path, name: str, sizes: Mapping[str, Any] = SIZES) -> Reci
         tiny(**sizes).save_pretrained(directory)
         named = [option.format(model=directory) for option in options]
         return compose(RECIPES[command], [f"model.path={directory}", *EXAMPLES, *named])
+    if name in TRAINED:
+        tasks = directory.with_name(f"{directory.name}.jsonl")
+        write_model(directory, sizes)
+        write_tasks(tasks, sizes["vocabulary"], prompt=48)
+        where = (f"model.path={directory}", f"data.train=[{tasks}]", f"directory={directory}.run")
+        return compose(Run, [*where, *COMMON, *ENGINE, *REAL, *TRAINED[name]])
     shape, options = COLLECTING[name]
     tiny(**{**sizes, **shape}).save_pretrained(directory)
     engine = () if "rollout=vllm" in options else ENGINE
@@ -110,20 +125,20 @@ def run_of(directory: Path, name: str, sizes: Mapping[str, Any] = SIZES) -> Reci
 
 
 def performed(run: Recipe) -> int:
-    """The most bytes that the first rank of a run holds, all of them being there.
-
-    Of several tries the least: see `Performer.peak` for what is not the step's.
-    """
+    """The most bytes that the first rank of a run holds, all of them being there."""
     if run.ranks == 1:
         return measured(lambda: perform(run))
     with tempfile.TemporaryDirectory() as logs, closing(start(Performer, run, Path(logs))) as crew:
-        return min(crew.call(Performer.peak) for _ in range(TRIES))
+        return crew.call(Performer.peak)
 
 
 def compared(run: Recipe, name: str) -> Compared:
-    """A case, rehearsed and performed."""
+    """A case, rehearsed and performed; or trained, as `etude train` does it from its start to its end."""
     foreseen = rehearse(run, torch.device("cpu")).ledger.peak().total
-    return Compared(name, foreseen, performed(run))
+    if name not in TRAINED:
+        return Compared(name, foreseen, performed(run))
+    assert isinstance(run, Run), "a run that collects"
+    return Compared(name, foreseen, measured(lambda: train(run)))
 
 
 def main() -> int:
@@ -144,8 +159,7 @@ def main() -> int:
     make_console().print(shown)
     if asked.json:
         cases = [{**asdict(each), "ratio": each.ratio} for each in found]
-        whole = {"machine": machine(), "versions": versions(), "cases": cases}
-        asked.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+        written(asked.json, cases, {each.name: each.ratio for each in found})
     return 0 if all(abs(each.ratio - 1) <= WITHIN for each in found) else 1
 
 

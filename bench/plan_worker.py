@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
@@ -23,19 +27,13 @@ class Performer:
 
     @spread()
     def peak(self) -> int:
-        """The most bytes that this rank held; all of them ask together, and the first one tells.
-
-        Among them is what gloo's threads have not let go of yet when an exchange is over, which is not the same twice.
-        """
+        """The most bytes that this rank held; all of them ask together, and the first one tells."""
         return measured(lambda: perform(self._run))
 
 
 def measured(work: Callable[[], object]) -> int:
-    """The most bytes that tensors and kernels held at once, of what was taken within, as torch's allocator tells.
-
-    It is asked for the sum, in which it counts what other threads give back: gloo's do, of what was exchanged.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as told:
+    """The most bytes that tensors and kernels held at once, of what was taken within, as torch's allocator tells."""
+    with _by_every_thread(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as told:
         work()
     todo: list[Any] = list(told.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
     seen = []
@@ -46,3 +44,16 @@ def measured(work: Callable[[], object]) -> int:
             seen.append((event.start_time_ns, event.extra_fields.total_allocated, event.extra_fields.alloc_size))
     _, total, size = min(seen)
     return int(max(total for _, total, _ in seen) - (total - max(size, 0)))
+
+
+@contextmanager
+def _by_every_thread() -> Iterator[None]:
+    """Within, torch's allocator counts what any thread takes and gives back. Else it counts on those alone that are
+    profiled: a tensor that a thread of gloo's is the last to let go of would be held for ever."""
+    (library,) = (Path(torch.__file__).parent / "lib").glob("libc10.*")
+    counts = ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_report_cpu_memory_usage")
+    before, counts.value = counts.value, True
+    try:
+        yield
+    finally:
+        counts.value = before

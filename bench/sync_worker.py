@@ -3,6 +3,7 @@ over its own. It is started by `bench.sync`, says a line when it is ready, and o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "plugins" / "vllm_weights"))
 
 from etude_vllm_weights.fetching import Fetcher
+
+
+def digest(weight: Tensor) -> str:
+    """What the bytes of a weight hash to."""
+    return hashlib.blake2b(weight.contiguous().view(-1).view(torch.uint8).numpy().data, digest_size=16).hexdigest()
 
 
 def main(threads: int) -> None:
@@ -30,8 +36,11 @@ def main(threads: int) -> None:
                 if name not in held:
                     held[name] = torch.empty_like(tensor)
                 held[name].copy_(tensor)
-        said = {name: float(held[name].double().sum()) for name in asked.get("sums", ())}
-        print(json.dumps({"sums": said}), flush=True)
+        elif "forget" in asked:
+            for tensor in held.values():
+                tensor.zero_()
+        said = {name: digest(held[name]) for name in asked.get("digests", ())}
+        print(json.dumps({"digests": said}), flush=True)
 
 
 if __name__ == "__main__":

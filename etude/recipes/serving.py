@@ -199,7 +199,11 @@ def serving(
 
 def carriage_of(config: ServerConfig, crew: Crew, *, untied: bool) -> Carriage:
     """Which ranks bring weights to the servers, and how: none where files are written. What one machine shares, and
-    servers that are found on it alone, are reached by the ranks of this machine only."""
+    servers that are found on it alone, are reached by the ranks of this machine only.
+
+    untied: whether files have a head of their own, where that is the embedding. Whoever takes weights by a carrier
+    brings a tied one up to date itself.
+    """
     if config.carrier == "files":
         return Carriage(SyncConfig(), (), untied)
     ranks = crew.call(PolicyWorker.machine)
@@ -220,7 +224,7 @@ def carriage_of(config: ServerConfig, crew: Crew, *, untied: bool) -> Carriage:
         timeout=config.update_timeout,
         address=config.address,
     )
-    return Carriage(sync, able, untied)
+    return Carriage(sync, able, untied=False)
 
 
 def device_name(run: Recipe) -> Device:

@@ -5,10 +5,10 @@
         weights-00001.safetensors …
       .publish-4711-8.writing/     one that is being written
 
-Files have at most a bucket each, and are written one tensor after the other. What servers have read is removed at the
-next publish, so at most two versions lie there. With `delta`, only the parts of the model (a layer's attention, a
-layer's MLP, the embedding …) are written in which a weight differs from the publish before, unless a replica missed
-that one.
+Files have at most a bucket each, and no more than two of those are held while they are written, one tensor after the
+other. What servers have read is removed at the next publish, so at most two versions lie there. With `delta`, only the
+parts of the model (a layer's attention, a layer's MLP, the embedding …) are written in which a weight differs from the
+publish before, unless a replica missed that one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -79,24 +79,25 @@ class DiskCarrier:
         return made, pieces
 
     def _files(self, directory: Path, stream: Stream, known: dict[str, bytes]) -> Iterator[Piece]:
-        held: dict[str, Tensor] = {}
-        count = 0
-        for _, tensors in groupby(_each(stream), key=lambda named: part_of(named[0])):
-            whole = dict(tensors)
-            first = next(iter(whole))
+        """Write parts as they come; one that turns out not to have changed is taken back."""
+        files = _Files(directory, self._bucket_bytes)
+        for _, tensors in groupby(_each(stream, files.make_room), key=lambda named: part_of(named[0])):
+            pieces, told = list[Piece](), hashlib.blake2b(digest_size=16)
+            for name, tensor in tensors:
+                files.held[name] = tensor
+                pieces.append(Piece(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0))
+                if self._delta:
+                    told.update(name.encode())
+                    told.update(tensor.view(-1).view(torch.uint8).numpy().data)
+            first = pieces[0].name
             if self._delta:
-                self._known[first] = _hash(whole)
-                if known.get(first) == self._known[first]:
-                    continue
-            for name, tensor in whole.items():
-                if held and tensor.nbytes + sum(other.nbytes for other in held.values()) > self._bucket_bytes:
-                    count += 1
-                    _save(held, directory / f"weights-{count:05d}.safetensors")
-                    held = {}
-                held[name] = tensor
-                yield Piece(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0)
-        if held:
-            _save(held, directory / f"weights-{count + 1:05d}.safetensors")
+                self._known[first] = told.digest()
+            if self._delta and known.get(first) == self._known[first]:
+                files.take_back()
+                continue
+            files.keep()
+            yield from pieces
+        files.write()
 
     def _name(self) -> str:
         return f"publish-{os.getpid()}-{self._count}"
@@ -126,21 +127,56 @@ def part_of(name: str) -> str:
     return ".".join(name.split(".")[:-2]) or name
 
 
-def _each(stream: Stream) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of their own, in memory of the processor, in the dtype that they travel in."""
+def _each(stream: Stream, make_room: Callable[[int], None]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of their own, in memory of the processor, in the dtype that they travel in; each once there is room."""
     while (found := stream.peek()) is not None:
         name, tensor, dtype = found
+        make_room(stream.nbytes())
         stream.take()
         yield name, torch.empty(tensor.shape, dtype=dtype).copy_(gathered(tensor))
 
 
-def _hash(tensors: dict[str, Tensor]) -> bytes:
-    said = hashlib.blake2b(digest_size=16)
-    for name, tensor in tensors.items():
-        said.update(name.encode())
-        said.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return said.digest()
+class _Files:
+    """Files of at most a bucket each: what is to stay, and after it the part that is coming in."""
 
+    def __init__(self, directory: Path, most: int) -> None:
+        self._directory, self._most, self._count = directory, most, 0
+        self._kept: dict[str, Tensor] = {}
+        self.held: dict[str, Tensor] = {}
+        """The part that is coming in, as far as no file has it."""
+        self._drafts: list[Path] = []
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})
+    def make_room(self, nbytes: int) -> None:
+        """Write what is held, if so much more does not fit in beside it."""
+        if self._kept and self._size() + nbytes > self._most:
+            self._save(self._kept)
+        if self.held and self._size() + nbytes > self._most:
+            self._drafts.append(self._save(self.held))
+
+    def keep(self) -> None:
+        """The part is to stay."""
+        self._kept |= self.held
+        self.held.clear()
+        self._drafts.clear()
+
+    def take_back(self) -> None:
+        """The part is not to stay."""
+        self.held.clear()
+        while self._drafts:
+            self._drafts.pop().unlink()
+
+    def write(self) -> None:
+        """Write what is left of all that is to stay."""
+        if self._kept:
+            self._save(self._kept)
+
+    def _size(self) -> int:
+        return sum(tensor.nbytes for each in (self._kept, self.held) for tensor in each.values())
+
+    def _save(self, tensors: dict[str, Tensor]) -> Path:
+        """Write these, and let go of them."""
+        self._count += 1
+        path = self._directory / f"weights-{self._count:05d}.safetensors"
+        save_file(tensors, path, metadata={"format": "pt"})
+        tensors.clear()
+        return path

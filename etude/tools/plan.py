@@ -56,6 +56,9 @@ def plan(asked: Recipe, *, knobs: bool = True, tell: Callable[[str], None] = lam
             continue
         turned.append(Knob(option, value, max(other.total for other in others)))
     servers = server_of(run) if isinstance(run, Run) else None
+    told: tuple[str, ...] = () if servers is None else notes(servers, device)
+    if run.ranks > 1 and not asked.ranks:
+        told += (f"That is with `ranks={run.ranks}`, as many as there is room for: give it to the run too.",)
     return Plan(
         devices=devices,
         ranks=run.ranks,
@@ -65,7 +68,7 @@ def plan(asked: Recipe, *, knobs: bool = True, tell: Callable[[str], None] = lam
         parameters=sum(weight.numel() for weight in played.model.parameters()),
         pace=pace(run, device, played, asked.gpu_tflops, asked.gpu_gbs),
         knobs=tuple(sorted(turned, key=lambda knob: knob.total)),
-        notes=() if servers is None else notes(servers, device),
+        notes=told,
     )
 
 
@@ -84,7 +87,8 @@ def _settled(asked: Recipe, wanted: int | None) -> tuple[Recipe, torch.device]:
     gpus = here if wanted is None and asked.device != "cpu" else wanted or 0
     if asked.device == "cpu" and gpus:
         raise ConfigError(f"`gpus={gpus}` plans for GPUs, and `device=cpu` computes on the processor. Leave one out.")
-    run = _with(asked, "ranks", _ranks(asked, gpus)) if gpus and asked.ranks == 1 else asked
+    run = _with(asked, "ranks", asked.ranks or _ranks(asked, gpus))
+    run.mesh.refuse(run.ranks)
     _refuse(run)
     if gpus:
         _refuse_too_many(run, gpus)
@@ -96,9 +100,9 @@ def _settled(asked: Recipe, wanted: int | None) -> tuple[Recipe, torch.device]:
 
 
 def _ranks(run: Recipe, gpus: int) -> int:
-    """As many as there is room for: beside engines and servers that have GPUs of their own."""
-    if not isinstance(run, Run):
-        return gpus
+    """As many as there is room for: beside engines and servers that have GPUs of their own. On the processor, one."""
+    if not gpus or not isinstance(run, Run):
+        return max(gpus, 1)
     servers = server_of(run)
     if servers is not None and not run.train.offload:
         named = run.rollout.devices if isinstance(run.rollout, ServerConfig) else ()

@@ -18,6 +18,9 @@ __all__ = ["KINDS", "PlanDPO", "PlanDistill", "PlanFor", "PlanRewardModel", "Pla
 class PlanFor(Config):
     """What a run is planned for."""
 
+    ranks: int = Field(
+        0, ge=0, description="processes that share the work, as of the run; 0 is as many as there are GPUs for, or one"
+    )
     gpus: int | None = Field(
         None, ge=0, le=4096, description="GPUs to plan for; 0 is the processor, null those that torch reaches here"
     )

@@ -69,7 +69,7 @@ class Plan:
     pace: Pace | None
     knobs: tuple[Knob, ...] = ()
     notes: tuple[str, ...] = ()
-    """What of it is not known."""
+    """What of it is not known, or was chosen here."""
 
     @property
     def fits(self) -> bool | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from bench.sync import main
+from bench.sync import Published, Receiver, main, weights_of
 
 
 def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,3 +18,19 @@ def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.Capt
     assert set(told["ratios"]) == {"alias", "local", "shm", "disk", "gloo"}
     assert told["bytes"] > 0 and told["bucket_mib"] == 1
     assert "of a copy's bandwidth" in capsys.readouterr().out
+
+
+def test_a_publish_that_brings_nothing_or_another_weight_is_found_out(tmp_path: Path) -> None:
+    weights = weights_of("tiny")
+    with closing(Receiver(tmp_path / "receiver.log", 1)) as receiver:
+        for name in ("local", "shm", "disk"):
+            each = Published(name, weights, receiver, tmp_path / "weights", 1)
+            each.prepare()
+            each.publish()
+            each.check()
+            next(iter(weights.values()))[0, 0] += 1
+            with pytest.raises(RuntimeError, match=f"published to it by {name}"):
+                each.check()
+            each.prepare()
+            with pytest.raises(RuntimeError, match=f"published to it by {name}"):
+                each.check()

@@ -248,7 +248,8 @@ def test_what_one_machine_shares_wants_a_rank_there(two: World, monkeypatch: pyt
     chosen = {"address": "10.1.1.2", "running": "finish", "update_timeout": 7.0}
     far = config.model_copy(update={"carrier": "gloo", "url": ("http://10.1.1.1:9",), **chosen})
     found = carriage_of(far, two.crew, untied=True)
-    assert found.ranks == [0, 1]
+    assert found.ranks == [0, 1] and not found.untied, "a server that takes weights brings a tied head up to date"
+    assert carriage_of(config.model_copy(update={"carrier": "files"}), two.crew, untied=True).untied
     assert (found.sync.address, found.sync.running, found.sync.timeout) == ("10.1.1.2", "finish", 7.0)
 
 

@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bench.plan_worker import measured
 from etude.errors import CheckpointError
 from etude.models import create, tiny
 from etude.sync.disk import DiskCarrier, part_of
+from etude.sync.plan import Stream
 
 MODEL = create(tiny(50, layers=2, hidden=32, context=128), seed=0)
 
@@ -58,6 +60,19 @@ def test_a_delta_holds_the_parts_that_changed_whole(tmp_path: Path) -> None:
     assert len(part) > 3 and same(found, part)
     assert same(written(carrier, published, whole=True)[1], published), "a server that missed one needs everything"
     assert not written(carrier, published, whole=False)[1]
+
+
+def test_a_part_that_is_larger_than_a_bucket_is_written_or_taken_back_whole(tmp_path: Path) -> None:
+    carrier, bucket = DiskCarrier(tmp_path, 100_000, delta=True), 100_000
+    names = [f"model.layers.{layer}.mlp.{name}_proj.weight" for layer in (0, 1) for name in ("gate", "up", "down")]
+    published = {name: torch.randn(128, 128) for name in ("model.embed_tokens.weight", *names)}
+    held = measured(lambda: carrier.write(Stream(published.items()), {}))
+    assert 65_536 < held <= 2 * bucket, "parts are held in pieces"
+    assert same(written(carrier, published, whole=True)[1], published)
+    published[names[-1]] = torch.randn(128, 128)
+    directory, found = written(carrier, published, whole=False)
+    assert same(found, {name: published[name] for name in names[3:]})
+    assert max(file.stat().st_size for file in directory.iterdir()) < bucket
 
 
 def test_without_delta_everything_is_written(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 
-from bench.plan import CASES, COMMON, ENGINE, SIZES, WITHIN, compared, run_of
+from bench.plan import CASES, COMMON, ENGINE, SIZES, TRAINED, WITHIN, compared, run_of
+from bench.plan_worker import measured
 from etude.cli import main
 from etude.config.compose import compose
 from etude.models import Resident
@@ -104,16 +106,27 @@ def test_what_pretends_takes_the_paths_of_a_gpu() -> None:
 # -- foreseen and measured ---------------------------------------------------------------------------------------------
 
 
+def test_what_another_thread_lets_go_of_is_no_longer_held() -> None:
+    def exchange() -> None:
+        for _ in range(8):
+            held = [torch.zeros(1 << 18)]
+            thread = Thread(target=held.clear)
+            thread.start()
+            thread.join()
+
+    assert 1 << 20 <= measured(exchange) < 2 << 20
+
+
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.soak) for n in CASES])
 def test_what_is_foreseen_is_what_is_taken(name: str, tmp_path: Path) -> None:
     if name == "lora":
         require("lora")
-    found = compared(run_of(tmp_path / "model", name, SMALL), name)
+    found = compared(run_of(tmp_path / "model", name, SIZES if name in TRAINED else SMALL), name)
     assert abs(found.ratio - 1) <= WITHIN, f"{found.foreseen} bytes were foreseen and {found.measured} measured"
 
 
 def test_every_kind_of_memory_has_its_name(model: Path) -> None:
-    run = asked(model, "train.precision=bf16", "kl=reverse")
+    run = asked(model, "ranks=1", "train.precision=bf16", "kl=reverse")
     played = rehearse(run, CPU)
     elements = sum(weight.numel() for weight in played.model.parameters())
     held = played.ledger.peak("updating").kinds
@@ -137,13 +150,13 @@ def test_knobs_move_what_they_are_for(option: str, kind: str, model: Path) -> No
         require("lora")
     peaks = []
     for options in ((), (option,)):
-        ledger = rehearse(asked(model, "train.precision=fp32", *options), CPU).ledger
+        ledger = rehearse(asked(model, "ranks=1", "train.precision=fp32", *options), CPU).ledger
         peaks.append(max(ledger.peak(phase).kinds.get(kind, 0) for phase in ledger.phases))
     assert peaks[1] < 0.8 * peaks[0]
 
 
 def test_what_is_laid_out_is_counted_where_it_would_be(model: Path) -> None:
-    run = asked(model, "train.precision=bf16", "rollout.prepack=true")
+    run = asked(model, "ranks=1", "train.precision=bf16", "rollout.prepack=true")
     expected = sum(each.weight.nbytes for each in Resident(policy(run), merge=False, prepack=False).products())
     gains = is_laid_out(torch.zeros(1, dtype=torch.bfloat16))
     assert rehearse(run, CPU).ledger.peak("sampling").kinds.get("engine", 0) == (expected if gains else 0)
@@ -177,6 +190,15 @@ def test_more_ranks_keep_less_each(model: Path) -> None:
     assert not torch.distributed.is_initialized()
 
 
+def test_as_many_ranks_as_were_asked_for_are_planned_and_else_as_many_as_there_is_room_for(model: Path) -> None:
+    many, one, here = (
+        plan(asked(model, *options), knobs=False)
+        for options in (["gpus=4", "mesh.tensor=2"], ["gpus=4", "ranks=1"], ["gpus=0"])
+    )
+    assert (many.ranks, one.ranks, here.ranks) == (4, 1, 1)
+    assert "`ranks=4`" in many.notes[-1] and not one.notes and not here.notes
+
+
 def test_ranks_that_divide_a_pack_hold_a_part_of_its_activations(model: Path) -> None:
     common = ("train.precision=bf16", "gpus=2", "ranks=2")
     shapes: tuple[tuple[str, ...], ...] = ((), ("mesh.tensor=2",), ("mesh.sequence=2",))
@@ -204,6 +226,8 @@ def test_what_cannot_be_planned_is_refused(model: Path, capsys: Captured, tmp_pa
     split = "placement.layout=split"
     assert "wants 6: one for each of `ranks=3`" in refused(capsys, "plan", path, "ranks=3", "gpus=4", split)
     assert "Leave one out" in refused(capsys, "plan", path, "device=cpu", "gpus=2")
+    assert "`ranks=1` is no multiple" in refused(capsys, "plan", path, "gpus=2", "ranks=1", "mesh.tensor=2")
+    assert "`ranks=3` is no multiple" in refused(capsys, "plan", path, "gpus=3", "mesh.tensor=2")
     assert "makes room on a GPU" in refused(capsys, "plan", path, "gpus=0", "train.offload=true")
     assert "do not fit into" in refused(capsys, "plan", path, "gpus=0", "sampling.max_tokens=100000")
     assert "no such parts" in refused(capsys, "plan", path, "gpus=3", "ranks=3", "mesh.tensor=3")
