@@ -23,3 +23,18 @@ def gone(pid: int, within: float = 10.0) -> bool:
 def started_by(pid: int) -> int:
     """The first process that this one has started."""
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def descendants(pid: int) -> list[int]:
+    """All that a process has started, and what those have."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found, before = {pid}, 0
+    while len(found) > before:
+        before = len(found)
+        found |= {child for child, parent in parents.items() if parent in found}
+    return sorted(found - {pid})

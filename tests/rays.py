@@ -1,14 +1,52 @@
-"""One Ray for all tests of a process: starting it takes longer than most of them."""
+"""Ray for tests: one for all tests of a process, because starting it takes longer than most of them; and Rays that are
+somebody else's, which runs and programs join: a head that was started by hand, two nodes of Ray's own test cluster."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 from etude.dispatch import crew_of
 from tests.components import require
+from tests.processes import descendants
 
 CPUS = 4
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+
+TWO = """
+import json, sys
+from tempfile import TemporaryDirectory
+from etude.config.env import keep_ray_quiet
+keep_ray_quiet()
+from ray.cluster_utils import Cluster
+from etude.dispatch.ray_cluster import SLOW
+
+small = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "wait": False}
+with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
+    cluster = Cluster()
+    nodes = [cluster.add_node(**small, include_dashboard=False, temp_dir=place, _system_config=SLOW)]
+    nodes += [cluster.add_node(**small)]
+    for node in nodes:
+        cluster._wait_for_node(node, 600)
+    raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
+    print(json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
+    for line in sys.stdin:
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+        print(line, end="", flush=True)
+    for node in reversed(nodes):
+        cluster.remove_node(node, allow_graceful=False)
+"""
 
 
 @contextmanager
@@ -20,3 +58,120 @@ def joined() -> Iterator[None]:
 
     with closing(Cluster(CPUS)):
         yield
+
+
+def program(text: str, *words: object, **environment: str) -> subprocess.Popen[str]:
+    """A program of a test, in a process of its own that finds what the test finds."""
+    command = [sys.executable, "-c", text, *map(str, words)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=surroundings(**environment), stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def surroundings(**environment: str) -> dict[str, str]:
+    """This process's environment, in which others find its modules."""
+    kept = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_USAGE_STATS_ENABLED": "0"}
+    return kept | environment
+
+
+def told_by(process: subprocess.Popen[str], within: float = 900.0) -> dict[str, Any]:
+    """What a program printed last."""
+    out, err = process.communicate(timeout=within)
+    assert process.returncode == 0, err[-4000:]
+    told: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return told
+
+
+def actors(pid: int) -> list[int]:
+    """The ranks among all that a process has started."""
+    return [each for each in descendants(pid) if b"ray::_Rank" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+# -- those of somebody else -------------------------------------------------------------------------------------------
+
+
+class Head(NamedTuple):
+    """A Ray that was started by hand."""
+
+    address: str
+    place: Path
+    """Where its sessions lie."""
+
+    def dashboard(self) -> str:
+        """Where its dashboard is, by its own log."""
+        until = time.monotonic() + 120
+        while True:
+            for log in self.place.glob("session_*/logs/dashboard*.log"):
+                if found := re.search(r"http server.*?(\d+\.\d+\.\d+\.\d+):(\d+)|address: .*?:(\d+)", log.read_text()):
+                    return f"http://127.0.0.1:{found[2] or found[3]}"
+            assert time.monotonic() < until
+            time.sleep(0.2)
+
+
+@contextmanager
+def a_head(*words: str, cpus: int = 4) -> Iterator[Head]:
+    """`ray start --head`, until the end. Its directory has a short name, because Ray's sockets lie in it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
+        named = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={place}", *words)
+        with a_node((), *named, cpus=cpus):
+            yield Head(f"127.0.0.1:{port}", Path(place))
+
+
+@contextmanager
+def a_node(before: tuple[str, ...], *words: str, cpus: int) -> Iterator[int]:
+    """`ray start` with these words, by a command that stands before it, until the end; the process."""
+    command = [*before, *RAY, "start", "--block", f"--num-cpus={cpus}", "--object-store-memory=200000000", *words]
+    pipe = subprocess.PIPE
+    node = subprocess.Popen(command, env=surroundings(), stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert node.stdout is not None
+        said = []
+        for line in node.stdout:
+            said.append(line)
+            if "Ray runtime started" in line:
+                break
+        assert node.poll() is None, "".join(said)
+        yield node.pid
+    finally:
+        node.send_signal(signal.SIGKILL if before else signal.SIGTERM)  # which nobody passes on
+        node.communicate(timeout=60)
+
+
+class Two(NamedTuple):
+    """Ray's own test cluster, of two nodes with a place for one rank each, which a program of its own looks after."""
+
+    address: str
+    raylets: tuple[int, int]
+    """The process that each node is kept by."""
+    keeper: subprocess.Popen[str]
+
+    def ranks(self) -> list[int]:
+        """The ranks on both of them."""
+        return [rank for raylet in self.raylets for rank in actors(raylet)]
+
+    def lose(self) -> None:
+        """Kill the second node, with all that runs there."""
+        assert self.keeper.stdin is not None and self.keeper.stdout is not None
+        self.keeper.stdin.write("lose\n")
+        self.keeper.stdin.flush()
+        assert self.keeper.stdout.readline() == "lose\n"
+
+
+@contextmanager
+def two_nodes() -> Iterator[Two]:
+    """A Ray of two nodes on this machine, until the end."""
+    require("ray")
+    keeper = program(TWO)
+    try:
+        assert keeper.stdout is not None
+        line = keeper.stdout.readline()
+        assert line, keeper.communicate()[1][-4000:]
+        told = json.loads(line)
+        yield Two(told["address"], tuple(told["raylets"]), keeper)
+    finally:
+        try:
+            keeper.communicate(timeout=120)
+        finally:
+            keeper.kill()
+            keeper.wait()
