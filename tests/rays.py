@@ -22,23 +22,41 @@ from tests.components import require
 from tests.processes import descendants
 
 CPUS = 4
-RAY = (sys.executable, "-m", "ray.scripts.scripts")
+
+PATIENT = """
+import time
+from etude.config.env import keep_ray_quiet
+keep_ray_quiet()
+from ray._private import services
+
+def waited_for(*asked, _found=services.get_node):
+    until = time.monotonic() + 600
+    while True:
+        try:
+            return _found(*asked)
+        except RuntimeError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
+
+services.get_node = waited_for
+"""
+"""Ray gives a node half a minute to be there. On a machine that has much else to do it takes longer."""
+
+RAY = (sys.executable, "-c", PATIENT + "from ray.scripts.scripts import main; main()")
+"""The command `ray`."""
 
 TWO = """
 import json, sys
 from tempfile import TemporaryDirectory
-from etude.config.env import keep_ray_quiet
-keep_ray_quiet()
 from ray.cluster_utils import Cluster
 from etude.dispatch.ray_cluster import SLOW
 
-small = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "wait": False}
+small = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
     cluster = Cluster()
     nodes = [cluster.add_node(**small, include_dashboard=False, temp_dir=place, _system_config=SLOW)]
     nodes += [cluster.add_node(**small)]
-    for node in nodes:
-        cluster._wait_for_node(node, 600)
     raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
     print(json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
     for line in sys.stdin:
@@ -69,8 +87,8 @@ def program(text: str, *words: object, **environment: str) -> subprocess.Popen[s
 
 def surroundings(**environment: str) -> dict[str, str]:
     """This process's environment, in which others find its modules."""
-    kept = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_USAGE_STATS_ENABLED": "0"}
-    return kept | environment
+    more = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600"}
+    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | more | environment
 
 
 def told_by(process: subprocess.Popen[str], within: float = 900.0) -> dict[str, Any]:
@@ -110,10 +128,13 @@ class Head(NamedTuple):
 @contextmanager
 def a_head(*words: str, cpus: int = 4) -> Iterator[Head]:
     """`ray start --head`, until the end. Its directory has a short name, because Ray's sockets lie in it."""
+    from etude.dispatch.ray_cluster import SLOW
+
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
-        named = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={place}", *words)
+        named = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={place}")
+        named += (f"--system-config={json.dumps(SLOW)}", *words)
         with a_node((), *named, cpus=cpus):
             yield Head(f"127.0.0.1:{port}", Path(place))
 
@@ -162,7 +183,7 @@ class Two(NamedTuple):
 def two_nodes() -> Iterator[Two]:
     """A Ray of two nodes on this machine, until the end."""
     require("ray")
-    keeper = program(TWO)
+    keeper = program(PATIENT + TWO)
     try:
         assert keeper.stdout is not None
         line = keeper.stdout.readline()

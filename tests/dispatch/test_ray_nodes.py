@@ -13,7 +13,7 @@ import pytest
 
 from tests.components import require
 from tests.processes import gone
-from tests.rays import a_head, program, told_by
+from tests.rays import PATIENT, a_head, program, told_by
 
 pytestmark = pytest.mark.soak
 
@@ -24,19 +24,18 @@ NODES = """
 import json, sys, threading, time
 from contextlib import closing
 from pathlib import Path
-from etude.config.env import keep_ray_quiet
-keep_ray_quiet()
 import ray
 from ray.cluster_utils import Cluster
 from etude.data.share import shares
 from etude.dispatch import CrewConfig, crew_of
+from etude.dispatch.ray_cluster import SLOW
 from etude.errors import CrewError
 from tests.batches import random_batch, same
 from tests.dispatch.workers import Clerk, Maker, counted
 
 if __name__ == "__main__":
     small = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=small)
+    cluster = Cluster(initialize_head=True, head_node_args=small | {"_system_config": SLOW})
     other = cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
     ray.init(address=cluster.address, log_to_driver=False)
     config = CrewConfig(silence=300, timeout=600)
@@ -83,7 +82,7 @@ with closing(crew_of("ray")(counted, ranks=2, share=shares, logs=Path(sys.argv[1
 def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
     """What one holds the other reads; and the rank of the node that is lost is named."""
     require("ray")
-    told = told_by(program(NODES, tmp_path))
+    told = told_by(program(PATIENT + NODES, tmp_path))
     assert len(set(told["nodes"])) == 2 and told["same"]
     rank, pid = told["lost"]
     assert told["error"].startswith(f"Rank {rank} of policy (process {pid} on node "), told["error"]
