@@ -48,22 +48,19 @@ RAY = (sys.executable, "-c", PATIENT + "from ray.scripts.scripts import main; ma
 
 TWO = """
 import json, sys
-from tempfile import TemporaryDirectory
 from ray.cluster_utils import Cluster
 from etude.dispatch.ray_cluster import SLOW
 
 small = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
-with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
-    cluster = Cluster()
-    nodes = [cluster.add_node(**small, include_dashboard=False, temp_dir=place, _system_config=SLOW)]
-    nodes += [cluster.add_node(**small)]
-    raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
-    print(json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
-    for line in sys.stdin:
-        cluster.remove_node(nodes.pop(), allow_graceful=False)
-        print(line, end="", flush=True)
-    for node in reversed(nodes):
-        cluster.remove_node(node, allow_graceful=False)
+cluster = Cluster(initialize_head=True, head_node_args=small | {"include_dashboard": False, "_system_config": SLOW})
+nodes = [cluster.head_node, cluster.add_node(**small)]
+raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
+print(json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
+for line in sys.stdin:
+    cluster.remove_node(nodes.pop(), allow_graceful=False)
+    print(line, end="", flush=True)
+for node in reversed(nodes):
+    cluster.remove_node(node, allow_graceful=False)
 """
 
 
