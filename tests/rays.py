@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -108,32 +106,28 @@ class Head(NamedTuple):
     """A Ray that was started by hand."""
 
     address: str
-    place: Path
-    """Where its sessions lie."""
+    dashboard: str
+    """Where its dashboard is, if it has one."""
 
-    def dashboard(self) -> str:
-        """Where its dashboard is, by its own log."""
-        until = time.monotonic() + 120
-        while True:
-            for log in self.place.glob("session_*/logs/dashboard*.log"):
-                if found := re.search(r"http server.*?(\d+\.\d+\.\d+\.\d+):(\d+)|address: .*?:(\d+)", log.read_text()):
-                    return f"http://127.0.0.1:{found[2] or found[3]}"
-            assert time.monotonic() < until
-            time.sleep(0.2)
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
 
 
 @contextmanager
-def a_head(*words: str, cpus: int = 4) -> Iterator[Head]:
+def a_head(*words: str, cpus: int = 4, dashboard: bool = False) -> Iterator[Head]:
     """`ray start --head`, until the end. Its directory has a short name, because Ray's sockets lie in it."""
     from etude.dispatch.ray_cluster import SLOW
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port, shown = free_port(), free_port()
     with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
-        named = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={place}")
-        named += (f"--system-config={json.dumps(SLOW)}", *words)
-        with a_node((), *named, cpus=cpus):
-            yield Head(f"127.0.0.1:{port}", Path(place))
+        named = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={place}", *words)
+        named += (f"--system-config={json.dumps(SLOW)}", f"--include-dashboard={dashboard}")
+        with a_node((), *named, f"--dashboard-port={shown}", cpus=cpus):
+            yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{shown}")
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     if subprocess.run([*APART, "true"], capture_output=True, check=False).returncode:
         pytest.skip("namespaces of their own are not for this user here")
     logs = tmp_path_factory.mktemp("logs")
-    with a_head("--include-dashboard=false", *PORTS, cpus=1) as head:
+    with a_head(*PORTS, cpus=1) as head:
         words = (f"--address={head.address}", "--node-ip-address=127.0.0.2", *PORTS)
         with a_node((*APART, "sh", "-c", HIDING, str(logs)), *words, cpus=1) as apart:
             yield Machines(head.address, apart, logs)

@@ -92,7 +92,7 @@ def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_ray_that_is_there_is_joined_and_left_as_it_was(tmp_path: Path) -> None:
     require("ray")
-    with a_head("--include-dashboard=false") as head:
+    with a_head() as head:
         address = head.address
         first = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address))
         assert first["count"] == 11 and all(gone(each, 30) for each in first["pids"])
@@ -117,7 +117,7 @@ def test_breakpoint_in_a_rank_waits_for_a_debugger_and_goes_on(tmp_path: Path) -
     """A client of debugpy's protocol finds the rank by its log, stops where it stands, and lets it go on."""
     require("ray")
     require("debugpy")
-    with a_head("--include-dashboard=false") as head:
+    with a_head() as head:
         stops = program(JOINS, tmp_path, "and stops", RAY_ADDRESS=head.address)
         log, until = tmp_path / "rank-0.log", time.monotonic() + 300
         while not (found := re.search(r"listening on ([\d.]+):(\d+)", log.read_text() if log.exists() else "")):

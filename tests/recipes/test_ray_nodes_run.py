@@ -63,8 +63,8 @@ def test_a_run_is_a_job(world: Path, tmp_path: Path) -> None:
     code.mkdir()
     (code / "praise.py").write_text(PRAISE)
     given = {"directory": run, "ranks": 2, "cluster": "ray", "steps": 1, "reward.path": "praise:digits", **PATIENT}
-    with a_head("--include-dashboard=true", "--dashboard-port=0") as head:
-        words = [*RAY, "job", "submit", "--address", head.dashboard(), "--working-dir", str(code), "--"]
+    with a_head(dashboard=True) as head:
+        words = [*RAY, "job", "submit", "--address", head.dashboard, "--working-dir", str(code), "--"]
         words += [sys.executable, "-m", "etude", "train", *options(world, **given)]
         done = subprocess.run(words, env=surroundings(), capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
