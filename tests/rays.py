@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from tests.components import require
 from tests.processes import descendants
 
 CPUS = 4
+GUARDED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+"""By what those that are somebody else's, and whoever joins them, know each other."""
 
 PATIENT = """
 import time
@@ -28,7 +31,7 @@ keep_ray_quiet()
 from ray._private import services
 
 def waited_for(*asked, _found=services.get_node):
-    until = time.monotonic() + 600
+    until = time.monotonic() + 300
     while True:
         try:
             return _found(*asked)
@@ -44,14 +47,19 @@ services.get_node = waited_for
 RAY = (sys.executable, "-c", PATIENT + "from ray.scripts.scripts import main; main()")
 """The command `ray`."""
 
+AGENTS = ("metrics_agent_port", "dashboard_agent_listen_port", "metrics_export_port", "runtime_env_agent_port")
+"""What names the ports at which the parts of a node listen; the command calls one of them otherwise."""
+
 TWO = """
 import json, sys
 from ray.cluster_utils import Cluster
 from etude.dispatch.ray_cluster import SLOW
+from tests.rays import agents
 
 small = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
-cluster = Cluster(initialize_head=True, head_node_args=small | {"include_dashboard": False, "_system_config": SLOW})
-nodes = [cluster.head_node, cluster.add_node(**small)]
+head = small | agents() | {"include_dashboard": False, "_system_config": SLOW}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+nodes = [cluster.head_node, cluster.add_node(**small | agents())]
 raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
 print(json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
 for line in sys.stdin:
@@ -73,6 +81,17 @@ def joined() -> Iterator[None]:
         yield
 
 
+def free_ports(count: int) -> list[int]:
+    """So many ports of the loopback interface that nobody listens at."""
+    with ExitStack() as held:
+        return [held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+
+
+def agents() -> dict[str, int]:
+    """Ports for the parts of a node. Those that choose for themselves are waited for, but half a minute at most."""
+    return dict(zip(AGENTS, free_ports(len(AGENTS)), strict=True))
+
+
 def program(text: str, *words: object, **environment: str) -> subprocess.Popen[str]:
     """A program of a test, in a process of its own that finds what the test finds."""
     command = [sys.executable, "-c", text, *map(str, words)]
@@ -81,9 +100,14 @@ def program(text: str, *words: object, **environment: str) -> subprocess.Popen[s
 
 
 def surroundings(**environment: str) -> dict[str, str]:
-    """This process's environment, in which others find its modules."""
+    """This process's environment, and in it where its modules are found."""
     more = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600"}
     return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | more | environment
+
+
+def joining(address: str) -> dict[str, str]:
+    """What has a program join the Ray of an address."""
+    return {"RAY_ADDRESS": address, **GUARDED}
 
 
 def told_by(process: subprocess.Popen[str], within: float = 900.0) -> dict[str, Any]:
@@ -96,7 +120,11 @@ def told_by(process: subprocess.Popen[str], within: float = 900.0) -> dict[str, 
 
 def actors(pid: int) -> list[int]:
     """The ranks among all that a process has started."""
-    return [each for each in descendants(pid) if b"ray::_Rank" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    found = []
+    for each in descendants(pid):
+        with suppress(OSError):  # it has ended since
+            found += [each] if b"ray::_Rank" in Path(f"/proc/{each}/cmdline").read_bytes() else []
+    return found
 
 
 # -- those of somebody else -------------------------------------------------------------------------------------------
@@ -110,19 +138,12 @@ class Head(NamedTuple):
     """Where its dashboard is, if it has one."""
 
 
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
-
-
 @contextmanager
 def a_head(*words: str, cpus: int = 4, dashboard: bool = False) -> Iterator[Head]:
     """`ray start --head`, until the end. Its directory has a short name, because Ray's sockets lie in it."""
     from etude.dispatch.ray_cluster import SLOW
 
-    port, shown = free_port(), free_port()
+    port, shown = free_ports(2)
     with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place:
         named = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={place}", *words)
         named += (f"--system-config={json.dumps(SLOW)}", f"--include-dashboard={dashboard}")
@@ -134,8 +155,10 @@ def a_head(*words: str, cpus: int = 4, dashboard: bool = False) -> Iterator[Head
 def a_node(before: tuple[str, ...], *words: str, cpus: int) -> Iterator[int]:
     """`ray start` with these words, by a command that stands before it, until the end; the process."""
     command = [*before, *RAY, "start", "--block", f"--num-cpus={cpus}", "--object-store-memory=200000000", *words]
+    told = {name.replace("metrics_agent", "dashboard_agent_grpc"): port for name, port in agents().items()}
+    command += [f"--{name.replace('_', '-')}={port}" for name, port in told.items()]
     pipe = subprocess.PIPE
-    node = subprocess.Popen(command, env=surroundings(), stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    node = subprocess.Popen(command, env=surroundings(**GUARDED), stdout=pipe, stderr=subprocess.STDOUT, text=True)
     try:
         assert node.stdout is not None
         said = []
@@ -174,7 +197,7 @@ class Two(NamedTuple):
 def two_nodes() -> Iterator[Two]:
     """A Ray of two nodes on this machine, until the end."""
     require("ray")
-    keeper = program(PATIENT + TWO)
+    keeper = program(PATIENT + TWO, **GUARDED)
     try:
         assert keeper.stdout is not None
         line = keeper.stdout.readline()

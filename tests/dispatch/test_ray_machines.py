@@ -18,7 +18,7 @@ import pytest
 
 from tests.components import require
 from tests.processes import descendants, gone
-from tests.rays import a_head, a_node, actors, program, told_by
+from tests.rays import a_head, a_node, actors, joining, program, told_by
 
 pytestmark = pytest.mark.soak
 
@@ -26,7 +26,7 @@ APART = ("unshare", "--pid", "--fork", "--mount", "--mount-proc", "--kill-child"
 """What begins a process in namespaces of its own."""
 HIDING = 'mount -t tmpfs none "$0" && exec "$@"'
 """There, have a directory be another one, and become the process that was asked for."""
-PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0")
+PORTS = ("--min-worker-port=0", "--max-worker-port=0")
 """Whichever are free, because the two nodes share them."""
 
 LOSES = """
@@ -94,7 +94,7 @@ HOW = {
 @pytest.mark.parametrize("how", HOW)
 def test_a_rank_on_another_machine_that_is_lost_is_named_and_ended_there(how: str, machines: Machines) -> None:
     """By its number there; its last words are fetched, and where it hangs is written to its log, by errands."""
-    process = program(LOSES, machines.logs / how, how, RAY_ADDRESS=machines.address)
+    process = program(LOSES, machines.logs / how, how, **joining(machines.address))
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, process.communicate()[1][-4000:]

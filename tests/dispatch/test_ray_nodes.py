@@ -13,7 +13,7 @@ import pytest
 
 from tests.components import require
 from tests.processes import gone
-from tests.rays import PATIENT, a_head, program, told_by
+from tests.rays import GUARDED, PATIENT, a_head, joining, program, told_by
 
 pytestmark = pytest.mark.soak
 
@@ -32,11 +32,13 @@ from etude.dispatch.ray_cluster import SLOW
 from etude.errors import CrewError
 from tests.batches import random_batch, same
 from tests.dispatch.workers import Clerk, Maker, counted
+from tests.rays import agents
 
 if __name__ == "__main__":
-    small = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=small | {"_system_config": SLOW})
-    other = cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
+    small = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    head = small | agents() | {"include_dashboard": False, "_system_config": SLOW}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    other = cluster.add_node(**small | agents())
     ray.init(address=cluster.address, log_to_driver=False)
     config = CrewConfig(silence=300, timeout=600)
     told = {}
@@ -82,7 +84,7 @@ with closing(crew_of("ray")(counted, ranks=2, share=shares, logs=Path(sys.argv[1
 def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
     """What one holds the other reads; and the rank of the node that is lost is named."""
     require("ray")
-    told = told_by(program(PATIENT + NODES, tmp_path))
+    told = told_by(program(PATIENT + NODES, tmp_path, **GUARDED))
     assert len(set(told["nodes"])) == 2 and told["same"]
     rank, pid = told["lost"]
     assert told["error"].startswith(f"Rank {rank} of policy (process {pid} on node "), told["error"]
@@ -94,11 +96,11 @@ def test_a_ray_that_is_there_is_joined_and_left_as_it_was(tmp_path: Path) -> Non
     require("ray")
     with a_head() as head:
         address = head.address
-        first = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address))
+        first = told_by(program(JOINS, tmp_path, **joining(address)))
         assert first["count"] == 11 and all(gone(each, 30) for each in first["pids"])
-        again = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address))
+        again = told_by(program(JOINS, tmp_path, **joining(address)))
         assert again["nodes"] == first["nodes"] and again["pids"] != first["pids"]
-        waits = program(JOINS, tmp_path, "and waits", RAY_ADDRESS=address)
+        waits = program(JOINS, tmp_path, "and waits", **joining(address))
         assert waits.stdout is not None
         pids = json.loads(waits.stdout.readline())["pids"]
         waits.kill()
@@ -118,7 +120,7 @@ def test_breakpoint_in_a_rank_waits_for_a_debugger_and_goes_on(tmp_path: Path) -
     require("ray")
     require("debugpy")
     with a_head() as head:
-        stops = program(JOINS, tmp_path, "and stops", RAY_ADDRESS=head.address)
+        stops = program(JOINS, tmp_path, "and stops", **joining(head.address))
         log, until = tmp_path / "rank-0.log", time.monotonic() + 300
         while not (found := re.search(r"listening on ([\d.]+):(\d+)", log.read_text() if log.exists() else "")):
             assert stops.poll() is None and time.monotonic() < until

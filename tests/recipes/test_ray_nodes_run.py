@@ -14,7 +14,7 @@ import pytest
 from etude.cli import main
 from tests.components import require
 from tests.processes import descendants, gone
-from tests.rays import RAY, a_head, actors, surroundings, two_nodes
+from tests.rays import GUARDED, RAY, a_head, actors, surroundings, two_nodes
 from tests.recipes.runs import STEPS, is_straight, measured, options
 from tests.recipes.test_ray_run import PATIENT, started
 
@@ -66,7 +66,7 @@ def test_a_run_is_a_job(world: Path, tmp_path: Path) -> None:
     with a_head(dashboard=True) as head:
         words = [*RAY, "job", "submit", "--address", head.dashboard, "--working-dir", str(code), "--"]
         words += [sys.executable, "-m", "etude", "train", *options(world, **given)]
-        done = subprocess.run(words, env=surroundings(), capture_output=True, text=True, timeout=900)
+        done = subprocess.run(words, env=surroundings(**GUARDED), capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert [step["step"] for step in measured(run)] == [1]
     assert sorted(path.name for path in (run / "ranks").iterdir()) == ["rank-0.log", "rank-1.log"]

@@ -17,7 +17,7 @@ import pytest
 from etude.cli import main
 from etude.recipes import checks
 from tests.processes import descendants, gone
-from tests.rays import actors, surroundings
+from tests.rays import actors, joining, surroundings
 from tests.recipes.players import TALKS
 from tests.recipes.runs import STEPS, Captured, is_straight, measured, options, refused, run_of, train
 from tests.recipes.test_interrupt import CODE
@@ -70,8 +70,8 @@ def started(
     """A run in a process of its own, from when it has measured a step; on the Ray of an address, or on its own."""
     given = {"directory": run, "ranks": 2, "cluster": "ray", "steps": steps, "checkpoint.every": 1, **PATIENT}
     words = ["train", *options(world, **given | changes)]
-    where = {"RAY_ADDRESS": address} if address else {}
-    process = subprocess.Popen([sys.executable, "-c", CODE, *words], env=surroundings(**where))
+    where = surroundings(**joining(address) if address else {})
+    process = subprocess.Popen([sys.executable, "-c", CODE, *words], env=where)
     try:
         until = time.monotonic() + 600
         while not ((run / "metrics.jsonl").is_file() and measured(run)):
