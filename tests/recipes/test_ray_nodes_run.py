@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,20 @@ ENDS = 120.0
 """Seconds within which a run ends whose node is lost, on a machine that has much else to do."""
 
 
+@contextmanager
+def halted(raylet: int) -> Iterator[None]:
+    """Stop all that runs on a node, until the end."""
+    there = (raylet, *descendants(raylet))
+    for each in there:
+        os.kill(each, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for each in there:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGCONT)
+
+
 @pytest.mark.parametrize("stopped", [False, True], ids=["killed", "stopped"])
 def test_a_node_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
     stopped: bool, world: Path, paired: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -33,13 +49,11 @@ def test_a_node_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
     with two_nodes() as two, started(world, run, STEPS, address=two.address, **{"crew.silence": 15}) as process:
         ours, ranks, (lost,) = descendants(process.pid), two.ranks(), actors(two.raylets[1])
         assert len(ranks) == 2
-        if stopped:
-            for each in (two.raylets[1], *descendants(two.raylets[1])):
-                os.kill(each, signal.SIGSTOP)
-        else:
+        if not stopped:
             two.lose()
-        assert process.wait(ENDS) == 2
-        assert all(gone(pid, 30) for pid in (*ours, *ranks))
+        with halted(two.raylets[1]) if stopped else nullcontext():
+            assert process.wait(ENDS) == 2
+            assert all(gone(pid, 30) for pid in (*ours, *ranks))
     told = capfd.readouterr().err
     how = "gave no sign of life" if stopped else "ended while it was"
     assert re.search(rf"Rank [01] of policy \(process {lost} on node [\d.]+\) {how} ", told), told
