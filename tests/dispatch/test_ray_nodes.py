@@ -142,17 +142,18 @@ def attached(client: socket.socket) -> str:
 
     def heard() -> dict[str, Any]:
         size = 0
-        while (line := stream.readline().strip()) or not size:
+        while line := stream.readline().strip():
             if line.lower().startswith(b"content-length:"):
                 size = int(line.split(b":")[1])
         message: dict[str, Any] = json.loads(stream.read(size))
         return message
 
     ask(1, "initialize", adapterID="python")
-    ask(2, "attach")
+    ask(2, "attach", justMyCode=False)  # it wants some argument
     why, done = "", False
     while not done:
         message = heard()
+        assert message.get("success", True), message
         if message.get("event") == "initialized":
             ask(3, "configurationDone")
         elif message.get("event") == "stopped":
