@@ -37,3 +37,18 @@ def rise_of(act: Callable[[], object]) -> int:
 def _memory(name: str) -> int:
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(lines[name].split()[0])
+
+
+def descendants(pid: int) -> list[int]:
+    """All that a process has started, and what those have."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found, before = {pid}, 0
+    while len(found) > before:
+        before = len(found)
+        found |= {child for child, parent in parents.items() if parent in found}
+    return sorted(found - {pid})

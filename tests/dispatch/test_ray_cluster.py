@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
 from tests.components import require
-from tests.dispatch.test_ray_nodes import JOINS, a_head, program, told_by
+from tests.dispatch.test_ray_nodes import JOINS
 from tests.processes import gone
+from tests.rays import a_head, program, told_by
 
 
 def test_it_lies_where_the_paths_of_its_sockets_are_short_enough() -> None:
@@ -60,17 +60,12 @@ print(json.dumps({"told": told}))
 
 
 @pytest.mark.soak
-def test_one_after_another_in_a_process_each_with_a_token_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_after_another_in_a_process_each_with_a_token_of_its_own(tmp_path: Path) -> None:
     """And then one of somebody else's, which asks for none."""
     require("ray")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with (
-        TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as place,
-        a_head(Path(place), "--include-dashboard=false") as address,
-    ):
-        told = told_by(program(AGAIN, address, RAY_ADDRESS="", HOME=str(tmp_path)))["told"]
+    open_to_all = {"RAY_AUTH_MODE": "disabled"}
+    with a_head(guard=open_to_all) as head:
+        told = told_by(program(AGAIN, head.address, RAY_ADDRESS="", HOME=str(tmp_path), **open_to_all))["told"]
     first, second, other = told
     assert [first[0], second[0]] == ["token"] * 2 and len({first[1], second[1], None, ""}) == 4
     assert first[2:] == second[2:] == [[], True]

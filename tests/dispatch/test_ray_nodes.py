@@ -1,16 +1,11 @@
-"""Crews on a Ray of several nodes, on one that is joined, and in a job; each in a process of its own."""
+"""Crews on a Ray of several nodes, and on one that is joined; each in a process of its own."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +13,7 @@ import pytest
 
 from tests.components import require
 from tests.processes import gone
+from tests.rays import GUARDED, PATIENT, a_head, joining, program, told_by
 
 pytestmark = pytest.mark.soak
 
@@ -28,20 +24,21 @@ NODES = """
 import json, sys, threading, time
 from contextlib import closing
 from pathlib import Path
-from etude.config.env import keep_ray_quiet
-keep_ray_quiet()
 import ray
 from ray.cluster_utils import Cluster
 from etude.data.share import shares
 from etude.dispatch import CrewConfig, crew_of
+from etude.dispatch.ray_cluster import SLOW
 from etude.errors import CrewError
 from tests.batches import random_batch, same
 from tests.dispatch.workers import Clerk, Maker, counted
+from tests.rays import agents
 
 if __name__ == "__main__":
-    small = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=small)
-    other = cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
+    small = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    head = small | agents() | {"include_dashboard": False, "_system_config": SLOW}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    other = cluster.add_node(**small | agents())
     ray.init(address=cluster.address, log_to_driver=False)
     config = CrewConfig(silence=300, timeout=600)
     told = {}
@@ -86,70 +83,10 @@ with closing(crew_of("ray")(counted, ranks=2, share=shares, logs=Path(sys.argv[1
 """
 
 
-def program(text: str, *words: object, **environment: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
-    command = [sys.executable, "-c", text, *map(str, words)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def told_by(process: subprocess.Popen[str], within: float = 900.0) -> dict[str, Any]:
-    """What a program printed last."""
-    out, err = process.communicate(timeout=within)
-    assert process.returncode == 0, err[-4000:]
-    told: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return told
-
-
-@contextmanager
-def a_head(place: Path, *words: str) -> Iterator[str]:
-    """A Ray that was started by somebody else; its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    started = [
-        sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        "--head",
-        "--block",
-        f"--port={port}",
-        "--num-cpus=4",
-    ]
-    started += ["--node-ip-address=127.0.0.1", f"--temp-dir={place}", "--object-store-memory=200000000", *words]
-    head = subprocess.Popen(started, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert head.stdout is not None
-        for line in head.stdout:
-            if "Ray runtime started" in line:
-                break
-        assert head.poll() is None
-        yield f"127.0.0.1:{port}"
-    finally:
-        head.terminate()
-        head.communicate(timeout=60)
-
-
-@pytest.fixture
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory with a short name: Ray's sockets lie in it."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as short:
-        yield Path(short)
-
-
-@pytest.fixture
-def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Ray that is started by hand, and whoever joins it, know each other by a token."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
-
-
 def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
     """What one holds the other reads; and the rank of the node that is lost is named."""
     require("ray")
-    told = told_by(program(NODES, tmp_path))
+    told = told_by(program(PATIENT + NODES, tmp_path, **GUARDED))
     assert len(set(told["nodes"])) == 2 and told["same"]
     rank, pid = told["lost"]
     assert told["error"].startswith(f"Rank {rank} of policy (process {pid} on node "), told["error"]
@@ -157,16 +94,16 @@ def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
     assert all(gone(each, 30) for each in told["pids"])
 
 
-@pytest.mark.usefixtures("guarded")
-def test_a_ray_that_is_there_is_joined_and_left_as_it_was(tmp_path: Path, place: Path) -> None:
+def test_a_ray_that_is_there_is_joined_and_left_as_it_was(tmp_path: Path) -> None:
     require("ray")
-    with a_head(place, "--include-dashboard=false") as address:
-        first = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address, HF_HOME="/models", HF_TOKEN="mine"))
+    with a_head() as head:
+        address = head.address
+        first = told_by(program(JOINS, tmp_path, HF_HOME="/models", HF_TOKEN="mine", **joining(address)))
         assert first["given"] == [{"HF_HOME": "/models"}] * 2, "what opens something stays"
         assert first["count"] == 11 and all(gone(each, 30) for each in first["pids"])
-        again = told_by(program(JOINS, tmp_path, RAY_ADDRESS=address))
+        again = told_by(program(JOINS, tmp_path, **joining(address)))
         assert again["nodes"] == first["nodes"] and again["pids"] != first["pids"]
-        waits = program(JOINS, tmp_path, "and waits", RAY_ADDRESS=address)
+        waits = program(JOINS, tmp_path, "and waits", **joining(address))
         assert waits.stdout is not None
         pids = json.loads(waits.stdout.readline())["pids"]
         waits.kill()
@@ -181,13 +118,12 @@ def test_a_ray_that_is_not_there_is_told(tmp_path: Path) -> None:
     assert process.returncode == 1 and "`RAY_ADDRESS` = 127.0.0.1:1 cannot be joined" in err
 
 
-@pytest.mark.usefixtures("guarded")
-def test_breakpoint_in_a_rank_waits_for_a_debugger_and_goes_on(tmp_path: Path, place: Path) -> None:
+def test_breakpoint_in_a_rank_waits_for_a_debugger_and_goes_on(tmp_path: Path) -> None:
     """A client of debugpy's protocol finds the rank by its log, stops where it stands, and lets it go on."""
     require("ray")
     require("debugpy")
-    with a_head(place, "--include-dashboard=false") as address:
-        stops = program(JOINS, tmp_path, "and stops", RAY_ADDRESS=address)
+    with a_head() as head:
+        stops = program(JOINS, tmp_path, "and stops", **joining(head.address))
         log, until = tmp_path / "rank-0.log", time.monotonic() + 300
         while not (found := re.search(r"listening on ([\d.]+):(\d+)", log.read_text() if log.exists() else "")):
             assert stops.poll() is None and time.monotonic() < until
@@ -209,17 +145,18 @@ def attached(client: socket.socket) -> str:
 
     def heard() -> dict[str, Any]:
         size = 0
-        while (line := stream.readline().strip()) or not size:
+        while line := stream.readline().strip():
             if line.lower().startswith(b"content-length:"):
                 size = int(line.split(b":")[1])
         message: dict[str, Any] = json.loads(stream.read(size))
         return message
 
     ask(1, "initialize", adapterID="python")
-    ask(2, "attach")
+    ask(2, "attach", justMyCode=False)  # it wants some argument
     why, done = "", False
     while not done:
         message = heard()
+        assert message.get("success", True), message
         if message.get("event") == "initialized":
             ask(3, "configurationDone")
         elif message.get("event") == "stopped":
@@ -228,39 +165,3 @@ def attached(client: socket.socket) -> str:
         done = message.get("command") == "continue"
     ask(5, "disconnect")
     return why
-
-
-@pytest.mark.usefixtures("guarded")
-def test_a_run_is_a_job(tmp_path: Path, place: Path) -> None:
-    """Submitted to a head on this machine, with its working directory sent along."""
-    require("ray-jobs")
-    code = tmp_path / "code"
-    code.mkdir()
-    (code / "joins.py").write_text(JOINS)
-    with a_head(place, "--include-dashboard=true", "--dashboard-port=0"):
-        address = dashboard(place)
-        words = ["job", "submit", "--address", address, "--working-dir", str(code), "--"]
-        command = [
-            sys.executable,
-            "-m",
-            "ray.scripts.scripts",
-            *words,
-            sys.executable,
-            "joins.py",
-            str(tmp_path / "logs"),
-        ]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        assert '"count": 11' in done.stdout
-
-
-def dashboard(place: Path) -> str:
-    """Where the head's dashboard is, by its own log."""
-    until = time.monotonic() + 120
-    while True:
-        for log in place.glob("session_*/logs/dashboard*.log"):
-            if found := re.search(r"http server.*?(\d+\.\d+\.\d+\.\d+):(\d+)|address: .*?:(\d+)", log.read_text()):
-                return f"http://127.0.0.1:{found[2] or found[3]}"
-        assert time.monotonic() < until
-        time.sleep(0.2)

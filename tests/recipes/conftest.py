@@ -9,7 +9,7 @@ import pytest
 
 from tests.recipes.lessons import learned, make_examples
 from tests.recipes.players import TALKS
-from tests.recipes.runs import train
+from tests.recipes.runs import STEPS, train
 from tests.worlds import make_model, make_tasks
 
 
@@ -35,6 +35,12 @@ def school(world: Path) -> Path:
 def whole(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps that nobody disturbed, for others to be compared with."""
     return train(world, tmp_path_factory.mktemp("whole") / "run", steps=4)
+
+
+@pytest.fixture(scope="session")
+def paired(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a dozen steps by two ranks on this machine that nobody disturbed, for others to be compared with."""
+    return train(world, tmp_path_factory.mktemp("paired") / "run", ranks=2, steps=STEPS)
 
 
 @pytest.fixture(scope="session")

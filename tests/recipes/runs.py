@@ -20,6 +20,8 @@ from etude.train import load_weights
 
 Captured = pytest.CaptureFixture[str]
 REWARDS = "tests.recipes.rewards"
+STEPS = 12
+"""Of a run that is disturbed on its way, and of the one that it is compared with."""
 
 
 def options(world: Path, **changes: Any) -> list[str]:
@@ -92,3 +94,9 @@ def weights(directory: Path) -> dict[str, Tensor]:
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Whether two models are one, bit for bit."""
     return a.keys() == b.keys() and all(bool((a[name] == b[name]).all()) for name in a)
+
+
+def is_straight(directory: Path, straight: Path) -> None:
+    """It has made each step once, and has come to the weights of a run that nobody disturbed, bit for bit."""
+    assert [step["step"] for step in measured(directory)] == list(range(1, STEPS + 1))
+    assert same(weights(directory), weights(straight))

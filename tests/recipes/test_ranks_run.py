@@ -21,7 +21,7 @@ from etude.recipes import checks
 from etude.store import open_store
 from tests.processes import gone
 from tests.recipes.rewards import planned
-from tests.recipes.runs import Captured, measured, options, refused, run_of, same, train, weights
+from tests.recipes.runs import STEPS, Captured, is_straight, measured, options, refused, run_of, same, train, weights
 from tests.recipes.test_interrupt import CODE
 from tests.recipes.test_loop import EVERY_STEP
 
@@ -164,17 +164,39 @@ def test_a_killed_run_of_two_ranks_is_the_run_of_two_ranks_bit_for_bit(world: Pa
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
-    number: signal.Signals, world: Path, whole: Path, tmp_path: Path, capsys: Captured
+    number: signal.Signals, world: Path, paired: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     run = tmp_path / "run"
-    words = ["train", *options(world, directory=run, ranks=2, steps=400, checkpoint__every=1, **{"crew.silence": 3})]
+    words = ["train", *options(world, directory=run, ranks=2, steps=STEPS, checkpoint__every=1, **{"crew.silence": 3})]
     with upset(number, 2, run) as ranks:
         told = refused(capsys, *words)
     assert told.startswith(f"Rank 1 (process {ranks[1]}) ") and "Start the run again" in told
     assert ("killed by SIGKILL" if number is signal.SIGKILL else "gave no sign of life") in told
     assert all(gone(pid, 0) for pid in ranks)
-    done = len(measured(run))
-    assert main(["train", *options(world, directory=run, ranks=2, steps=done + 1)]) == 0
+    assert main(["train", *options(world, directory=run, ranks=2, steps=STEPS)]) == 0
+    is_straight(run, paired)
+
+
+def test_a_controller_that_is_stopped_goes_on_where_it_was(world: Path, tmp_path: Path) -> None:
+    """For longer than its ranks may be silent: they are not, it is only not heard."""
+    run, silence = tmp_path / "run", 3.0
+    words = ["train", *options(world, directory=run, ranks=2, steps=STEPS, **{"crew.silence": silence})]
+    with subprocess.Popen([sys.executable, "-c", CODE, *words]) as process:
+        try:
+            until = time.monotonic() + 120
+            while not ((run / "metrics.jsonl").is_file() and measured(run)):
+                assert process.poll() is None and time.monotonic() < until
+                time.sleep(0.01)
+            process.send_signal(signal.SIGSTOP)
+            done, began = len(measured(run)), time.monotonic()
+            straight = train(world, tmp_path / "straight", ranks=2, steps=STEPS)
+            time.sleep(max(0.0, silence + 1 - (time.monotonic() - began)))
+            assert len(measured(run)) == done < STEPS
+            process.send_signal(signal.SIGCONT)
+            assert process.wait(120) == 0
+        finally:
+            process.kill()
+    is_straight(run, straight)
 
 
 @pytest.mark.soak

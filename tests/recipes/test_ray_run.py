@@ -16,34 +16,15 @@ import pytest
 
 from etude.cli import main
 from etude.recipes import checks
-from tests.processes import gone
+from tests.processes import descendants, gone
+from tests.rays import actors, joining, surroundings
 from tests.recipes.players import TALKS
-from tests.recipes.runs import Captured, measured, options, refused, run_of, train, weights
+from tests.recipes.runs import STEPS, Captured, is_straight, measured, options, refused, run_of, train
 from tests.recipes.test_interrupt import CODE
 from tests.recipes.test_loop import EVERY_STEP
 from tests.recipes.test_ranks_run import drawn, furthest
 
 PATIENT = {"crew.silence": 120, "crew.timeout": 600}
-
-
-def descendants(pid: int) -> list[int]:
-    """All that a process has started, and what those have."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    found, before = {pid}, 0
-    while len(found) > before:
-        before = len(found)
-        found |= {child for child, parent in parents.items() if parent in found}
-    return sorted(found - {pid})
-
-
-def actors(pid: int) -> list[int]:
-    """The ranks among them."""
-    return [each for each in descendants(pid) if b"ray::_Rank" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
 @pytest.mark.usefixtures("a_ray")
@@ -86,10 +67,14 @@ def test_what_fills_this_machine_may_be_little_for_a_cluster(world: Path, capsys
 
 
 @contextmanager
-def started(world: Path, run: Path, steps: int, **changes: object) -> Iterator[subprocess.Popen[bytes]]:
-    """A run in a process of its own, from when it has measured a step."""
+def started(
+    world: Path, run: Path, steps: int, *, address: str = "", **changes: object
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A run in a process of its own, from when it has measured a step; on the Ray of an address, or on its own."""
     given = {"directory": run, "ranks": 2, "cluster": "ray", "steps": steps, "checkpoint.every": 1, **PATIENT}
-    process = subprocess.Popen([sys.executable, "-c", CODE, "train", *options(world, **given, **changes)])
+    words = ["train", *options(world, **given | changes)]
+    where = surroundings(**joining(address) if address else {})
+    process = subprocess.Popen([sys.executable, "-c", CODE, *words], env=where)
     try:
         until = time.monotonic() + 600
         while not ((run / "metrics.jsonl").is_file() and measured(run)):
@@ -104,11 +89,11 @@ def started(world: Path, run: Path, steps: int, **changes: object) -> Iterator[s
 @pytest.mark.soak
 @pytest.mark.parametrize("stopped", [False, True], ids=["working", "stopped"])
 def test_a_killed_controller_leaves_no_process_of_ray_and_its_run_goes_on(
-    stopped: bool, world: Path, tmp_path: Path
+    stopped: bool, world: Path, paired: Path, tmp_path: Path
 ) -> None:
     """Nor a rank that is stopped and cannot notice. What was collected is not collected again."""
     run = tmp_path / "run"
-    with started(world, run, 6) as process:
+    with started(world, run, STEPS) as process:
         ours = descendants(process.pid)
         ranks = actors(process.pid)
         assert len(ranks) == 2
@@ -117,20 +102,18 @@ def test_a_killed_controller_leaves_no_process_of_ray_and_its_run_goes_on(
         process.kill()
         process.wait()
         assert all(gone(pid, 30) for pid in ours)
-    assert main(["train", *options(world, directory=run, ranks=2, steps=6, cluster="ray", **PATIENT)]) == 0
-    assert [step["step"] for step in measured(run)] == [1, 2, 3, 4, 5, 6]
-    straight = train(world, tmp_path / "straight", ranks=2, steps=6)
-    ours_, theirs = weights(run), weights(straight)
-    assert all(bool((ours_[name] == theirs[name]).all()) for name in theirs)
+    assert main(["train", *options(world, directory=run, ranks=2, steps=STEPS, cluster="ray", **PATIENT)]) == 0
+    is_straight(run, paired)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
-    number: signal.Signals, world: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    number: signal.Signals, world: Path, paired: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """To the weights of a run that nobody disturbed, bit for bit."""
     run = tmp_path / "run"
-    with started(world, run, 400, **{"crew.silence": 10}) as process:
+    with started(world, run, STEPS, **{"crew.silence": 10}) as process:
         ours, ranks = descendants(process.pid), actors(process.pid)
         os.kill(ranks[-1], number)
         assert process.wait(120) == 2
@@ -138,8 +121,22 @@ def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
     told = capfd.readouterr().err
     assert f"of policy (process {ranks[-1]} on node " in told and "Start the run again" in told
     assert ("its process is gone" if number is signal.SIGKILL else "gave no sign of life") in told
-    done = len(measured(run))
-    assert main(["train", *options(world, directory=run, ranks=2, steps=done + 1)]) == 0
+    assert main(["train", *options(world, directory=run, ranks=2, steps=STEPS)]) == 0
+    is_straight(run, paired)
+
+
+@pytest.mark.soak
+def test_a_controller_that_is_stopped_goes_on_where_it_was(world: Path, paired: Path, tmp_path: Path) -> None:
+    """For longer than its ranks may be silent: they are not, it is only not heard."""
+    run = tmp_path / "run"
+    with started(world, run, STEPS, **{"crew.silence": 10}) as process:
+        process.send_signal(signal.SIGSTOP)
+        done = len(measured(run))
+        time.sleep(20)
+        assert len(measured(run)) == done < STEPS
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(300) == 0
+    is_straight(run, paired)
 
 
 @pytest.mark.soak

@@ -1,0 +1,20 @@
+"""What docs/cluster.md says of faults names tests that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+
+
+def test_every_fault_is_held_by_a_test() -> None:
+    lines = PAGE.partition("## What can go wrong")[2].splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.endswith("| its test |")]
+    assert len(rows) > 12
+    for row in rows:
+        held = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row.split(" | ")[-1])
+        assert held, row
+        for file, name in held:
+            assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), (file, name)

@@ -1,0 +1,108 @@
+"""A rank on another machine is lost: as far as one machine can show it.
+
+The second node of this Ray stands in namespaces of its own. Its processes have numbers of their own there, which are
+somebody else's here, and the logs of its ranks are seen there alone: whatever is done to such a rank, or read of it,
+has to be done and read on its node.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.components import require
+from tests.processes import descendants, gone
+from tests.rays import a_head, a_node, actors, joining, program, told_by
+
+pytestmark = pytest.mark.soak
+
+APART = ("unshare", "--pid", "--fork", "--mount", "--mount-proc", "--kill-child")
+"""What begins a process in namespaces of its own."""
+HIDING = 'mount -t tmpfs none "$0" && exec "$@"'
+"""There, have a directory be another one, and become the process that was asked for."""
+PORTS = ("--min-worker-port=0", "--max-worker-port=0")
+"""Whichever are free, because the two nodes share them."""
+
+LOSES = """
+import json, sys
+from contextlib import closing
+from pathlib import Path
+from etude.data.share import shares
+from etude.dispatch import CrewConfig, crew_of, ray_crew
+from etude.errors import CrewError
+from tests.dispatch.workers import Clerk, counted
+
+ray_crew.ENDING = 120.0  # a machine that has much else to do takes its time
+logs, how, config = Path(sys.argv[1]), sys.argv[2], CrewConfig(silence=300, timeout=600)
+with closing(crew_of("ray")(counted, ranks=2, share=shares, logs=logs, config=config)) as crew:
+    (far,) = (member for member in crew._members if not member._is_here)
+    told = {"rank": far.rank, "pid": far.pid, "address": far.address, "log": str(far.log), "seen": far.log.exists()}
+    told |= {"meet": [member.meets_at for member in crew._members]}
+    told |= {"heard": [each.tolist() for each in crew.call(Clerk.exchange, 2)]}
+    print(json.dumps(told), flush=True)
+    sys.stdin.readline()
+    crew._config = CrewConfig(silence=15, timeout=5)
+    try:
+        crew.call(Clerk.hang, far.rank) if how == "hang" else crew.call(Clerk.end, far.rank, how)
+    except CrewError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+"""
+
+
+class Machines(NamedTuple):
+    """A Ray of two nodes, the second of which stands apart."""
+
+    address: str
+    apart: int
+    """The process that the second is kept by."""
+    logs: Path
+    """A directory that is another one there."""
+
+    def there(self, path: str) -> str:
+        """What a file says that has this name there."""
+        return Path(f"/proc/{descendants(self.apart)[0]}/root{path}").read_text()
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    """It has place for one rank on each."""
+    require("ray")
+    if subprocess.run([*APART, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("namespaces of their own are not for this user here")
+    logs = tmp_path_factory.mktemp("logs")
+    with a_head(*PORTS, cpus=1) as head:
+        words = (f"--address={head.address}", "--node-ip-address=127.0.0.2", *PORTS)
+        with a_node((*APART, "sh", "-c", HIDING, str(logs)), *words, cpus=1) as apart:
+            yield Machines(head.address, apart, logs)
+
+
+LAST = r" Its last lines, in .+these are its last words"
+HOW = {
+    "kill": r"ended while it was in Clerk\.end: its process is gone, as Ray tells: .+" + LAST,
+    "stop": r"gave no sign of life for \d+\.\d s while it was in Clerk\.end\." + LAST,
+    "hang": r"did not end Clerk\.hang within `crew\.timeout` = 5 s after another rank had\. What was under way there",
+}
+"""What can befall it, and what is said then."""
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_rank_on_another_machine_that_is_lost_is_named_and_ended_there(how: str, machines: Machines) -> None:
+    """By its number there; its last words are fetched, and where it hangs is written to its log, by errands."""
+    process = program(LOSES, machines.logs / how, how, **joining(machines.address))
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate()[1][-4000:]
+    told, (far,) = json.loads(line), actors(machines.apart)
+    assert far != told["pid"], "it has another number here"
+    assert not told["seen"] and len(set(told["meet"])) == 2 and told["heard"] == [[10, 12]] * 2
+    ended = told_by(process)["error"]
+    named = f"Rank {told['rank']} of policy (process {told['pid']} on node {told['address']}) "
+    assert ended.startswith(named) and re.search(HOW[how], ended), ended
+    assert gone(far, 30)
+    assert how != "hang" or "in hang" in machines.there(told["log"])

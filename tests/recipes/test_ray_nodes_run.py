@@ -1,0 +1,86 @@
+"""Whole runs on a Ray that is somebody else's: on two nodes, of which one is lost, and as a job."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from tests.components import require
+from tests.processes import descendants, gone
+from tests.rays import GUARDED, RAY, a_head, actors, surroundings, two_nodes
+from tests.recipes.runs import STEPS, is_straight, measured, options
+from tests.recipes.test_ray_run import PATIENT, started
+
+pytestmark = pytest.mark.soak
+
+ENDS = 120.0
+"""Seconds within which a run ends whose node is lost, on a machine that has much else to do."""
+
+
+@contextmanager
+def halted(raylet: int) -> Iterator[None]:
+    """Stop all that runs on a node, until the end."""
+    there = (raylet, *descendants(raylet))
+    for each in there:
+        os.kill(each, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for each in there:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["killed", "stopped"])
+def test_a_node_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
+    stopped: bool, world: Path, paired: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With ranks on this machine, to the weights of a run that nobody disturbed, bit for bit."""
+    run = tmp_path / "run"
+    with two_nodes() as two, started(world, run, STEPS, address=two.address, **{"crew.silence": 15}) as process:
+        ours, ranks, (lost,) = descendants(process.pid), two.ranks(), actors(two.raylets[1])
+        assert len(ranks) == 2
+        if not stopped:
+            two.lose()
+        with halted(two.raylets[1]) if stopped else nullcontext():
+            assert process.wait(ENDS) == 2
+            assert all(gone(pid, 30) for pid in (*ours, *ranks))
+    told = capfd.readouterr().err
+    how = "gave no sign of life" if stopped else "ended while it was"
+    assert re.search(rf"Rank [01] of policy \(process {lost} on node [\d.]+\) {how} ", told), told
+    assert "Start the run again" in told
+    assert main(["train", *options(world, directory=run, ranks=2, steps=STEPS)]) == 0
+    is_straight(run, paired)
+
+
+PRAISE = """
+from etude.records import Task
+
+def digits(task: Task, answer: str) -> float:
+    return sum(letter.isdigit() for letter in answer) / max(len(answer), 1)
+"""
+
+
+def test_a_run_is_a_job(world: Path, tmp_path: Path) -> None:
+    """Submitted to a head on this machine, with its working directory sent along, in which its reward lies."""
+    require("ray-jobs")
+    code, run = tmp_path / "code", tmp_path / "run"
+    code.mkdir()
+    (code / "praise.py").write_text(PRAISE)
+    given = {"directory": run, "ranks": 2, "cluster": "ray", "steps": 1, "reward.path": "praise:digits", **PATIENT}
+    with a_head(dashboard=True) as head:
+        words = [*RAY, "job", "submit", "--address", head.dashboard, "--working-dir", str(code), "--"]
+        words += [sys.executable, "-m", "etude", "train", *options(world, **given)]
+        done = subprocess.run(words, env=surroundings(**GUARDED), capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert [step["step"] for step in measured(run)] == [1]
+    assert sorted(path.name for path in (run / "ranks").iterdir()) == ["rank-0.log", "rank-1.log"]
