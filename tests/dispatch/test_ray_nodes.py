@@ -77,7 +77,6 @@ config = CrewConfig(silence=300, timeout=600)
 with closing(crew_of("ray")(counted, ranks=2, share=shares, logs=Path(sys.argv[1]), config=config)) as crew:
     print(json.dumps({"count": crew.call(Clerk.add, 1), "pids": crew.pids, "nodes": crew.nodes}), flush=True)
     if len(sys.argv) > 2:
-        crew._config = CrewConfig(silence=15, timeout=600)
         crew.call(Clerk.stop_here)
 """
 
@@ -159,7 +158,6 @@ def attached(client: socket.socket) -> str:
             ask(3, "configurationDone")
         elif message.get("event") == "stopped":
             why = message["body"]["reason"]
-            time.sleep(20)  # somebody looks around, for longer than a rank may be silent
             ask(4, "continue", threadId=message["body"]["threadId"])
         done = message.get("command") == "continue"
     ask(5, "disconnect")
