@@ -203,7 +203,8 @@ def two_nodes() -> Iterator[Two]:
         line = keeper.stdout.readline()
         assert line, keeper.communicate()[1][-4000:]
         told = json.loads(line)
-        yield Two(told["address"], tuple(told["raylets"]), keeper)
+        first, second = told["raylets"]
+        yield Two(told["address"], (first, second), keeper)
     finally:
         try:
             keeper.communicate(timeout=120)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -36,6 +37,8 @@ STORE = 512 * 2**20
 """Bytes that the object store of a Ray of our own may take; what is more goes to the disk."""
 PATIENCE = 600.0
 """Seconds that a Ray of our own may take to start."""
+KNOCK = 10.0
+"""Seconds that a Ray to be joined may take to answer the door."""
 BEGUN = 4
 """How often a Ray is begun whose processes have given each other up: each time more of what they load is in memory."""
 SLOW = {"agent_register_timeout_ms": int(1000 * PATIENCE), "worker_register_timeout_seconds": int(PATIENCE)}
@@ -84,7 +87,9 @@ class Cluster:
         self._joined, self._guarded, self._place = False, False, None
 
     def _join(self, address: str) -> None:
+        get_log("dispatch").info("Joining the Ray at `RAY_ADDRESS` = %s.", address)
         try:
+            _knock(address)
             _init(address=address)
         except Exception as error:  # whatever Ray raises
             ray.shutdown()
@@ -131,6 +136,13 @@ class Cluster:
                     _end(place)
                 get_log("dispatch").info("Ray is still starting.")
                 options = {"address": address} if address else own
+
+
+def _knock(address: str) -> None:
+    """See that somebody listens there, if it is a host and a port: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK).close()
 
 
 def _short(directory: str) -> str:

@@ -60,6 +60,7 @@ def framed(
     configure(run.observe.level, mask=mask_text)
     with ExitStack() as last, ExitStack() as stack:
         asked = interrupt or stack.enter_context(Interrupt(get_log("recipes").warning))
+        asked.working = False
         announce(run)
         checked(run)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -74,9 +75,8 @@ def framed(
         inputs.check_inputs(run.directory, run)
         parts = assembled(run, run.directory, asked, stack)
         saver, first = parts.checkpoint, parts.checkpoint.step
+        asked.working = True
         try:
-            if asked.asked:
-                raise KeyboardInterrupt
             yield parts
         except KeyboardInterrupt:
             if saver.step < saver.steps:

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one finishes the step and saves, the second one stops now."""
+"""Ctrl-C: the first one finishes the step and saves, the second one stops now. Before the first step, any does."""
 
 from __future__ import annotations
 
@@ -26,9 +26,15 @@ class Interrupt:
         self._before: dict[signal.Signals, Any] = {}
         self._quiet = ExitStack()
         self.asked = False
+        self.working = True
+        """Whether there may be a step to finish; else there is nothing to wait for."""
 
     def _caught(self, *_: object) -> None:
-        if self.asked:  # the coroutines that this cuts short are never awaited, and nobody need hear of that
+        if self.asked or not self.working:
+            if not self.asked:
+                self._tell("Stopping: no step has begun yet.")
+            self.asked = True
+            # The coroutines that this cuts short are never awaited, and nobody need hear of that.
             self._quiet.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             raise KeyboardInterrupt

@@ -130,4 +130,4 @@ class Connection:
         return (said.replace(self._key, MASK) if self._key else said)[:SHOWN]
 
     def _away(self, error: Exception) -> AwayError:
-        return AwayError(f"The server at {self.url} could not be asked: {str(error) or type(error).__name__}")
+        return AwayError(f"The server at {self.url} could not be asked ({str(error) or type(error).__name__}).")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import EngineError, EtudeError
-from etude.observe import get_log
+from etude.observe import format_seconds, get_log
 from etude.rollout.connection import AwayError
 from etude.rollout.dialect import Launch
 from etude.rollout.server import Server
@@ -135,7 +135,7 @@ class Replica:
                 await self._ready()
             self._is_paused = self._is_asleep = False
         async with self._loads:
-            await self.server.meet()
+            await self._met()
             if begins is not None:
                 await self.server.stamped(begins[1])
             if begins is not None and self.home is not None and begins != self.home:  # newer weights came meanwhile
@@ -144,6 +144,16 @@ class Replica:
                 self.stale = ""
         await self.settle()
         self._sick = 0
+
+    async def _met(self) -> None:
+        try:
+            await self.server.meet()
+        except AwayError as error:
+            if not self.joined:
+                raise
+            raise EngineError(
+                f"{error} Start one there, correct `rollout.url`, or leave it out to have one started here."
+            ) from error
 
     async def _ready(self) -> None:
         until = time.monotonic() + self.patience
@@ -241,8 +251,9 @@ class Replica:
         await self.end()
         while self.started < self.restarts:
             self.started += 1
-            told = "%s It is started again (%d of %d times)."
-            get_log("rollout").warning(told, why, self.started, self.restarts)
+            told = "A server is started again (%d of %d times): %s"
+            get_log("rollout").warning(told, self.started, self.restarts, why)
+            began = time.monotonic()
             try:
                 await self.start()
                 if self.renew is not None:
@@ -253,6 +264,7 @@ class Replica:
             else:
                 self.coming = False
                 changed()
+                get_log("rollout").warning("It is back, after %s.", format_seconds(time.monotonic() - began))
                 return
         self.coming = False
         self.lost = f"{why} It was started {1 + self.started} times, as often as `rollout.restarts` allows."

@@ -10,6 +10,7 @@ Only servers that are up, not withdrawn, and of the newest version take requests
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -135,9 +136,9 @@ class Rotation(Router):
 
     def _broke_off(self, server: Server, error: CutOffError, gained: int) -> None:
         """Ask this one no more, until it is known to be well."""
-        server.up = False
-        told = "%s Another is asked for the rest of an answer of which %d tokens are there."
-        get_log("rollout").warning(told, error, gained)
+        first, server.up = server.up, False
+        told = "%s Its answers go on elsewhere, or once it is back; of this one there are %d tokens."
+        get_log("rollout").log(logging.WARNING if first else logging.DEBUG, told, error, gained)
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:

@@ -25,6 +25,8 @@ from tests.recipes.test_loop import EVERY_STEP
 from tests.recipes.test_ranks_run import drawn, furthest
 
 PATIENT = {"crew.silence": 120, "crew.timeout": 600}
+AGENTS = 180.0
+"""Seconds within which Ray's own agents notice that there is no Ray any more: they wait a minute for another."""
 
 
 @pytest.mark.usefixtures("a_ray")
@@ -101,7 +103,8 @@ def test_a_killed_controller_leaves_no_process_of_ray_and_its_run_goes_on(
             os.kill(ranks[0], signal.SIGSTOP)
         process.kill()
         process.wait()
-        assert all(gone(pid, 30) for pid in ours)
+        assert all(gone(pid, 30) for pid in ranks)
+        assert all(gone(pid, AGENTS) for pid in ours)
     assert main(["train", *options(world, directory=run, ranks=2, steps=STEPS, cluster="ray", **PATIENT)]) == 0
     is_straight(run, paired)
 
