@@ -68,7 +68,7 @@ def held(batch: Batch | Held, shares: Sequence[Sequence[int]], kept: Sequence[Ke
     lengths = np.zeros((2, batch.rollouts), np.int64)
     for rank, (share, piece) in enumerate(zip(shares, kept, strict=True)):
         places[share, 0], places[share, 1] = rank, np.arange(len(share))
-        lengths[:, share] = piece.outline.tokens_of, piece.outline.prompt_of
+        lengths[:, share] = piece.outline.tokens_of.numpy(), piece.outline.prompt_of.numpy()
     group = batch.group if isinstance(batch, Batch) else batch.outline.group
     return Held(Outline.told(lengths[0], lengths[1], group), tuple(piece.sent for piece in kept), places)
 
