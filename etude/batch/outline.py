@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.batch.batch import Batch
@@ -32,6 +34,11 @@ class Outline:
         acts = torch.cat([batch.action.nonzero()[:, 0].cpu(), ends[-1:]])
         first = torch.minimum(acts[torch.searchsorted(acts, ends[:-1])], ends[1:])
         return cls(ends.diff(), first - ends[:-1], batch.group.cpu())
+
+    @classmethod
+    def told(cls, tokens_of: NDArray[np.int64], prompt_of: NDArray[np.int64], group: Tensor) -> Outline:
+        """That of rollouts of so many tokens each."""
+        return cls(torch.from_numpy(tokens_of), torch.from_numpy(prompt_of), group.cpu())
 
     @property
     def rollouts(self) -> int:

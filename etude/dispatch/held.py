@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from etude.batch import Batch, Outline
@@ -66,12 +65,12 @@ def lend(value: object) -> Lent | None:
 def held(batch: Batch | Held, shares: Sequence[Sequence[int]], kept: Sequence[Kept]) -> Held:
     """What ranks have answered to the shares of a batch, in its order."""
     places = np.zeros((batch.rollouts, 2), np.int64)
-    tokens, prompts = (torch.zeros(batch.rollouts, dtype=torch.int64) for _ in range(2))
+    lengths = np.zeros((2, batch.rollouts), np.int64)
     for rank, (share, piece) in enumerate(zip(shares, kept, strict=True)):
         places[share, 0], places[share, 1] = rank, np.arange(len(share))
-        tokens[share], prompts[share] = piece.outline.tokens_of, piece.outline.prompt_of
-    group = batch.group.cpu() if isinstance(batch, Batch) else batch.outline.group
-    return Held(Outline(tokens, prompts, group), tuple(piece.sent for piece in kept), places)
+        lengths[:, share] = piece.outline.tokens_of.numpy(), piece.outline.prompt_of.numpy()
+    group = batch.group if isinstance(batch, Batch) else batch.outline.group
+    return Held(Outline.told(lengths[0], lengths[1], group), tuple(piece.sent for piece in kept), places)
 
 
 def resolved(lent: Lent, take: Callable[[Sent], Any]) -> Batch:
