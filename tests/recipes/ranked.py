@@ -95,6 +95,13 @@ class Pupil:
         return {name: weight.clone() for name, weight in self.learner.weights()}  # type: ignore[return-value]
 
     @spread(gather=Gather.ALL)
+    def assembled(self) -> list[bool]:
+        """Have the weights be whole on every rank, as for an engine; whether they are what they are told to be."""
+        self.learner.assemble()
+        told = dict(self.learner.weights())
+        return all(torch.equal(weight, told[name]) for name, weight in self.learner.model.named_weights())  # type: ignore[return-value]
+
+    @spread(gather=Gather.ALL)
     def kept(self) -> list[int]:
         """How many numbers each rank keeps of the masters."""
         masters = self.learner.state()["weights"]
