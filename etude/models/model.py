@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -164,11 +164,12 @@ class Model:
             if ".lora_" not in name:
                 yield name, merged(adapted[name]) if name in adapted else weight.detach()
 
-    def untied_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The same for a model whose head is a weight of its own: where it is the embedding, that comes twice."""
+    def untied_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The same for a model whose head is a weight of its own: where it is the embedding, that comes twice. weights:
+        what is to be had of them, if not the model's own."""
         tied = self.module.config.tie_word_embeddings
         names = [name for name, weight in self.named_weights() if weight is self.module.get_input_embeddings().weight]
-        for name, weight in self.merged_weights():
+        for name, weight in self.merged_weights() if weights is None else weights:
             yield name, weight
             if tied and name in names:
                 yield "lm_head.weight", weight.clone()

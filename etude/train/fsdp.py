@@ -233,6 +233,11 @@ class Learner:
         for name, weight in self.model.named_weights():
             yield name, self._masters.whole(name) if weight.requires_grad else weight.detach()
 
+    @property
+    def divided(self) -> bool:
+        """Whether this rank has its rows of the weights and no more, for now."""
+        return self._masters.sections is not None and not self._masters.sections.assembled
+
     def assemble(self) -> None:
         """Have the weights be whole in the model, on every rank, until the next update."""
         if self._masters.sections is not None:
@@ -286,8 +291,7 @@ class Learner:
     def _passes(self, micros: Iterator[tuple[Batch, dict[Kind, Tensor]]]) -> Iterator[tuple[Batch, dict[Kind, Tensor]]]:
         """One after the other, while the weights are there for it. Where they are divided, every rank makes as many
         passes, and some of them for the others alone."""
-        sections = self._masters.sections
-        if sections is None or sections.assembled:
+        if not self.divided:
             yield from micros
             return
         held = list(micros)
