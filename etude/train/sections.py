@@ -78,9 +78,7 @@ class Sections:
             assert not backward, "gradients are taken of weights that are dispersed"
             yield
             return
-        forward: list[Exchange] = [("bring", section) for section in (self._rest, *reversed(range(self._rest)))]
-        back: list[Exchange] = [(verb, section) for section in range(self._rest) for verb in ("bring", "send")]
-        self._score, self._at = forward + back if backward else forward, 1
+        self._score, self._at = self._written(backward), 1
         self._bring(self._rest)
         try:
             yield
@@ -109,6 +107,14 @@ class Sections:
             assert self._score[self._at] == ("send", section), "layers are left in the order in which they are entered"
             self._play()
 
+    def _written(self, backward: bool) -> list[Exchange]:
+        """What ranks exchange in a micro-batch. The gradients of what no layer has go at its end, after all others."""
+        score: list[Exchange] = [("bring", self._rest)]
+        score += [("bring", section) for section in reversed(range(self._rest))]
+        for section in range(self._rest) if backward else ():
+            score += [("bring", section), ("send", section)]
+        return score
+
     def _play(self) -> None:
         """The next exchange, for the others alone."""
         assert self._score is not None, "a score is played from its beginning"
@@ -134,8 +140,8 @@ class Sections:
 def _storages(leaves: Sequence[Tensor]) -> list[torch.UntypedStorage]:
     """The memory that is these leaves' alone. What they share with others, which are frozen, stays."""
     for leaf in leaves:
-        if not leaf.untyped_storage().resizable():  # a file's, say
-            leaf.data = leaf.data.clone()
+        if not (leaf.untyped_storage().resizable() and leaf.is_contiguous()):  # a file's memory, say
+            leaf.data = leaf.data.clone(memory_format=torch.contiguous_format)
     found: dict[int, torch.UntypedStorage] = {}
     sizes: dict[int, int] = {}
     for leaf in leaves:
