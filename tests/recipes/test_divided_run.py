@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,18 @@ import pytest
 
 from etude.cli import main
 from etude.errors import EngineError
-from tests.components import require
+from tests.recipes.lessons import learned, loaded
 from tests.recipes.runs import Captured, measured, options, refused, same, train, weights
 from tests.recipes.test_carrying import answers, ask, world_of
 from tests.recipes.test_ranks_run import children, drawn
+from tests.recipes.test_ray_run import PATIENT
 
+TOLD = ("loss", "grad_norm", "eval/loss")
 DIVIDED: dict[str, Any] = {"ranks": 2, "train__weights": "divided"}
 
 
 def test_a_run_is_that_of_whole_weights_bit_for_bit(world: Path, tmp_path: Path) -> None:
-    """Its engines sample from whole weights, and its updates are made of layers; one rank goes on with it."""
+    """Its engines sample from whole weights, and its updates are made of layers."""
     whole = train(world, tmp_path / "whole", ranks=2, steps=2)
     run = train(world, tmp_path / "run", steps=2, **DIVIDED)
     assert not children()
@@ -61,9 +64,25 @@ def test_a_critic_is_divided_by_itself(world: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_actors_divide_as_processes_do(world: Path, tmp_path: Path, a_ray: None) -> None:
-    require("ray")
-    run = train(world, tmp_path / "run", steps=2, cluster="ray", **DIVIDED)
+def test_supervised_learning_divides_too(school: Path, tmp_path: Path) -> None:
+    """With a loss on held-out examples, which nothing is learned from."""
+    found = []
+    for weights_are in ("whole", "divided"):
+        changes: dict[str, Any] = {"data__val": f"[{school / 'held_out_pairs.jsonl'}]", "train__weights": weights_are}
+        run = learned("dpo", school, tmp_path / weights_are, steps=2, ranks=2, **changes)
+        model = {name: weight.detach() for name, weight in loaded(run).named_weights()}
+        found.append((model, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]))
+    assert same(found[0][0], found[1][0])
+    for mine, theirs in zip(found[0][1], found[1][1], strict=True):
+        assert [mine.get(name) for name in TOLD] == [theirs.get(name) for name in TOLD]
+    assert any("eval/loss" in line for line in found[1][1])
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("a_ray")
+@pytest.mark.xdist_group("ray")
+def test_actors_divide_as_processes_do(world: Path, tmp_path: Path) -> None:
+    run = train(world, tmp_path / "run", steps=2, cluster="ray", **PATIENT, **DIVIDED)
     assert same(weights(run), weights(train(world, tmp_path / "whole", ranks=2, steps=2)))
 
 
