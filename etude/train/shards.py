@@ -77,7 +77,7 @@ class Shards:
         those of all leaves go by themselves."""
         self._leaves, self._ranks = leaves, ranks
         self._rows = {name: _rows(leaf, ranks.count) for name, leaf in leaves.items()}
-        parts = [{name: leaves[name] for name in names} for names in sections] or [leaves]
+        parts = [{name: leaves[name] for name in names} for names in sections or [list(leaves)]]
         cut = [_buckets(part, ranks.count, widen, bucket) for part in parts]
         self._buckets = [each for buckets in cut for each in buckets]
         self._ends = list(accumulate(map(len, cut)))

@@ -89,7 +89,8 @@ def test_actors_divide_as_processes_do(world: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("servers", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_ranks_bring_divided_weights_to_servers_together(servers: int, tmp_path: Path) -> None:
     """Also a rank that has no server, and one whose server takes none."""
-    with world_of(tmp_path, ranks=2, **{"train.weights": "divided", "rollout.replicas": servers}) as world:
+    given: dict[str, Any] = {"train.weights": "divided", "rollout.replicas": servers}
+    with world_of(tmp_path, ranks=2, **given) as world:
         world.publish(1)
         assert all(each["weights"] == world.weights() for each in world.carried())
         assert ask(world) == answers(world, 1)
