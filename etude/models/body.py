@@ -10,6 +10,7 @@ from etude.models.layout import Multiplied
 
 if TYPE_CHECKING:
     from etude.models.strand import Side
+    from etude.models.visit import Visits
 
 __all__ = ["Attend", "Body"]
 
@@ -39,8 +40,11 @@ class Attend(Protocol):
 class Body(Protocol):
     """The embedding, the layers and the final norm of one architecture."""
 
-    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, *, checkpoint: bool) -> Tensor:
-        """[P], [P] → [P, H]. With `checkpoint`, a layer's activations are computed again for its backward pass."""
+    def __call__(
+        self, ids: Tensor, positions: Tensor, attend: Attend, *, checkpoint: bool, visits: Visits | None = None
+    ) -> Tensor:
+        """[P], [P] → [P, H]. With `checkpoint`, a layer's activations are computed again for its backward pass.
+        `visits`: who is told of each layer."""
         ...
 
     def products(self) -> list[Multiplied]:

@@ -48,6 +48,7 @@ class Divided:
             positions[own(len(ids), self._sequence)],
             attend,
             checkpoint=self._model.activation_checkpointing and torch.is_grad_enabled(),
+            visits=self._model.visits,
         )
         return gathered(strand, self._both)[:tokens]
 

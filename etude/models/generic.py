@@ -23,12 +23,13 @@ from etude.errors import ConfigError
 from etude.models.body import Attend, Body
 from etude.models.layout import Multiplied
 from etude.models.lowrank import switchable
+from etude.models.visit import Visits, visited
 
 if TYPE_CHECKING:
     from etude.models.model import Model
     from etude.models.strand import Side
 
-__all__ = ["ATTENTION", "Generic", "examine", "offer", "refuse"]
+__all__ = ["ATTENTION", "Generic", "decoder_layers", "examine", "offer", "refuse"]
 
 ATTENTION = "etude"
 """What our attention is called among transformers' implementations."""
@@ -39,6 +40,7 @@ _attend: ContextVar[Attend] = ContextVar("attend")
 
 
 _checkpointing: ContextVar[bool] = ContextVar("checkpointing", default=False)
+_visits: ContextVar[Visits | None] = ContextVar("visits", default=None)
 
 
 class Generic:
@@ -50,18 +52,21 @@ class Generic:
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.module: Any = module
-        for layer in _decoder_layers(module, module.config.get_text_config().num_hidden_layers):
-            layer.forward = MethodType(_forward, layer)
+        for index, layer in enumerate(decoder_layers(module, module.config.get_text_config().num_hidden_layers)):
+            layer.forward = partial(MethodType(_forward, layer), index)
         switchable(module)
 
-    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, *, checkpoint: bool) -> Tensor:
+    def __call__(
+        self, ids: Tensor, positions: Tensor, attend: Attend, *, checkpoint: bool, visits: Visits | None = None
+    ) -> Tensor:
         """See `Body`."""
-        token = _checkpointing.set(checkpoint)
+        checkpointing, visiting = _checkpointing.set(checkpoint), _visits.set(visits)
         try:
             with attending(attend):
                 out = self.module.base_model(input_ids=ids[None].long(), position_ids=positions[None], use_cache=False)
         finally:
-            _checkpointing.reset(token)
+            _checkpointing.reset(checkpointing)
+            _visits.reset(visiting)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -85,12 +90,23 @@ class Generic:
         )
 
 
-def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward(layer: nn.Module, index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """A decoder layer's forward pass, to be made again in the backward pass where that is wanted."""
-    run = partial(type(layer).forward, layer)
-    if not _checkpointing.get():
-        return run(*args, **kwargs)
-    return again(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_again, **kwargs)
+    run: Callable[..., Any] = partial(type(layer).forward, layer)
+    if _checkpointing.get():
+        run = partial(again, run, use_reentrant=False, preserve_rng_state=False, context_fn=_again)
+    if (visits := _visits.get()) is None:
+        return run(hidden_states, *args, **kwargs)
+    beside: list[Any] = []
+
+    def compute(x: Tensor) -> Tensor:
+        out = run(x, *args, **kwargs)
+        alone: Tensor = out if isinstance(out, Tensor) else out[0]
+        beside[:] = [] if isinstance(out, Tensor) else [out[1:]]
+        return alone
+
+    x = visited(visits, index, compute, hidden_states)
+    return (x, *beside[0]) if beside else x
 
 
 @contextmanager
@@ -194,7 +210,7 @@ def examine(model: Model) -> None:
     module, alone = model.module, _Alone()
     ids = torch.tensor([0, 1, 2, 1], device=model.device) % model.vocabulary
     positions = torch.zeros(4, dtype=torch.int64, device=model.device)
-    layers = _decoder_layers(module, model.layers)
+    layers = decoder_layers(module, model.layers)
     outputs: list[Tensor] = []
     hooks = [layer.register_forward_hook(_note(outputs)) for layer in layers]
     try:
@@ -252,7 +268,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a.double(), b.double(), rtol=0.05 if coarse else 1e-3, atol=0.05 if coarse else 1e-4)
 
 
-def _decoder_layers(module: PreTrainedModel, count: int) -> list[nn.Module]:
+def decoder_layers(module: PreTrainedModel, count: int) -> list[nn.Module]:
     """The list of layers: the first module list of that length."""
     found = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
     if not found:

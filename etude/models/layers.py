@@ -8,6 +8,7 @@ forward and one backward. Where peft's layers stand around the modules, their ad
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from etude.models.part import Columns, Rows, key_heads, refuse_uneven
 from etude.models.steps import BY_HAND, Steps
 from etude.models.storage import one_storage
 from etude.models.strand import Side, own
+from etude.models.visit import Visits, visited
 
 __all__ = ["Fused", "FusedLinear", "fits"]
 
@@ -229,15 +231,18 @@ class Fused:
         made._compiled = self._compiled
         return made
 
-    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, *, checkpoint: bool) -> Tensor:
+    def __call__(
+        self, ids: Tensor, positions: Tensor, attend: Attend, *, checkpoint: bool, visits: Visits | None = None
+    ) -> Tensor:
         """See `Body`."""
         x = embedding(ids, self.embedding.weight)
         cos, sin = (angle[0] for angle in self.rotary(x[None], positions[None]))
         sin = sin * _signs(sin)
         steps = BY_HAND if self._compiled is None or torch.is_inference_mode_enabled() else self._compiled
+        rest = (cos, sin, attend, steps)
         for layer in self.layers:
-            rest = (cos, sin, attend, steps)
-            x = again(layer, x, *rest, use_reentrant=False) if checkpoint else layer(x, *rest)
+            compute = partial(again, layer, use_reentrant=False) if checkpoint else layer
+            x = visited(visits, layer.index, compute, x, *rest)
         return steps.normed(x, self.norm.weight, self.eps)
 
     def products(self) -> list[Multiplied]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 
 from etude.errors import ConfigError
 from etude.models.body import Attend, Body
-from etude.models.generic import Generic, examine
+from etude.models.generic import Generic, decoder_layers, examine
 from etude.models.layers import Fused, fits
 from etude.models.layout import Multiplied, product
 from etude.models.lowrank import adapted_layers, is_adapted, merged, published, without_adapters
 from etude.models.naming import names_part, refuse_unmatched
 from etude.models.retain import retain_memory
 from etude.models.strand import Side
+from etude.models.visit import Visits
 
 __all__ = ["Model"]
 
@@ -52,6 +53,8 @@ class Model:
         self.layers: int = config.num_hidden_layers
         self.activation_checkpointing = False
         """Whether a layer's activations are computed again for its backward pass instead of kept."""
+        self.visits: Visits | None = None
+        """Who is told of each layer that is computed."""
         self.scores: bool = isinstance(getattr(module, "score", None), nn.Linear)
         """Whether its head gives a number and not logits."""
         self._head: Any = self.module.score if self.scores else self.module.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -94,7 +97,8 @@ class Model:
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[P] int, [P] int64 → [P, H]: final normed hidden states of a flat list of tokens; differentiable."""
-        return self._body(ids, positions, attend, checkpoint=self.activation_checkpointing and torch.is_grad_enabled())
+        checkpoint = self.activation_checkpointing and torch.is_grad_enabled()
+        return self._body(ids, positions, attend, checkpoint=checkpoint, visits=self.visits)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] → [N, V] in float32 or wider, scaled and capped as the architecture has it."""
@@ -140,6 +144,11 @@ class Model:
         """Those of them that are trained: all, unless some are frozen or have adapters in their place."""
         return ((name, weight) for name, weight in self.named_weights() if weight.requires_grad)
 
+    def layer_weights(self) -> list[set[str]]:
+        """The names of the weights that each layer has."""
+        names = {id(weight): name for name, weight in self.named_weights()}
+        return [{names[id(each)] for each in layer.parameters()} for layer in decoder_layers(self.module, self.layers)]
+
     def adapter_weights(self) -> dict[str, Tensor]:
         """The adapters' weights, by the names that peft gives them without its prefix."""
         return {name: weight for name, weight in self.named_weights() if ".lora_" in name}
@@ -155,11 +164,12 @@ class Model:
             if ".lora_" not in name:
                 yield name, merged(adapted[name]) if name in adapted else weight.detach()
 
-    def untied_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The same for a model whose head is a weight of its own: where it is the embedding, that comes twice."""
+    def untied_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The same for a model whose head is a weight of its own: where it is the embedding, that comes twice. weights:
+        what is to be had of them, if not the model's own."""
         tied = self.module.config.tie_word_embeddings
         names = [name for name, weight in self.named_weights() if weight is self.module.get_input_embeddings().weight]
-        for name, weight in self.merged_weights():
+        for name, weight in self.merged_weights() if weights is None else weights:
             yield name, weight
             if tied and name in names:
                 yield "lm_head.weight", weight.clone()

@@ -5,13 +5,15 @@ rank 1 ──carrier──► servers 1, 3, …        and the controller is tol
 
 consumes       the weights of this process, and the addresses of servers that are out of rotation
 produces       servers that compute with exactly these, and what came of each
-waits for      each answer of a server, at most `timeout`
+waits for      each answer of a server, at most `timeout`; and where ranks divide the weights, for each other, weight by
+               weight: all of them go through all, one that brings them to nobody and one whose servers failed too
 unblocked by   it, or by its failure, which is told and not raised: the other ranks' servers go on
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +24,7 @@ from etude.errors import EtudeError
 from etude.rollout.remote import Address, Remote
 from etude.sync import Fleet, SyncConfig, fleet, shares
 
-__all__ = ["Brought", "Carriage", "Carried", "Courier"]
+__all__ = ["Brought", "Carriage", "Carried", "Courier", "InStep"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,25 @@ class Carried:
     servers: Sequence[Brought] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
     """What it measured."""
+
+
+class InStep:
+    """Weights that ranks make together, one after the other: each of them takes all, whoever it brings them to."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._weights, self._one = iter(weights), threading.Lock()
+
+    def __iter__(self) -> InStep:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        with self._one:
+            return next(self._weights)
+
+    def rest(self) -> None:
+        """Take what nobody here has asked for: others wait for this rank's part of it."""
+        for _ in self:
+            pass
 
 
 class Courier:

@@ -129,6 +129,7 @@ def threads_of(run: Recipe) -> int:
 
 def of_ranks(run: Recipe, groups: int, told_by: str) -> list[str]:
     """What more ranks than one may not be good for. groups: how many a step has, as an option tells."""
+    _refuse_to_divide(run)
     if run.ranks == 1:
         alone = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
         return [alone] if run.crew != CrewConfig() and run.cluster == "local" else []
@@ -145,6 +146,22 @@ def of_ranks(run: Recipe, groups: int, told_by: str) -> list[str]:
             f"`ranks`, or raise `{told_by}`."
         )
     return told
+
+
+def _refuse_to_divide(run: Recipe) -> None:
+    """Refuse to divide what cannot be, or is not worth it."""
+    trained = {"train": run.train} | ({"critic.train": run.critic.train} if isinstance(run, Run) else {})
+    for option in (name for name, train in trained.items() if train.weights == "divided"):
+        if run.ranks == 1:
+            raise ConfigError(
+                f"`{option}.weights=divided` has each of several ranks keep its rows of the weights, and there is one. "
+                f"Set `ranks`, or `{option}.weights=whole`."
+            )
+        if option == "train" and run.lora.on:
+            raise ConfigError(
+                "`train.weights=divided` divides the weights that are trained, and with `lora` these are a few "
+                "adapters: what is large is frozen, and whole on every rank. Leave one of them out."
+            )
 
 
 def _crowded(run: Recipe) -> list[str]:

@@ -6,8 +6,8 @@ The controller speaks to these through a crew. Token columns come in and go out 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from etude.dispatch.machine import machine
 from etude.models import adapter_config
 from etude.observe import Last, Metrics, Sum
 from etude.protocols import Gather, Ids, Split, spread
-from etude.recipes.carrying import Brought, Carriage, Carried, Courier
+from etude.recipes.carrying import Brought, Carriage, Carried, Courier, InStep
 from etude.recipes.meter import Meter, sizes_of
 from etude.records import Completion, SamplingParams
 from etude.rollout import TorchEngine
@@ -268,7 +268,8 @@ class PolicyWorker:
             return Carried(left)  # type: ignore[return-value]
         self._carried = self._learner.version
         self._courier = self._courier or Courier(how.sync)
-        return self._courier.carry(mine, self._served(how.untied), version, anew=anew)  # type: ignore[return-value]
+        with self._served(how.untied) as weights:
+            return self._courier.carry(mine, weights, version, anew=anew)  # type: ignore[return-value]
 
     @spread()
     def write(self, directory: Path, tokenizer: Path, untied: bool, bare: bool = False) -> int:
@@ -276,10 +277,11 @@ class PolicyWorker:
 
         untied: with a head of its own, where that is the embedding. bare: without its adapters.
         """
-        if is_first(of_group()):
-            weights = self._learner.model.bare_weights() if bare else self._served(untied)
-            told = self._learner.model.described() | ({"tie_word_embeddings": False} if untied and not bare else {})
-            export(weights, told, directory, tokenizer=tokenizer)
+        model = self._learner.model
+        told = model.described() | ({"tie_word_embeddings": False} if untied and not bare else {})
+        with nullcontext(model.bare_weights()) if bare else self._served(untied) as weights:
+            if is_first(of_group()):
+                export(weights, told, directory, tokenizer=tokenizer)
         return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
     @spread()
@@ -297,10 +299,20 @@ class PolicyWorker:
         named = self._learner.model.adapter_weights()
         return max((weight.shape[0] for name, weight in named.items() if ".lora_A." in name), default=0)
 
-    def _served(self, untied: bool) -> Iterable[tuple[str, Tensor]]:
-        """The weights as servers compute with them, one at a time: adapters are added in. untied: see `write`."""
+    @contextmanager
+    def _served(self, untied: bool) -> Iterator[Iterable[tuple[str, Tensor]]]:
+        """The weights as servers compute with them, one at a time: adapters are added in. untied: see `write`. Where
+        they are divided, every rank goes through all of them, whatever it does with them."""
         model = self._learner.model
-        return model.untied_weights() if untied else model.merged_weights()
+        if not self._learner.divided:
+            yield model.untied_weights() if untied else model.merged_weights()
+            return
+        whole = self._learner.weights()
+        weights = InStep(model.untied_weights(whole) if untied else whole)
+        try:
+            yield weights
+        finally:
+            weights.rest()
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
@@ -311,6 +323,8 @@ class PolicyWorker:
     @spread()
     def publish(self, version: int) -> Metrics:
         """Have the engine compute with the learner's weights, under a new version; what that cost, on each rank."""
+        if self._hosted.model is self._learner.model:
+            self._learner.assemble()  # until the next update
         told = asyncio.run(LocalCarrier(self._hosted).publish(self.weights(), version))
         asyncio.run(self._hosted.wake())  # where it slept, to make room
         dismiss_team()

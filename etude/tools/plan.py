@@ -129,7 +129,13 @@ def _refuse_too_many(run: Recipe, gpus: int) -> None:
 
 
 def _refuse(run: Recipe) -> None:
-    """Refuse what could not be run either."""
+    """Refuse what could not be run either, and what is not foreseen."""
+    trained = {"train": run.train} | ({"critic.train": run.critic.train} if isinstance(run, Run) else {})
+    for option in (name for name, train in trained.items() if train.weights == "divided"):
+        raise ConfigError(
+            f"A plan does not know yet what `{option}.weights=divided` takes, where the memory of a layer comes and "
+            f"goes. Plan the run with `{option}.weights=whole`, which has every rank hold all of them."
+        )
     if isinstance(run, Supervised):
         school.of_loss(run)
         return

@@ -35,6 +35,11 @@ class Train(Config):
     compile: bool = Field(
         False, description="run norms, rotary positions and activations by what torch.compile makes of them"
     )
+    weights: Literal["whole", "divided"] = Field(
+        "whole",
+        description="what each of several ranks holds of the weights: all, or its rows, with each layer brought "
+        "together while it is computed. An embedded engine has them whole while it samples",
+    )
     offload: bool = Field(
         False, description="on a GPU, keep the optimizer in the processor's memory, and the engine asleep, in turns"
     )

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -121,9 +121,10 @@ class Learner:
         self._outputs = {"value", "score"} if model.scores else {"logp", "entropy", "topk_logp"}
         self._outputs |= set() if reference is None else {"full_kl"}
         self._ranks = self._mesh.data
-        self._masters = Masters(
-            model.trained_weights(), config, model.take_exact(), ranks=of_group(), bucket=bucket, option=option
-        )
+        layers = model.layer_weights() if config.weights == "divided" else ()
+        told: dict[str, Any] = {"ranks": of_group(), "bucket": bucket, "layers": layers, "option": option}
+        self._masters = Masters(model.trained_weights(), config, model.take_exact(), **told)
+        model.visits = self._masters.sections
         self._version = torch.tensor(0)
         self._cost = Cost.of(model)
         self._on_gpu = model.device.type == "cuda"
@@ -161,7 +162,7 @@ class Learner:
         dtype = torch.promote_types(self.model.dtype, torch.float32)
         found = {name: _unknown(name, batch, dtype) for name in sorted(columns)}
         wanted = frozenset(self._columns[name] for name in columns)
-        for micro, at in self._micro_batches(batch, "rollout"):
+        for micro, at in self._passes(self._micro_batches(batch, "rollout")):
             with torch.no_grad(), self._memory(micro):
                 passed = self._forward(micro, wanted)
             for name, column in found.items():
@@ -187,12 +188,13 @@ class Learner:
         self._refuse_what_it_cannot_tell(objective)
         micros = [micro for micro, _ in self._micro_batches(batch, objective.split_unit) if micro.rollouts]
         for index in range(most(len(micros), self._ranks)):
-            if index < len(micros):
-                with self._memory(micros[index]):
-                    value, cost = self._share(micros[index], objective, whole)
-                metrics.merge(value.metrics)
-                loss = loss + value.loss.detach()
-                flops += cost
+            with self._masters.played(backward=True):
+                if index < len(micros):
+                    with self._memory(micros[index]):
+                        value, cost = self._share(micros[index], objective, whole)
+                    metrics.merge(value.metrics)
+                    loss = loss + value.loss.detach()
+                    flops += cost
             self._masters.gather()
         scale = float(self._masters.scale)
         learning_rate = rate(self._config, self.version, self._steps)
@@ -217,7 +219,7 @@ class Learner:
         self._refuse_what_it_cannot_tell(objective)
         whole, metrics = everywhere(Denominators.of(View(batch)), self._ranks), Metrics()
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        for micro, _ in self._micro_batches(batch, objective.split_unit):
+        for micro, _ in self._passes(self._micro_batches(batch, objective.split_unit)):
             if micro.rollouts:
                 with torch.no_grad(), self._memory(micro):
                     value, _cost = self._share(annotated(micro), objective, whole)
@@ -227,8 +229,21 @@ class Learner:
         return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights by their published names, in the precision that is computed with: views, not copies."""
-        return ((name, weight.detach()) for name, weight in self.model.named_weights())
+        """The weights by their published names, in the precision that is computed with: views, not copies.
+
+        Where they are divided, each is brought together as it is asked for, and all ranks ask for all of them."""
+        for name, weight in self.model.named_weights():
+            yield name, self._masters.whole(name) if weight.requires_grad else weight.detach()
+
+    @property
+    def divided(self) -> bool:
+        """Whether this rank has its rows of the weights and no more, for now."""
+        return self._masters.sections is not None and not self._masters.sections.assembled
+
+    def assemble(self) -> None:
+        """Have the weights be whole in the model, on every rank, until the next update."""
+        if self._masters.sections is not None:
+            self._masters.sections.assemble()
 
     def state(self) -> Tree:
         """Everything that the next update depends on, as the tensors themselves and not as copies."""
@@ -275,6 +290,18 @@ class Learner:
     ) -> Iterator[tuple[Batch, dict[Kind, Tensor]]]:
         return cut(batch, self._config.micro_tokens, by, self.model.device)
 
+    def _passes(self, micros: Iterator[tuple[Batch, dict[Kind, Tensor]]]) -> Iterator[tuple[Batch, dict[Kind, Tensor]]]:
+        """One after the other, while the weights are there for it. Where they are divided, every rank makes as many
+        passes, and some of them for the others alone."""
+        if not self.divided:
+            yield from micros
+            return
+        held = list(micros)
+        for index in range(most(len(held), self._ranks)):
+            with self._masters.played(backward=False):
+                if index < len(held):
+                    yield held[index]
+
     @contextmanager
     def _memory(self, micro: Batch) -> Iterator[None]:
         """Where memory runs out, say which knob to turn."""
@@ -299,6 +326,8 @@ class Learner:
     def _begin(self) -> float:
         """Forget the last gradient, and start the clock."""
         self._masters.begin()
+        if self._masters.sections is not None:
+            self._masters.sections.disperse()  # an engine had them whole
         self._mesh.waited()  # what exchanges took before is not of this update
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.model.device)

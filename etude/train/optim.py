@@ -10,14 +10,17 @@ After a step the copy is refreshed in place.
 A model in float32 or float64 is its own master, and there is no copy.
 
 Where several ranks train together, each computes with the whole copy and keeps its rows of the masters, of their
-gradient and of AdamW's moments: see `Shards`. One rank keeps all of them, and exchanges nothing.
+gradient and of AdamW's moments: see `Shards`. One rank keeps all of them, and exchanges nothing. Where weights are
+divided too, there is no copy but of what is computed with just now, cast from the masters as it is brought: see
+`Sections`.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +28,10 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from etude.algorithms.view import Ranks
-from etude.errors import TrainingError
+from etude.errors import ConfigError, TrainingError
 from etude.train.config import Precision, Train
 from etude.train.ranks import Together
+from etude.train.sections import Sections, sections
 from etude.train.shards import BUCKET, Shards
 
 __all__ = ["PRECISIONS", "Masters", "Taken", "rate"]
@@ -82,20 +86,33 @@ class Masters:
         *,
         ranks: Ranks | None = None,
         bucket: int = BUCKET,
+        layers: Sequence[Collection[str]] = (),
         option: str = "train",
     ) -> None:
-        """`ranks`: who trains the same leaves; each exchange among them takes buckets of so many bytes. `option`: what
-        errors call the configuration."""
+        """`ranks`: who trains the same leaves; each exchange among them takes buckets of so many bytes. `layers`: the
+        leaves of each, where weights are divided. `option`: what errors call the configuration."""
         self._config, self._option = config, option
         self._copies = dict(leaves)
         self.half = config.precision in ("bf16", "fp16")
         self._shards: Shards | None = None
+        self._apart = config.weights == "divided"
         if isinstance(ranks, Together):
-            self._shards = Shards(self._copies, ranks, widen=self.half, bucket=bucket)
+            names = sections(self._copies, layers) if self._apart else ()
+            self._shards = Shards(self._copies, ranks, widen=self.half, bucket=bucket, sections=names)
+        elif self._apart:
+            raise ConfigError(
+                f"`{option}.weights=divided` has each of several ranks keep its rows of the weights, and there is one. "
+                f"Set `ranks`, or `{option}.weights=whole`."
+            )
         given = exact or {}
         self._weights = {name: self._owned(leaf, given.get(name), name) for name, leaf in self._copies.items()}
+        self.sections: Sections | None = None
+        """Where weights are divided: which of them are there."""
         if self._shards is not None:
             self._shards.owned(self._weights)
+            if self._apart:
+                self.sections = Sections(self._shards, self._copies, names)
+                self.sections.disperse()
         if self.half or self._shards is not None:
             hooks = [
                 leaf.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
@@ -123,6 +140,10 @@ class Masters:
             tensor.grad = None
         if self._shards is not None:
             self._shards.begin()
+
+    def played(self, *, backward: bool) -> AbstractContextManager[None]:
+        """Within, a micro-batch may be computed, which every rank has as many of, be it nothing to this one."""
+        return nullcontext() if self.sections is None else self.sections.played(backward=backward)
 
     def gather(self) -> None:
         """End a micro-batch, of which every rank has as many in an update: add up its gradients over the ranks."""
@@ -157,7 +178,10 @@ class Masters:
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring the copy to the masters, in place, on every rank."""
-        if self._shards is not None:
+        if self.sections is not None:
+            if self.sections.assembled:
+                self.sections.assemble()
+        elif self._shards is not None:
             self._shards.publish()
         elif self.half:
             torch._foreach_copy_(list(self._copies.values()), list(self._weights.values()))
@@ -176,6 +200,13 @@ class Masters:
         scaling = {"scale": self.scale, "good_steps": self._good_steps}
         return {"weights": weights, **kept, "step": step, "scaling": scaling}
 
+    def whole(self, name: str) -> Tensor:
+        """A weight as it is computed with. Where it is divided, all ranks ask together, and it is theirs to keep."""
+        if self.sections is None or self.sections.assembled:
+            return self._copies[name].detach()
+        assert self._shards is not None, "what is divided has shards"
+        return self._shards.gathered(name)
+
     def waited(self) -> float:
         """Seconds that exchanges with other ranks were waited for since this was last asked."""
         return 0.0 if self._shards is None else self._shards.waited()
@@ -186,7 +217,7 @@ class Masters:
             return _master(leaf.detach(), exact) if self.half else leaf
         part = self._shards.part(name, leaf.detach())
         if not self.half:
-            return part
+            return part.clone() if self._apart else part
         return _master(part, None if exact is None else self._shards.part(name, exact).clone())
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
@@ -201,9 +232,10 @@ class Masters:
         return float(get_total_norm(list(gradients.values()))) if self._shards is None else self._shards.norm(gradients)
 
     def at_rest(self) -> list[Tensor]:
-        """What is needed for a step alone: the moments, and the masters where the model computes with a copy."""
+        """What is needed for a step alone: the moments, and the masters where the model computes with a copy. (What is
+        divided is brought from wherever the masters are.)"""
         moments = [self._adam.state[weight][kind] for weight in self._weights.values() for kind in MOMENTS]
-        return [*moments, *(self._weights.values() if self.half else ())]
+        return [*moments, *(self._weights.values() if self.half or self._apart else ())]
 
     def _overflowed(self, norm: float) -> Taken:
         odd = {name for name, gradient in self.gradients().items() if not bool(torch.isfinite(gradient).all())}

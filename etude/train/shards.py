@@ -1,7 +1,8 @@
 """Which rows of each weight a rank answers for, and how ranks exchange gradients and weights, bucket by bucket.
 
-Every rank computes with whole weights, which its engine samples from too. What is large and not needed whole is kept
-in shards, as FSDP2 cuts them, along the first dimension: float32 weights, their gradient, and AdamW's two moments.
+Every rank computes with whole weights, which its engine samples from too; or with those of one layer after the other:
+see `Sections`. What is large and not needed whole is kept in shards, as FSDP2 cuts them, along the first dimension:
+float32 weights, their gradient, and AdamW's two moments.
 
     backward ──► a leaf's gradient ──► bucket ──all to all──► sum, in the order of ranks ──► the owner's rows
                                                                                                 │ AdamW
@@ -10,14 +11,16 @@ in shards, as FSDP2 cuts them, along the first dimension: float32 weights, their
 A bucket holds the same stretch of every rank's shard, so that one exchange serves all of them, and a weight that is
 larger than a bucket goes through in several. Buckets go in a fixed order, each as soon as its gradients are there, and
 those that a micro-batch gave no gradient for go with zeros: whatever each rank computes, all of them exchange alike.
+Where weights are brought between gradients, the buckets of a section go when that is over, and not before.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -60,11 +63,25 @@ class _Bucket:
 class Shards:
     """The rows of each leaf that this rank owns. All ranks are given the same leaves in the same order."""
 
-    def __init__(self, leaves: Mapping[str, Tensor], ranks: Together, *, widen: bool, bucket: int = BUCKET) -> None:
-        """`widen`: whether owners keep their rows in float32, whatever the leaves are in."""
+    def __init__(
+        self,
+        leaves: Mapping[str, Tensor],
+        ranks: Together,
+        *,
+        widen: bool,
+        bucket: int = BUCKET,
+        sections: Sequence[Sequence[str]] = (),
+    ) -> None:
+        """`widen`: whether owners keep their rows in float32, whatever the leaves are in. `sections`: leaves whose
+        gradients go when `send` is called for them, in the order in which a backward pass reaches them; without any,
+        those of all leaves go by themselves."""
         self._leaves, self._ranks = leaves, ranks
         self._rows = {name: _rows(leaf, ranks.count) for name, leaf in leaves.items()}
-        self._buckets = _buckets(leaves, ranks.count, widen, bucket)
+        parts = [{name: leaves[name] for name in names} for names in sections or [list(leaves)]]
+        cut = [_buckets(part, ranks.count, widen, bucket) for part in parts]
+        self._buckets = [each for buckets in cut for each in buckets]
+        self._ends = list(accumulate(map(len, cut)))
+        self._asked = bool(sections)
         self._last_of = {piece.name: index for index, each in enumerate(self._buckets) for piece in each.pieces}
         self._owned: dict[str, Tensor] = {}
         self._ready: set[str] = set()
@@ -123,12 +140,20 @@ class Shards:
         def ready(_leaf: Tensor) -> None:
             self._ready.add(name)
             self._moved.add(name)
+            if self._asked:
+                assert self._last_of[name] >= self._next, "a gradient came after those of its section had gone"
+                return
             while self._next < len(self._buckets):
                 if any(piece.name not in self._ready for piece in self._buckets[self._next].pieces):
                     return
                 self._send()
 
         return ready
+
+    def send(self, section: int) -> None:
+        """The gradients of a section are there: have them go, and those of sections before it."""
+        while self._next < self._ends[section]:
+            self._send()
 
     def finish(self) -> None:
         """End a micro-batch: what was not exchanged yet is now. Every rank has as many of them."""
@@ -207,6 +232,34 @@ class Shards:
                 for rank in ranks:
                     rows = whole[_stretch(self._rows[piece.name][rank], piece)]
                     rows.copy_(_place(lines[rank], piece, rows))
+        self._seconds += time.perf_counter() - began
+
+    @torch.no_grad()
+    def bring(self, names: Sequence[str]) -> None:
+        """Fill these leaves from the owners' rows, where they lie. What a backward pass kept of them stays good: they
+        are what they were."""
+        self._wait([work for name in names for work in self._told(name, self._leaves[name].data)])
+
+    @torch.no_grad()
+    def gathered(self, name: str) -> Tensor:
+        """A leaf as it is now, in memory of its own."""
+        whole = torch.empty_like(self._leaves[name], device=self._leaves[name].device, requires_grad=False)
+        self._wait(self._told(name, whole))
+        return whole
+
+    def _told(self, name: str, whole: Tensor) -> list[Any]:
+        """Have every owner tell its rows of a leaf to all: exchanges that are under way."""
+        lines, rows = _lines(whole), self._rows[name]
+        lines[rows[self._ranks.rank]].copy_(self._owned[name])
+        if not whole.ndim:
+            return []
+        each = ((rank, lines[of]) for rank, of in enumerate(rows))
+        return [dist.broadcast(part, src=rank, async_op=True) for rank, part in each if part.numel()]
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        began = time.perf_counter()
+        for work in works:
+            work.wait()
         self._seconds += time.perf_counter() - began
 
     def _sum(self, values: Tensor) -> Tensor:

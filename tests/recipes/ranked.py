@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -120,6 +122,29 @@ class Pupil:
         return {name: weight.clone() for name, weight in self.learner.weights()}  # type: ignore[return-value]
 
     @spread(gather=Gather.ALL)
+    def assembled(self) -> list[bool]:
+        """Have the weights be whole on every rank, as for an engine; whether they are what they are told to be."""
+        self.learner.assemble()
+        told = dict(self.learner.weights())
+        return all(torch.equal(weight, told[name]) for name, weight in self.learner.model.named_weights())  # type: ignore[return-value]
+
+    @spread(gather=Gather.ALL)
+    def taken(self) -> list[int]:
+        """Bytes that each rank has taken of the system's memory and not given back, by the C library's own count."""
+        gc.collect()
+        return _in_use()  # type: ignore[return-value]
+
+    @spread()
+    def watch(self) -> None:
+        """Note how much of the weights is there while they are used."""
+        self.learner.model.visits = self.watching = Watching(self.learner.model)
+
+    @spread(gather=Gather.ALL)
+    def watched(self) -> list[tuple[int, int]]:
+        """How many bytes of the weights are there now, and were at most."""
+        return self.watching.there(), self.watching.most  # type: ignore[return-value]
+
+    @spread(gather=Gather.ALL)
     def kept(self) -> list[int]:
         """How many numbers each rank keeps of the masters."""
         masters = self.learner.state()["weights"]
@@ -172,6 +197,42 @@ def adapted(precision: str) -> Model:
 def judge(precision: str) -> Model:
     """One that gives scores."""
     return create(tiny(VOCABULARY, layers=2, hidden=32), seed=0, dtype=PRECISIONS[precision], head="score")
+
+
+class Watching:
+    """Looks at the memory of a model's weights wherever a pass over it is."""
+
+    def __init__(self, of: Model) -> None:
+        assert of.visits is not None
+        self._of, self._visits, self.most = of, of.visits, 0
+
+    def enter(self, layer: int) -> None:
+        self._visits.enter(layer)
+        self.most = max(self.most, self.there())
+
+    def leave(self, layer: int, *, back: bool) -> None:
+        self._visits.leave(layer, back=back)
+
+    def there(self) -> int:
+        storages = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in self._of.parameters()}
+        return sum(storage.nbytes() for storage in storages.values())
+
+
+class _Counts(ctypes.Structure):
+    """What glibc's `mallinfo2` tells."""
+
+    _fields_ = [(str(place), ctypes.c_size_t) for place in range(10)]
+
+
+MAPPED, USED = "4", "7"
+"""Which of them are bytes in mappings of their own, and bytes in use elsewhere."""
+
+
+def _in_use() -> int:
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = _Counts
+    counts = library.mallinfo2()
+    return int(getattr(counts, MAPPED) + getattr(counts, USED))
 
 
 def _whole(tensor: Any) -> Tensor:

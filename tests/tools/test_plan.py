@@ -232,6 +232,8 @@ def test_what_cannot_be_planned_is_refused(model: Path, capsys: Captured, tmp_pa
     assert "do not fit into" in refused(capsys, "plan", path, "gpus=0", "sampling.max_tokens=100000")
     assert "no such parts" in refused(capsys, "plan", path, "gpus=3", "ranks=3", "mesh.tensor=3")
     assert "Nobody teaches" in refused(capsys, "plan", "distill", path)
+    told = refused(capsys, "plan", path, "gpus=2", "train.weights=divided")
+    assert "Plan the run with `train.weights=whole`" in told
     assert "`etude sft` takes none" in refused(capsys, "plan", "sft", "grpo", path)
     assert "does not fit into this model's context" in refused(capsys, "plan", "sft", path, "data.max_tokens=100000")
 
