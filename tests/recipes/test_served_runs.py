@@ -64,13 +64,8 @@ def test_a_run_starts_its_server_and_ends_it(kind: str, sums: Path) -> None:
     assert (run / "servers" / f"{kind}-0.log").exists()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("vllm", marks=[*on("vllm"), pytest.mark.soak]),
-        pytest.param("sglang", marks=on("sglang")),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_whose_weights_go_through_shared_memory(kind: str, sums: Path) -> None:
     """The server is started with what it takes, and with a model whose head is its embedding."""
     given = {f"rollout.{name}": value for name, value in options_of(kind, sums).items()}
