@@ -172,7 +172,7 @@ def test_a_rank_keeps_its_rows_and_has_one_layer_at_a_time(crews: dict[int, Proc
     taken = []
     for weights in ("whole", "divided"):
         crew = begun(crews, ranks, weights=weights, precision="fp32", policy=large)
-        batch = crew.call(Pupil.ready, rollouts())
+        batch = crew.call(Pupil.ready, rollouts(groups=4))  # something for every rank
         crew.call(Pupil.update, [batch])
         taken.append(crew.call(Pupil.taken))
     for one, other in zip(*taken, strict=True):
