@@ -36,6 +36,7 @@ FREE = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
     *("judging.workers", "train.micro_tokens", "train.activation_checkpointing", "train.compile", "train.offload"),
     *("critic.train.micro_tokens", "critic.train.activation_checkpointing"),
+    *("train.weights", "critic.train.weights"),
     *("critic.train.compile", "critic.train.offload", "ranks", "mesh", "cluster", "device", "crew.silence"),
     "crew.timeout",
     *("rollout.kv_gib", "rollout.max_running", "rollout.prefill_tokens", "rollout.prepack", "lora.publish"),

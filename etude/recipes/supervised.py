@@ -25,8 +25,7 @@ __all__ = ["FREE", "Supervised", "Validation"]
 FREE = (
     *("steps", "epochs", "directory", "observe", "evaluate", "data.val", "checkpoint", "train.micro_tokens"),
     *("train.activation_checkpointing", "train.compile", "train.offload", "ranks", "mesh", "cluster", "device"),
-    "crew.silence",
-    "crew.timeout",
+    *("train.weights", "crew.silence", "crew.timeout"),
 )
 """Options that a resumed run may change: how long it is, what is measured, kept and shown, how much memory is used, and
 by how many processes. None changes what is learned from; those of memory and processes may change the last bits."""
