@@ -36,6 +36,15 @@ def test_it_is_asked_once_and_raises_the_second_time() -> None:
     assert signal.getsignal(INT) == before
 
 
+def test_before_a_step_has_begun_the_first_one_is_enough() -> None:
+    told: list[str] = []
+    with Interrupt(told.append) as interrupt:
+        interrupt.working = False
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), INT)
+        assert interrupt.asked and told == ["Stopping: no step has begun yet."]
+
+
 def test_outside_the_main_thread_it_catches_nothing() -> None:
     before = signal.getsignal(INT)
     seen: list[object] = []

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from etude.cli import main
+from etude.observe import configure
 from etude.recipes import checks
 from etude.store import open_store
 from tests.processes import gone
@@ -105,6 +106,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(world: Path, whole: Path, tmp_path:
 
 
 def test_what_more_ranks_are_not_good_for_is_told(world: Path, capsys: Captured) -> None:
+    configure("info")
     cores = os.cpu_count() or 1
     for changes, sentence in (
         ({"ranks": 4, "threads": cores}, f"`ranks=4` want {4 * cores} processors, {cores} each, and this machine has"),
@@ -177,6 +179,7 @@ def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
     is_straight(run, paired)
 
 
+@pytest.mark.soak
 def test_a_controller_that_is_stopped_goes_on_where_it_was(world: Path, tmp_path: Path) -> None:
     """For longer than its ranks may be silent: they are not, it is only not heard."""
     run, silence = tmp_path / "run", 3.0

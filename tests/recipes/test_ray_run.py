@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
+from etude.observe import configure
 from etude.recipes import checks
 from tests.processes import descendants, gone
 from tests.rays import actors, joining, surroundings
@@ -57,6 +58,7 @@ def test_agents_are_not_trained_over_ray_yet(world: Path, tmp_path: Path, capsys
 
 
 def test_what_fills_this_machine_may_be_little_for_a_cluster(world: Path, capsys: Captured) -> None:
+    configure("info")
     crowded = {"ranks": 4, "threads": os.cpu_count() or 1, "collect.tasks": 8}
     checks.before(run_of(world, **crowded))
     assert "they will get in each other's way" in capsys.readouterr().err
