@@ -123,6 +123,7 @@ def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: P
     values = {"directory": "elsewhere", "device": "cpu", "data.val": "[others.jsonl]", "rollout.prepack": "false"}
     switches = ("activation_checkpointing", "compile", "offload")
     values |= {f"{whose}train.{switch}": "true" for whose in ("", "critic.") for switch in switches}
+    values |= {"train.weights": "divided", "critic.train.weights": "divided"}
     values |= {"lora.publish": "merged", "reward.prices": "[1,2]"}
     values |= {"agent.strategy": "cs", "agent.listen": "127.0.0.1:8700"}
     values |= {"agent.store": "http://127.0.0.1:8700", "placement.layout": "split"}
@@ -141,7 +142,7 @@ def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, world: P
     beside |= {"rollout.nodes": 3} if path == "rollout.meet" else {}
     carried = ("rollout.bucket_mib", "rollout.running", "rollout.update_timeout", "rollout.address")
     beside |= {"rollout.carrier": "gloo"} if path in carried else {}
-    beside |= {"ranks": 3} if path == "mesh" else {}
+    beside |= {"ranks": 3} if path == "mesh" or path.endswith("weights") else {}
     name, _, value = sections.get(path, f"{path}={values.get(path, '3')}").partition("=")
     run, other = run_of(world, **beside), run_of(world, **beside, **{name: value})
     assert other != run and not differences(run, other)
