@@ -158,7 +158,10 @@ def _read_tokens_anew() -> None:
 
 
 def _init(**options: Any) -> None:
-    """Join Ray, or start it. It takes the signal that asks a process to end for itself: that is given back."""
+    """Join Ray, or start it. It takes the signal that asks a process to end for itself: that is given back. What its
+    processes have to say it would print on our standard output: what matters of it is in our errors."""
+    untyped: Any = ray
+    untyped._private.worker._worker_logs_enabled = False
     ours = threading.current_thread() is threading.main_thread()
     asked = signal.getsignal(signal.SIGTERM) if ours else None
     try:
