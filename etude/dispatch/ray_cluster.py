@@ -11,8 +11,10 @@ quarter of a minute that no option of Ray's makes longer, and are begun again.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -22,7 +24,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import ray
 
@@ -49,6 +51,8 @@ FLAG = "--gcs-address="
 PREFIX, WITHIN = "etude-ray-", "12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 """What our directories are named with, and the longest path behind that. Ray opens its own to everybody on the machine;
 ours, around it, lets nobody else in."""
+HELD = "held"
+"""A file in each, locked for as long as whoever made it lives."""
 REACH = 103 if sys.platform == "darwin" else 107
 """Bytes that the path of a socket may have."""
 
@@ -62,6 +66,7 @@ class Cluster:
     def __init__(self, cpus: int) -> None:
         """`cpus` is what a Ray of our own offers at least, whatever the machine has."""
         self._place: TemporaryDirectory[str] | None = None
+        self._held: BinaryIO | None = None
         self._joined, self._guarded = not ray.is_initialized(), False
         self.logs = "the folder `logs` of its session"
         if self._joined and (address := ray_address()):
@@ -84,7 +89,9 @@ class Cluster:
             _end(self._place.name)
             self._place.cleanup()
             Cluster._ours = False
-        self._joined, self._guarded, self._place = False, False, None
+        if self._held is not None:
+            self._held.close()
+        self._joined, self._guarded, self._place, self._held = False, False, None, None
 
     def _join(self, address: str) -> None:
         get_log("dispatch").info("Joining the Ray at `RAY_ADDRESS` = %s.", address)
@@ -102,7 +109,9 @@ class Cluster:
     def _start(self, cpus: int) -> None:
         get_log("dispatch").info("Starting Ray on this machine. `RAY_ADDRESS` would have joined another.")
         where = _short(tempfile.gettempdir())
+        _sweep(Path(where))
         self._place = TemporaryDirectory(prefix=PREFIX, dir=where, ignore_cleanup_errors=True)
+        self._held = _hold(Path(self._place.name))
         place = f"{self._place.name}/r"
         self.logs = f"{place}/session_latest/logs"
         try:
@@ -148,6 +157,23 @@ def _knock(address: str) -> None:
 def _short(directory: str) -> str:
     """Where to make our directory: here, unless the paths of Ray's sockets would be too long for the system."""
     return directory if len(os.fsencode(f"{directory}/{PREFIX}{WITHIN}")) <= REACH else "/tmp"
+
+
+def _hold(place: Path) -> BinaryIO:
+    """Say that somebody is there: until what is returned is closed, or we end, however that is."""
+    new = place / f"{HELD}.new"
+    held = new.open("wb")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    new.rename(place / HELD)  # who finds it finds it locked
+    return held
+
+
+def _sweep(where: Path) -> None:
+    """Remove what controllers that were killed have left there."""
+    for held in where.glob(f"{PREFIX}*/{HELD}"):
+        with suppress(OSError), held.open("rb") as file:  # somebody is there, it is somebody else's, or is gone by now
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(held.parent, ignore_errors=True)
 
 
 def _read_tokens_anew() -> None:

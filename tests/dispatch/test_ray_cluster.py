@@ -24,6 +24,23 @@ def test_it_lies_where_the_paths_of_its_sockets_are_short_enough() -> None:
     assert _short("/" + "\u00e9" * 15) == "/tmp", "bytes count"
 
 
+def test_what_a_killed_controller_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """And nothing that somebody holds, or that is somebody else's."""
+    require("ray")
+    from etude.dispatch.ray_cluster import PREFIX, _hold, _sweep
+
+    here, left, starting, other = (tmp_path / name for name in (f"{PREFIX}1", f"{PREFIX}2", f"{PREFIX}3", "ray-4"))
+    for place in (here, left, starting, other):
+        (place / "r" / "session").mkdir(parents=True)
+    with _hold(here):
+        _hold(left).close()
+        _hold(other).close()
+        _sweep(tmp_path)
+        assert sorted(tmp_path.iterdir()) == sorted((here, starting, other))
+    _sweep(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted((starting, other))
+
+
 @pytest.mark.soak
 def test_a_long_tmpdir_does_not_keep_it_from_starting(tmp_path: Path) -> None:
     require("ray")
