@@ -116,6 +116,11 @@ def recipe_of(directory: Path) -> str:
     """The command of the run that a directory holds."""
     file = directory / OPTIONS
     if not file.exists():
+        if (directory / LOCK).exists():
+            raise RunError(
+                f"The run in {directory} has not begun: it has no {OPTIONS} yet. Wait until its ranks and servers are "
+                f"there; or give its command once more, if it has ended."
+            )
         raise RunError(
             f"{directory} holds no run: it has no {OPTIONS}. Give the directory that `etude train` printed, "
             f"such as runs/train-20260101-120000."

@@ -357,6 +357,8 @@ def test_options_that_never_ran_bind_nobody(world: Path, tmp_path: Path, capsys:
 def test_a_directory_that_holds_no_run_is_told(tmp_path: Path, capsys: Captured) -> None:
     for where in (tmp_path, tmp_path / "nowhere"):
         assert "holds no run" in refused(capsys, "train", "--resume", str(where))
+    with occupy(tmp_path / "starting"):
+        assert "has not begun" in refused(capsys, "train", "--resume", str(tmp_path / "starting"))
 
 
 def test_a_checkpoint_of_another_model_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
