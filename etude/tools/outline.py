@@ -52,7 +52,17 @@ def _heard(*args: Any, **_: Any) -> int:
     return sum(each.nbytes for each in args[0][0])
 
 
+def _widened(one: Tensor, other: Any, *_: Any, **__: Any) -> int:
+    """On a processor, numbers of two types become those of one before they meet."""
+    if not isinstance(other, Tensor) or one.device.type != "cpu" or not (one.ndim and other.ndim):
+        return 0
+    wide = torch.promote_types(one.dtype, other.dtype)
+    return sum(each.numel() * wide.itemsize for each in (one, other) if each.dtype != wide)
+
+
 WITHIN: Mapping[Any, Callable[..., int]] = {
+    **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor), _widened),
+    **dict.fromkeys((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor), _widened),
     _aten.logsumexp.default: _first,
     torch.ops.c10d.allgather_.default: _heard,  # what is heard arrives end to end, and is dealt out
 }
