@@ -131,7 +131,7 @@ def _refuse_too_many(run: Recipe, gpus: int) -> None:
 
 
 def _refuse(run: Recipe) -> None:
-    """Refuse what could not be run either, and what is not foreseen."""
+    """Refuse what could not be run either."""
     checks.refuse_to_divide(run)
     if isinstance(run, Supervised):
         school.of_loss(run)

@@ -43,8 +43,8 @@ class Rehearsed:
 
 
 def policy(run: Recipe) -> Model:
-    """The model of a run, as it is trained: its weights are nobody's. Where they are divided, it is made as `load` makes
-    it."""
+    """The model of a run, as it is trained: its weights are nobody's. Where they are divided, it is made as it is when
+    it is loaded."""
     assert run.model.path is not None, "a plan is of a model"
     dtype, exact = PRECISIONS[run.train.precision], run.train.weights == "divided"
     model = outlined(run.model.path, dtype=dtype, head=run.head, exact=exact)
