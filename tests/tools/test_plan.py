@@ -250,6 +250,14 @@ def test_divided_weights_are_nowhere_while_servers_sample(model: Path) -> None:
     assert 0 < phases["asking"].kinds["weights"] < 0.8 * 4 * every
 
 
+def test_servers_are_not_there_yet_while_divided_weights_are_loaded(model: Path) -> None:
+    options = ("gpus=2", "gpu_gib=1", "ranks=2", "train.weights=divided", "rollout.devices=[0,1]")
+    small = ("rollout=vllm", "rollout.replicas=2", "rollout.kv_gib=0.1", "sampling.max_tokens=8")
+    (both,) = served(model, *options, *small).devices
+    there = [phase for phase, peak in both.phases.items() if "server" in peak.kinds]
+    assert list(both.phases) == ["loading", *there] and there[0] == "sampling"
+
+
 def test_files_that_are_as_coarse_as_what_computes_leave_nothing_finer(model: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     for dtype in ("float32", "bfloat16"):
