@@ -135,7 +135,7 @@ def notes(config: ServerConfig, device: torch.device) -> tuple[str, ...]:
 
 
 def _with(planned: Planned, held: Held, count: int, *, asleep: bool) -> Planned:
-    """A device with so many ranks of servers. They are started when all else is loaded, and may sleep while it works."""
+    """A device with so many ranks of servers. They start when all else is loaded, and may sleep while it works."""
     served, phases = held.peak(count, "server"), {}
     for phase, peak in planned.phases.items():
         here = phase == "sampling" or not (asleep or phase == "loading")
