@@ -35,6 +35,13 @@ from etude.recipes.replicas import start
 from etude.recipes.run import Run
 from etude.tools.rehearsal import perform, rehearse
 
+DIVIDED = ("ranks=2", "train.weights=divided")
+LARGE = {"hidden": 256, "layers": 8}
+DEEP = {**LARGE, "vocabulary": 512}
+LITTLE = (
+    *("data.max_prompt=16", "sampling.max_tokens=16", "collect.tasks=4", "train.micro_tokens=128"),
+    "collect.group_size=4",
+)
 COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "fp32": ({}, ["train.precision=fp32"]),
     "bf16": ({}, ["train.precision=bf16"]),
@@ -57,6 +64,22 @@ COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
         {},
         ["train.precision=fp32", "ranks=2", "mesh.sequence=2", "kl=reverse", "advantage=gae"],
     ),
+    "divided": ({}, ["train.precision=fp32", *DIVIDED]),
+    "divided, bf16": ({}, ["train.precision=bf16", *DIVIDED]),
+    "divided, large": (LARGE, ["train.precision=fp32", *DIVIDED, *LITTLE]),
+    "divided, large, bf16": (LARGE, ["train.precision=bf16", *DIVIDED, *LITTLE]),
+    "divided beside servers": (LARGE, ["train.precision=fp32", *DIVIDED, *LITTLE, "rollout=vllm", "updates=2"]),
+    "divided beside servers, bf16": (LARGE, ["train.precision=bf16", *DIVIDED, *LITTLE, "rollout=vllm"]),
+    "divided, reference, critic": (
+        LARGE,
+        [
+            *("train.precision=fp32", *DIVIDED, *LITTLE, "critic.train.precision=fp32", "critic.train.weights=divided"),
+            *("kl=reverse", "advantage=gae"),
+        ],
+    ),
+    "divided, most while sampling": (DEEP, ["train.precision=fp32", *DIVIDED, *LITTLE]),
+    "divided, most while loading": (DEEP, ["train.precision=bf16", *DIVIDED, *LITTLE, "rollout=vllm"]),
+    "divided, mesh.tensor": ({}, ["train.precision=fp32", *DIVIDED, "mesh.tensor=2"]),
     "trainer beside servers": ({}, ["train.precision=bf16", "rollout=vllm", "kl=reverse"]),
 }
 """Shapes of models, and options of runs of `etude train`."""
@@ -65,6 +88,7 @@ LEARNING: Mapping[str, tuple[str, Sequence[str]]] = {
     "sft, long rows": ("sft", ["data.max_tokens=768", "train.precision=fp32"]),
     "sft, lora": ("sft", ["lora.rank=8"]),
     "sft, mesh.tensor": ("sft", ["ranks=2", "mesh.tensor=2"]),
+    "sft, divided": ("sft", ["train.precision=bf16", *DIVIDED]),
     "dpo": ("dpo", []),
     "dpo, large micro-batches": ("dpo", ["train.micro_tokens=4096"]),
     "reward-model": ("reward-model", ["train.precision=fp32"]),

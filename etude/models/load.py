@@ -121,16 +121,25 @@ def create(
     return Model(module)
 
 
-def outlined(directory: Path | str | PreTrainedConfig, *, dtype: torch.dtype, head: Head = "language") -> Model:
+def outlined(
+    directory: Path | str | PreTrainedConfig, *, dtype: torch.dtype, head: Head = "language", exact: bool = False
+) -> Model:
     """A model of the sizes that a directory's config names, or a config: made where torch makes tensors, in the dtype
-    that it computes in, and its weights are nobody's. For whoever asks what a model would take."""
+    that it computes in, and its weights are nobody's. For whoever asks what a model would take. exact: made by the way
+    that `load` takes then; every weight is one that is rounded, unless the config says that the files are as coarse."""
     config = copy.deepcopy(directory) if isinstance(directory, PreTrainedConfig) else _config(Path(directory))
+    coarse = config.dtype == dtype
     refuse(config)
     offer()
     if head != "language":
         config.num_labels = 1
     auto = _auto if head == "language" else _judging
-    return Model(auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION))
+    wide = torch.promote_types(dtype, torch.float32) if exact else dtype
+    module = auto.from_config(config, dtype=wide, attn_implementation=ATTENTION)
+    finer = {} if wide == dtype or coarse else _rounded_away(module, dtype)
+    if wide != dtype:
+        cast(module, dtype, module.device)
+    return Model(module, finer)
 
 
 def save(model: Model, directory: Path | str) -> None:

@@ -129,7 +129,7 @@ def threads_of(run: Recipe) -> int:
 
 def of_ranks(run: Recipe, groups: int, told_by: str) -> list[str]:
     """What more ranks than one may not be good for. groups: how many a step has, as an option tells."""
-    _refuse_to_divide(run)
+    refuse_to_divide(run)
     if run.ranks == 1:
         alone = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
         return [alone] if run.crew != CrewConfig() and run.cluster == "local" else []
@@ -148,7 +148,7 @@ def of_ranks(run: Recipe, groups: int, told_by: str) -> list[str]:
     return told
 
 
-def _refuse_to_divide(run: Recipe) -> None:
+def refuse_to_divide(run: Recipe) -> None:
     """Refuse to divide what cannot be, or is not worth it."""
     trained = {"train": run.train} | ({"critic.train": run.critic.train} if isinstance(run, Run) else {})
     for option in (name for name, train in trained.items() if train.weights == "divided"):

@@ -324,11 +324,15 @@ class PolicyWorker:
     def publish(self, version: int) -> Metrics:
         """Have the engine compute with the learner's weights, under a new version; what that cost, on each rank."""
         if self._hosted.model is self._learner.model:
-            self._learner.assemble()  # until the next update
+            self.assemble()
         told = asyncio.run(LocalCarrier(self._hosted).publish(self.weights(), version))
         asyncio.run(self._hosted.wake())  # where it slept, to make room
         dismiss_team()
         return told
+
+    def assemble(self) -> None:
+        """Have the weights be whole in the model, where they are divided, until the next update."""
+        self._learner.assemble()
 
     @spread()
     def make_room(self) -> None:

@@ -1,8 +1,9 @@
 """A ledger of memory: every tensor that a computation makes, from when its memory is taken to when it is given back.
 
 It stands between torch and its kernels, and is told the outcome of each. What it writes down are storages: a view has
-no memory of its own, and a storage is given back when the last tensor or graph that holds it has gone. What each was
-for may be said while it is made, or at any later time: a gradient is known as one when the optimizer asks for it.
+no memory of its own, and a storage is given back when the last tensor or graph that holds it has gone, or when its
+memory is taken from it (`resized`). What each was for may be said while it is made, or at any later time: a gradient is
+known as one when the optimizer asks for it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Ledger:
     def __init__(self) -> None:
         self._entries: list[tuple[int, int]] = []
         self._kinds: list[str | None] = []
+        self._sizes: list[int] = []
         self._held: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._phases: list[_Phase] = []
         self._kind: str | None = "other"
@@ -62,17 +64,26 @@ class Ledger:
             return
         number = len(self._kinds)
         self._kinds.append(kind or self._named(tensor) or self._kind)
-        self._entries.append((number, storage.nbytes()))
+        self._sizes.append(storage.nbytes())
+        self._entries.append((number, self._sizes[number]))
 
-        def gone(_: object, size: int = storage.nbytes()) -> None:
+        def gone(_: object) -> None:
             self._held.pop(place, None)
-            self._entries.append((number, -size))
+            self._entries.append((number, -self._sizes[number]))
 
         self._held[place] = number, weakref.ref(storage, gone)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """It has other memory than before, which was given back once what lay there had been copied."""
+        if (held := self._held.get(storage._cdata)) is not None:
+            number = held[0]
+            self._entries += [(number, storage.nbytes()), (number, -self._sizes[number])]
+            self._sizes[number] = storage.nbytes()
 
     def passing(self, size: int) -> None:
         """So many bytes that a kernel took within, and has given back."""
         self._kinds.append(self._kind)
+        self._sizes.append(size)
         self._entries += [(len(self._kinds) - 1, size), (len(self._kinds) - 1, -size)]
 
     def name(self, tensors: Iterable[Tensor], kind: str | None) -> None:

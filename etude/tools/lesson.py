@@ -23,7 +23,7 @@ from etude.recipes.dpo import DPORun
 from etude.recipes.lessons import batch_of
 from etude.recipes.supervised import Supervised
 from etude.tools.ledger import Ledger
-from etude.tools.rehearsed import FULL, Rehearsed, named_by_optimizers, policy, wide
+from etude.tools.rehearsed import FULL, Rehearsed, loading, named_by_optimizers, policy, wide
 from etude.train import Frozen
 
 __all__ = ["Lesson", "examples"]
@@ -39,7 +39,7 @@ class Lesson:
         steps = run.steps or run.train.warmup + 1  # how many there are is known of the files alone
         self.run = run.model_copy(update={"train": rests, "steps": steps, "epochs": None})
         self.mesh = models.mesh_of(run)
-        with ledger.of("weights"):
+        with ledger.of("weights"), loading(ledger, run.train):
             self.model = policy(run)
         self.longest = run.data.longest(self.model.context)
 
@@ -49,7 +49,7 @@ class Lesson:
         named = wide(model)
         with named_by_optimizers(ledger, model):
             other = self._other()
-            with ledger.of("optimizer"):
+            with ledger.of("optimizer"), loading(ledger, run.train):
                 worker = school.worker_of(run, model, other, self.mesh)
             batch = examples(run, self.longest, -(-run.batch_size * run.mesh.size // run.ranks))
             if other is not None:

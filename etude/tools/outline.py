@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,17 @@ def _heard(*args: Any, **_: Any) -> int:
     return sum(each.nbytes for each in args[0][0])
 
 
+def _widened(one: Tensor, other: Any, *_: Any, **__: Any) -> int:
+    """On a processor, numbers of two types become those of one before they meet."""
+    if not isinstance(other, Tensor) or one.device.type != "cpu" or not (one.ndim and other.ndim):
+        return 0
+    wide = torch.promote_types(one.dtype, other.dtype)
+    return sum(each.numel() * wide.itemsize for each in (one, other) if each.dtype != wide)
+
+
 WITHIN: Mapping[Any, Callable[..., int]] = {
+    **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor), _widened),
+    **dict.fromkeys((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor), _widened),
     _aten.logsumexp.default: _first,
     torch.ops.c10d.allgather_.default: _heard,  # what is heard arrives end to end, and is dealt out
 }
@@ -65,6 +75,24 @@ class Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
+
+    def __enter__(self) -> Self:
+        """That a storage is given other memory is no kernel's work, and is heard of where it is asked for."""
+        plain, ledger = torch.UntypedStorage.resize_, self.ledger
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            told = plain(storage, size)
+            ledger.resized(storage)
+            return told
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        self._plain = plain
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._plain  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run it, and note what came of it."""

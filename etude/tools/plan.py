@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from etude.config import Config
 from etude.errors import ConfigError, EtudeError
 from etude.recipes import checks, school
 from etude.recipes.folder import check_model
@@ -35,6 +36,7 @@ from etude.tools.rehearsed import AT_REST, Rehearsed
 __all__ = ["plan", "tree"]
 
 R = TypeVar("R", bound=Recipe)
+C = TypeVar("C", bound=Config)
 CPU = torch.device("cpu")
 FROZEN = frozenset({"reference", "teacher"})
 """What is brought to a GPU for each question, under `train.offload`."""
@@ -129,13 +131,8 @@ def _refuse_too_many(run: Recipe, gpus: int) -> None:
 
 
 def _refuse(run: Recipe) -> None:
-    """Refuse what could not be run either, and what is not foreseen."""
-    trained = {"train": run.train} | ({"critic.train": run.critic.train} if isinstance(run, Run) else {})
-    for option in (name for name, train in trained.items() if train.weights == "divided"):
-        raise ConfigError(
-            f"A plan does not know yet what `{option}.weights=divided` takes, where the memory of a layer comes and "
-            f"goes. Plan the run with `{option}.weights=whole`, which has every rank hold all of them."
-        )
+    """Refuse what could not be run either."""
+    checks.refuse_to_divide(run)
     if isinstance(run, Supervised):
         school.of_loss(run)
         return
@@ -228,6 +225,7 @@ def _candidates(run: Recipe, device: torch.device, played: Rehearsed) -> list[tu
         ("train.activation_checkpointing", True, not train.activation_checkpointing),
         ("train.offload", True, gpu and not train.offload),
         ("train.precision", "bf16", train.precision in ("fp32", "fp64")),
+        ("train.weights", "divided", run.ranks > 1 and train.weights == "whole" and not run.lora.on),
         ("ranks", 2 * run.ranks, gpu),
         ("mesh.tensor", 2 * mesh.tensor, gpu and run.ranks % (2 * mesh.size) == 0),
         ("mesh.sequence", 2 * mesh.sequence, gpu and run.ranks % (2 * mesh.size) == 0),
@@ -235,7 +233,9 @@ def _candidates(run: Recipe, device: torch.device, played: Rehearsed) -> list[tu
     if isinstance(run, Supervised):
         wanted.append(("data.max_tokens", max(sum(played.row) // 2, 2), True))
     elif isinstance(run, Run):
-        rollout = run.rollout
+        rollout, critic = run.rollout, run.critic.train
+        foreseen = run.ranks > 1 and "critic" in checks.roles(run)
+        wanted.append(("critic.train.weights", "divided", foreseen and critic.weights == "whole"))
         wanted.append(("sampling.max_tokens", max(run.sampling.max_tokens // 2, 1), run.sampling.max_tokens > 1))
         if isinstance(rollout, EngineConfig):
             wanted.append(("rollout.kv_gib", rollout.kv_gib / 2, True))
@@ -255,8 +255,9 @@ def _written(value: object) -> str:
 
 def _with(run: R, option: str, value: object) -> R:
     """The run with one option changed."""
-    part, _, name = option.rpartition(".")
-    if not part:
-        return run.model_copy(update={name: value})
-    changed = getattr(run, part).model_copy(update={name: value})
-    return run.model_copy(update={part: changed})
+    return _changed(run, option.split("."), value)
+
+
+def _changed(part: C, path: list[str], value: object) -> C:
+    name, *deeper = path
+    return part.model_copy(update={name: _changed(getattr(part, name), deeper, value) if deeper else value})

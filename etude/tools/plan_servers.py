@@ -135,12 +135,12 @@ def notes(config: ServerConfig, device: torch.device) -> tuple[str, ...]:
 
 
 def _with(planned: Planned, held: Held, count: int, *, asleep: bool) -> Planned:
-    """A device with so many ranks of servers, which may sleep while others work."""
+    """A device with so many ranks of servers. They start when all else is loaded, and may sleep while it works."""
     served, phases = held.peak(count, "server"), {}
     for phase, peak in planned.phases.items():
-        here = phase == "sampling" or not asleep
+        here = phase == "sampling" or not (asleep or phase == "loading")
         phases[phase] = Peak(peak.total + served.total, {**peak.kinds, **served.kinds}) if here else peak
-    return replace(planned, phases={"sampling": served} | phases)
+    return replace(planned, phases=phases if "sampling" in phases else {"sampling": served, **phases})
 
 
 def _held(config: ServerConfig, model: Model, device: str, limit: int | None, resting: int) -> Held:

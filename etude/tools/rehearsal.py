@@ -3,11 +3,12 @@
 Nothing is estimated by formula. What a run is made of is put together as `build` does it, and does each of its phases
 once, at its worst: prompts and answers as long as they may be, micro-batches full, every place of the engine taken.
 
+    loading      where weights are divided: they are whole for a moment
     sampling     a step of the engine that reads prompts, and one in which everybody is at the end of an answer
     asking       what the models are asked of a batch before anything is learned from it
     updating     two full micro-batches, and the optimizer's step
 
-Loading is not played: it takes less than updating does.
+Otherwise loading is not played: it takes less than updating does.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from etude.rollout.torch_engine import LOGITS
 from etude.tools.ledger import Ledger
 from etude.tools.lesson import Lesson
 from etude.tools.outline import Pretend, as_one_of, without_memory
-from etude.tools.rehearsed import FULL, Rehearsed, named_by_optimizers, policy, wide
+from etude.tools.rehearsed import FULL, Rehearsed, loading, named_by_optimizers, policy, wide
 from etude.train import Frozen, Learner
 from etude.train.forward import ForwardPass, cut
 from etude.train.optim import PRECISIONS
@@ -95,7 +96,7 @@ class _Stage:
         self.run = run.model_copy(update=changes)
         self.mesh = models.mesh_of(run)
         apart = run.placement.layout == "split"
-        with ledger.of("weights" if "policy" in roles else None):
+        with ledger.of("weights" if "policy" in roles else None), self._loading():
             self.policy = policy(run)
         self.sampled = self.policy
         if apart and "engine" in roles:
@@ -121,6 +122,8 @@ class _Stage:
                 blocks = blocks_of(self.policy, engine)
                 held = blocks * engine.block_size
                 if "engine" in self.roles:
+                    if worker is not None and self.sampled is self.policy:
+                        worker.assemble()
                     self._sample(engine, blocks, at_once)
             if "reward" in self.roles:
                 self._score()
@@ -136,15 +139,22 @@ class _Stage:
         reference = self._frozen("reference", run.reference.path) if "reference" in here else None
         teacher = self._frozen("teacher", run.teacher.path) if "teacher" in here else None
         critic = self._critic() if "critic" in here else None
-        with self.ledger.of("optimizer"):
+        with self.ledger.of("optimizer"), self._loading():
             return models.worker_of(
                 run, self.policy, None, mesh=self.mesh, reference=reference, teacher=teacher, critic=critic
             )
 
+    def _loading(self) -> AbstractContextManager[None]:
+        """Of whoever is trained here."""
+        run, here = self.run, self.roles & {"policy", *checks.roles(self.run)}
+        trained = {"policy": run.train, "critic": run.critic.train}
+        return loading(self.ledger, *(train for role, train in trained.items() if role in here))
+
     def _critic(self) -> Model:
         critic = self.run.critic
-        with self.ledger.of("critic"):
-            return outlined(critic.path or self._path, dtype=PRECISIONS[critic.train.precision], head="value")
+        dtype, exact = PRECISIONS[critic.train.precision], critic.train.weights == "divided"
+        with self.ledger.of("critic"), self._loading():
+            return outlined(critic.path or self._path, dtype=dtype, head="value", exact=exact)
 
     def _frozen(self, role: str, path: Any) -> Frozen:
         if role == "reference" and path is None and self.run.lora.rank:
@@ -204,7 +214,7 @@ class _Stage:
                     model.logp(batch)
         if "critic" in here:
             critic = self._critic()
-            with ledger.of("optimizer"):
+            with ledger.of("optimizer"), self._loading():
                 steps = run.steps * run.updates
                 learner = Learner(critic, run.critic.train, steps=steps, mesh=self.mesh, option="critic.train")
             batch = run.estimate(batch, State()).batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from etude.models import Model, adapt, outlined
 from etude.recipes.recipe import Recipe
 from etude.tools.ledger import Ledger
+from etude.train import Train
 from etude.train.optim import PRECISIONS
 
-__all__ = ["AT_REST", "FULL", "Rehearsed", "named_by_optimizers", "policy", "wide"]
+__all__ = ["AT_REST", "FULL", "Rehearsed", "loading", "named_by_optimizers", "policy", "wide"]
 
 AT_REST = frozenset({"masters", "optimizer"})
 """What is away while the engine samples, under `train.offload`."""
@@ -42,14 +43,22 @@ class Rehearsed:
 
 
 def policy(run: Recipe) -> Model:
-    """The model of a run, as it is trained: its weights are nobody's."""
+    """The model of a run, as it is trained: its weights are nobody's. Where they are divided, it is made as it is when
+    it is loaded."""
     assert run.model.path is not None, "a plan is of a model"
-    model = outlined(run.model.path, dtype=PRECISIONS[run.train.precision], head=run.head)
+    dtype, exact = PRECISIONS[run.train.precision], run.train.weights == "divided"
+    model = outlined(run.model.path, dtype=dtype, head=run.head, exact=exact)
     if run.lora.on:
         model = adapt(model, run.lora, seed=run.seed)
     if run.model.freeze:
         model.freeze(run.model.freeze)
     return model
+
+
+def loading(ledger: Ledger, *trained: Train) -> AbstractContextManager[None]:
+    """Within, models are loaded that are trained so, and their learners made: a phase where weights are divided, which
+    is when they are whole for a moment."""
+    return ledger.phase("loading") if any(train.weights == "divided" for train in trained) else nullcontext()
 
 
 @contextmanager

@@ -87,7 +87,7 @@ class Shards:
         self._ready: set[str] = set()
         self._moved: set[str] = set()
         self._next = 0
-        self._under_way: tuple[Any, _Bucket, Tensor] | None = None
+        self._under_way: tuple[Any, _Bucket, Tensor, Tensor] | None = None
         self._mesh: DeviceMesh | None = None
         self._seconds = 0.0
 
@@ -190,7 +190,7 @@ class Shards:
                 self._leaves[piece.name].grad = None
         came = torch.empty_like(sent)
         work = dist.all_to_all_single(came.view(-1), sent.view(-1), async_op=True)
-        self._under_way = work, bucket, came
+        self._under_way = work, bucket, sent, came
         self._next += 1
 
     def _settle(self) -> None:
@@ -198,8 +198,9 @@ class Shards:
         if self._under_way is None:
             return
         began = time.perf_counter()
-        (work, bucket, came), self._under_way = self._under_way, None
+        (work, bucket, sent, came), self._under_way = self._under_way, None
         work.wait()
+        del work, sent  # whose memory may be what its owner's gradient takes
         self._seconds += time.perf_counter() - began
         total = came[0]
         for other in came[1:]:

@@ -15,7 +15,7 @@ from bench.plan import CASES, COMMON, ENGINE, SIZES, TRAINED, WITHIN, compared, 
 from bench.plan_worker import measured
 from etude.cli import main
 from etude.config.compose import compose
-from etude.models import Resident
+from etude.models import Resident, outlined
 from etude.models.layout import is_laid_out
 from etude.rollout import VllmConfig
 from etude.rollout.dialect import Dialect
@@ -68,6 +68,44 @@ def test_a_ledger_knows_what_is_held_and_for_how_long() -> None:
     assert peak.kinds["kept"] == 1024, "a view holds it"
     assert 2048 <= peak.kinds["passing"] <= 2048 + 8 and peak.total == sum(peak.kinds.values())
     assert ledger.peak("work", frozenset({"kept"})).total == peak.kinds["passing"]
+
+
+def test_a_ledger_knows_when_memory_is_taken_from_what_stays() -> None:
+    ledger = Ledger()
+    with Written(ledger), ledger.of("kept"):
+        kept = torch.zeros(256)
+        with ledger.phase("away"):
+            kept.untyped_storage().resize_(0)
+            torch.zeros(64)
+        with ledger.phase("back"):
+            kept.untyped_storage().resize_(1024)
+        with ledger.phase("grown"):
+            kept.untyped_storage().resize_(4096)
+        del kept
+    gc.collect()
+    assert [ledger.peak(phase).total for phase in ("away", "back", "grown")] == [1024, 1024, 1024 + 4096]
+    with Written(ledger), ledger.phase("over"):
+        pass
+    assert ledger.peak("over").total == 0
+    before = ledger.peak().total
+    torch.zeros(1).untyped_storage().resize_(1 << 20)
+    assert ledger.peak().total == before, "what comes after is not written down"
+
+
+def test_numbers_of_two_types_are_widened_on_a_processor_and_not_on_a_gpu() -> None:
+    held = []
+    for on in (CPU, torch.device("cuda", 0)):
+        ledger = Ledger()
+        with without_memory(ledger) as outline:
+            wide, narrow = torch.zeros(256), torch.zeros(256, dtype=torch.bfloat16)
+            with ledger.phase("adding"):
+                if on.type == "cuda":
+                    with Pretend(outline, on):
+                        wide += narrow
+                else:
+                    wide += narrow
+        held.append(ledger.peak("adding").total)
+    assert held == [1024 + 512 + 1024, 1024 + 512]
 
 
 def test_what_a_tensor_is_for_may_be_said_later() -> None:
@@ -176,6 +214,7 @@ def test_a_plan_for_gpus_needs_none(model: Path, capsys: Captured) -> None:
     assert {"sampling", "updating"} <= device["phases"].keys()
     saved = {knob["option"]: knob["total"] for knob in found["knobs"]}
     assert saved["train.offload"] < device["total"]
+    assert "train.weights" not in saved, "one rank has nobody to divide them with"
     assert main(["plan", *told[:-2], "gpu_gib=0.001", "--quick"]) == 1
     shown = capsys.readouterr().out
     assert "GiB too much" in shown and "keys and values" in shown
@@ -188,6 +227,46 @@ def test_more_ranks_keep_less_each(model: Path) -> None:
     assert held[1]["optimizer"] == pytest.approx(held[0]["optimizer"] / 2, rel=0.02)
     assert held[1]["weights"] == held[0]["weights"]
     assert not torch.distributed.is_initialized()
+
+
+def test_divided_weights_are_whole_as_they_are_loaded_and_while_an_engine_samples(model: Path) -> None:
+    options = ("train.precision=bf16", "gpus=2", "ranks=2", "train.weights=divided", "sampling.max_tokens=8")
+    found = plan(asked(model, *options), knobs=False)
+    phases, every = found.devices[0].phases, found.parameters
+    assert list(phases) == ["loading", "sampling", "asking", "updating"]
+    weights = [phases[phase].kinds["weights"] for phase in phases]
+    assert weights[0] >= 4 * every, "in float32, as files have them"
+    assert weights[1:3] == [pytest.approx(2 * every, rel=0.01)] * 2
+    assert 0 < weights[3] < 0.6 * 2 * every, "embedding and head, and one layer at a time"
+    assert phases["updating"].kinds["masters"] == pytest.approx(4 * every / 2, rel=0.01)
+
+
+def test_divided_weights_are_nowhere_while_servers_sample(model: Path) -> None:
+    common = ("train.precision=fp32", "gpus=2", "ranks=2", "train.weights=divided", "rollout.url=http://127.0.0.1:1")
+    found = served(model, *common, "rollout=vllm", "updates=2", "sampling.max_tokens=8")
+    phases, every = found.devices[0].phases, found.parameters
+    assert phases["sampling"].kinds.get("weights", 0) < 0.01 * 4 * every
+    assert phases["sampling"].kinds["masters"] == pytest.approx(4 * every / 2, rel=0.01)
+    assert 0 < phases["asking"].kinds["weights"] < 0.8 * 4 * every
+
+
+def test_servers_are_not_there_yet_while_divided_weights_are_loaded(model: Path) -> None:
+    options = ("gpus=2", "gpu_gib=1", "ranks=2", "train.weights=divided", "rollout.devices=[0,1]")
+    small = ("rollout=vllm", "rollout.replicas=2", "rollout.kv_gib=0.1", "sampling.max_tokens=8")
+    (both,) = served(model, *options, *small).devices
+    there = [phase for phase, peak in both.phases.items() if "server" in peak.kinds]
+    assert list(both.phases) == ["loading", *there] and there[0] == "sampling"
+
+
+def test_files_that_are_as_coarse_as_what_computes_leave_nothing_finer(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    for dtype in ("float32", "bfloat16"):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": dtype}), encoding="utf-8")
+        with without_memory(Ledger()):
+            made = outlined(tmp_path, dtype=torch.bfloat16, exact=True)
+            kept = sum(weight.nbytes for weight in made.take_exact().values())
+        assert made.dtype is torch.bfloat16
+        assert kept == (sum(4 * each.numel() for each in made.parameters()) if dtype == "float32" else 0)
 
 
 def test_as_many_ranks_as_were_asked_for_are_planned_and_else_as_many_as_there_is_room_for(model: Path) -> None:
@@ -232,8 +311,10 @@ def test_what_cannot_be_planned_is_refused(model: Path, capsys: Captured, tmp_pa
     assert "do not fit into" in refused(capsys, "plan", path, "gpus=0", "sampling.max_tokens=100000")
     assert "no such parts" in refused(capsys, "plan", path, "gpus=3", "ranks=3", "mesh.tensor=3")
     assert "Nobody teaches" in refused(capsys, "plan", "distill", path)
-    told = refused(capsys, "plan", path, "gpus=2", "train.weights=divided")
-    assert "Plan the run with `train.weights=whole`" in told
+    assert "and there is one" in refused(capsys, "plan", path, "gpus=1", "train.weights=divided")
+    assert "and there is one" in refused(capsys, "plan", path, "gpus=0", "critic.train.weights=divided")
+    adapted = ("gpus=2", "lora.rank=4", "train.weights=divided")
+    assert "a few adapters" in refused(capsys, "plan", path, *adapted)
     assert "`etude sft` takes none" in refused(capsys, "plan", "sft", "grpo", path)
     assert "does not fit into this model's context" in refused(capsys, "plan", "sft", path, "data.max_tokens=100000")
 
@@ -259,6 +340,7 @@ def test_a_run_that_learns_from_examples_is_planned(model: Path, capsys: Capture
     assert device["phases"]["updating"]["kinds"]["reference"] and found["row"] == [1, 127]
     saved = {knob["option"]: knob["total"] for knob in found["knobs"]}
     assert saved["data.max_tokens"] < device["total"] and saved["train.offload"] < device["total"]
+    assert saved["train.weights"] < device["total"]
     assert main(["plan", *told, "--quick", "gpu_tflops=1", "gpu_gbs=1"]) == 0
     shown = capsys.readouterr().out
     assert "examples of up to 128 tokens" in shown and "sampling" not in shown and "Estimate" in shown
