@@ -245,6 +245,11 @@ class Learner:
         if self._masters.sections is not None:
             self._masters.sections.assemble()
 
+    def disperse(self) -> None:
+        """Give up what an engine had whole, where they are divided."""
+        if self._masters.sections is not None:
+            self._masters.sections.disperse()
+
     def state(self) -> Tree:
         """Everything that the next update depends on, as the tensors themselves and not as copies."""
         return {**self._masters.state(), "learner": {"version": self._version}}
@@ -326,8 +331,7 @@ class Learner:
     def _begin(self) -> float:
         """Forget the last gradient, and start the clock."""
         self._masters.begin()
-        if self._masters.sections is not None:
-            self._masters.sections.disperse()  # an engine had them whole
+        self.disperse()
         self._mesh.waited()  # what exchanges took before is not of this update
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.model.device)

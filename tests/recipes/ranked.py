@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,11 +22,16 @@ from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
 from etude.checkpoint import Checkpoint, Checkpoints
 from etude.models import Lora, Model, adapt, create, tiny
-from etude.observe import Metrics
+from etude.models.generic import _Alone
+from etude.models.visit import Visits
+from etude.observe import Max, Metrics
 from etude.protocols import Gather, Split, spread
 from etude.recipes.checks import BY_THE_MODEL, BY_THE_REFERENCE
 from etude.recipes.workers import Beside, PolicyWorker
+from etude.records import Completion, SamplingParams
+from etude.rollout import EngineConfig, TorchEngine
 from etude.train import Frozen, Learner, Mesh, MeshConfig, Train
+from etude.train.offload import Resting
 from etude.train.optim import PRECISIONS, Masters
 from etude.train.ranks import of_group
 from etude.train.shards import BUCKET
@@ -91,6 +101,58 @@ class Pupil:
     def update(self, parts: list[Batch]) -> Metrics:
         """A step on each of them."""
         return self.worker.update(parts)
+
+    @spread(Split.GROUPS, Gather.METRICS)
+    def disturbed(self, parts: list[Batch]) -> Metrics:
+        """The same, by weights that an engine shares: it is within a step for an answer that nobody waits for any
+        more, and is asked for another while the update is made. Which version gave that, and whether they met."""
+        model = self.learner.model
+        assert model.visits is not None
+        model.visits = halting = Halting(model.visits)
+        with Halted(model, halting) as engine, ThreadPoolExecutor(2) as others:
+            self.worker._engine = engine
+            self.worker.publish(1)
+            left = others.submit(asyncio.run, self._left(halting))
+            assert halting.inside.wait(30)
+            late = others.submit(asyncio.run, self._late(halting))
+            metrics = self.worker.update(parts)
+            self.worker.publish(2)
+            left.result(30)
+            metrics.add("late_version", Max.of(int(late.result(30).version.min())))
+            metrics.add("met", Max.of(float(halting.met)))
+        self.worker._engine = None
+        return metrics
+
+    async def _left(self, halting: Halting) -> None:
+        answer = asyncio.create_task(self.worker.generate(PROMPT, SamplingParams(max_tokens=50), begun=lambda: None))
+        await asyncio.to_thread(halting.inside.wait, 30)
+        answer.cancel()
+        with suppress(asyncio.CancelledError):
+            await answer
+
+    async def _late(self, halting: Halting) -> Completion:
+        assert await asyncio.to_thread(halting.trains.wait, 30)
+        return await self.worker.generate(PROMPT, SamplingParams(max_tokens=4), begun=lambda: None)
+
+    @spread(gather=Gather.ALL)
+    def another(self) -> list[str]:
+        """What another thread is told that computes with divided weights during a pass."""
+        model, asked = self.learner.model, (torch.arange(5), torch.arange(5), _Alone())
+        with ThreadPoolExecutor(1) as other, self.learner._masters.played(backward=False):
+            told = str(other.submit(model.hidden, *asked).exception(30))
+            with torch.no_grad():
+                model.hidden(*asked)
+        return told  # type: ignore[return-value]
+
+    @spread()
+    def rest(self) -> None:
+        """Have the optimizer rest between updates, in other memory of the processor's."""
+        self.learner._resting = self.resting = Watched(self.learner)
+
+    @spread(gather=Gather.ALL)
+    def woken(self) -> list[list[bool]]:
+        """Whether the weights were divided already, each time that the optimizer came home."""
+        return self.resting.divided  # type: ignore[return-value]
 
     @spread(Split.GROUPS, Gather.METRICS)
     def imitate(self, batch: Batch, seen: int | None = None, loss: Loss | None = None) -> Metrics:
@@ -197,6 +259,54 @@ def adapted(precision: str) -> Model:
 def judge(precision: str) -> Model:
     """One that gives scores."""
     return create(tiny(VOCABULARY, layers=2, hidden=32), seed=0, dtype=PRECISIONS[precision], head="score")
+
+
+PROMPT = np.arange(5, dtype=np.int32)
+
+
+class Halting:
+    """Keeps an engine within its first step until it is asked to pause, or a trainer computes beside it."""
+
+    def __init__(self, visits: Visits) -> None:
+        self._visits, self.met = visits, False
+        self.inside, self.trains, self.goes_on = threading.Event(), threading.Event(), threading.Event()
+
+    def enter(self, layer: int) -> None:
+        if not torch.is_inference_mode_enabled():
+            self.met |= not self.goes_on.is_set()
+            self.trains.set()
+            self.goes_on.set()
+        elif layer:
+            self.inside.set()
+            self.goes_on.wait(30)
+        self._visits.enter(layer)
+
+    def leave(self, layer: int, *, back: bool) -> None:
+        self._visits.leave(layer, back=back)
+
+
+class Halted(TorchEngine):
+    """The engine that is kept so."""
+
+    def __init__(self, model: Model, halting: Halting) -> None:
+        super().__init__(model, None, EngineConfig(kv_gib=0.001))
+        self._halting = halting
+
+    async def pause(self) -> None:
+        self._halting.goes_on.set()
+        await super().pause()
+
+
+class Watched(Resting):
+    """Notes whether a learner's weights are divided when its optimizer comes home."""
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__(learner._masters.at_rest(), learner.model.device, learner.model.device)
+        self._learner, self.divided = learner, list[bool]()
+
+    def working(self) -> AbstractContextManager[None]:
+        self.divided.append(self._learner.divided)
+        return super().working()
 
 
 class Watching:

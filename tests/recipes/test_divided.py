@@ -114,6 +114,34 @@ def test_weights_are_whole_for_an_engine_and_divided_again_for_the_next_update(c
     assert same(*found) and told[:2] == told[2:]
 
 
+def test_an_engine_that_shares_them_rests_from_an_update_until_they_are_published(
+    crews: dict[int, ProcessCrew],
+) -> None:
+    """Whatever it still computes when the update begins, and whatever it is asked for while that is made."""
+    found = []
+    for update in (Pupil.update, Pupil.disturbed):
+        crew = begun(crews, "2", weights="divided", precision="fp32")
+        told = crew.call(update, [crew.call(Pupil.ready, rollouts())]).reduce()
+        found.append((told["loss"], crew.call(Pupil.weights)[0]))
+    assert told["met"] == 0 and told["late_version"] == 2
+    assert found[0][0] == found[1][0] and same(found[0][1], found[1][1])
+
+
+def test_nobody_but_who_plays_computes_with_divided_weights(crews: dict[int, ProcessCrew]) -> None:
+    crew = begun(crews, "2", weights="divided", precision="fp32")
+    assert all("Publish them first, and sample then." in told for told in crew.call(Pupil.another))
+    practised(crew, 1)
+
+
+def test_what_an_engine_had_whole_makes_room_before_the_optimizer_comes_home(crews: dict[int, ProcessCrew]) -> None:
+    crew = begun(crews, "2", weights="divided", precision="bf16")
+    crew.call(Pupil.rest)
+    batch = crew.call(Pupil.ready, rollouts())
+    assert all(crew.call(Pupil.assembled))
+    crew.call(Pupil.update, [batch])
+    assert all(told and all(told) for told in crew.call(Pupil.woken))
+
+
 def test_frozen_weights_stay_whole_and_as_they_are(crews: dict[int, ProcessCrew]) -> None:
     """Those that share a product with others too."""
     found = []
