@@ -340,9 +340,14 @@ class PolicyWorker:
     @spread()
     def publish(self, version: int) -> Metrics:
         """Have the engine compute with the learner's weights, under a new version; what that cost, on each rank."""
-        if self._hosted.model is self._learner.model:
+        model, weights = self._learner.model, InStep(self.weights())
+        if self._hosted.model is model:
             self._learner.assemble()  # until the next update
-        told = asyncio.run(LocalCarrier(self._hosted).publish(self.weights(), version))
+        try:
+            told = asyncio.run(LocalCarrier(self._hosted).publish(weights, version, model.named_weights()))
+        finally:
+            if self._learner.divided:
+                weights.rest()
         asyncio.run(self._hosted.wake())  # where it slept, to make room
         asyncio.run(self._hosted.resume())  # it has paused since the update
         dismiss_team()

@@ -21,6 +21,7 @@ from etude.algorithms import Algorithm, Loss
 from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
 from etude.checkpoint import Checkpoint, Checkpoints
+from etude.errors import ConfigError
 from etude.models import Lora, Model, adapt, create, tiny
 from etude.models.generic import _Alone
 from etude.models.visit import Visits
@@ -33,7 +34,7 @@ from etude.rollout import EngineConfig, TorchEngine
 from etude.train import Frozen, Learner, Mesh, MeshConfig, Train
 from etude.train.offload import Resting
 from etude.train.optim import PRECISIONS, Masters
-from etude.train.ranks import of_group
+from etude.train.ranks import of_group, place
 from etude.train.shards import BUCKET
 from tests.processes import rise_of
 from tests.train.tasks import VOCABULARY, Imitate, model
@@ -143,6 +144,30 @@ class Pupil:
             with torch.no_grad():
                 model.hidden(*asked)
         return told  # type: ignore[return-value]
+
+    @spread(gather=Gather.ALL)
+    def beside(self, odd: int) -> list[tuple[str, bool, int]]:
+        """Publish to an engine with weights of its own, whose model is another on one rank: what went wrong, whether it
+        has all of them, and how many of them the rank brought together."""
+        own = model("fp32", seed=5, layers=3 if place(of_group()) == odd else 2)
+        shards = self.learner._masters._shards
+        assert shards is not None
+        gathered, calls, wrong = shards.gathered, Counter[str](), ""
+
+        def counted(name: str) -> Tensor:
+            calls[name] += 1
+            return gathered(name)
+
+        shards.gathered = counted  # type: ignore[method-assign]
+        with TorchEngine(own, None, EngineConfig(kv_gib=0.001)) as self.worker._engine:
+            try:
+                self.worker.publish(3)
+            except ConfigError as error:
+                wrong = str(error)
+        self.worker._engine, shards.gathered = None, gathered  # type: ignore[method-assign]
+        brought, held = dict(self.learner.weights()), dict(own.named_weights())
+        there = all(torch.equal(weight, held[name]) for name, weight in brought.items())
+        return wrong, there, calls.total()  # type: ignore[return-value]
 
     @spread()
     def rest(self) -> None:

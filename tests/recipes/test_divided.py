@@ -133,6 +133,16 @@ def test_nobody_but_who_plays_computes_with_divided_weights(crews: dict[int, Pro
     practised(crew, 1)
 
 
+def test_an_engine_with_weights_of_its_own_is_brought_them_by_all_ranks_together(crews: dict[int, ProcessCrew]) -> None:
+    """Also where that of another rank takes none."""
+    crew = begun(crews, "2", weights="divided", precision="fp32")
+    count = len(list(model("fp32").named_weights()))
+    assert crew.call(Pupil.beside, odd=-1) == [("", True, count)] * 2
+    refused, took = crew.call(Pupil.beside, odd=0)
+    assert "Give both the same model." in refused[0] and refused[1:] == (False, count)
+    assert took == ("", True, count)
+
+
 def test_what_an_engine_had_whole_makes_room_before_the_optimizer_comes_home(crews: dict[int, ProcessCrew]) -> None:
     crew = begun(crews, "2", weights="divided", precision="bf16")
     crew.call(Pupil.rest)
