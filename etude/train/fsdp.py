@@ -37,7 +37,7 @@ from etude.train.mesh import Mesh
 from etude.train.offload import Resting
 from etude.train.optim import PRECISIONS, Masters, rate
 from etude.train.ranks import count, everywhere, most, of_group
-from etude.train.shards import BUCKET
+from etude.train.shards import BUCKET, kept
 
 __all__ = ["Learner", "Objective", "load_weights", "read_weights"]
 
@@ -268,7 +268,7 @@ class Learner:
                     f"what it was taken from."
                 )
             for name, tensor in mine.items():
-                tensor.copy_(given[name])
+                kept(tensor).copy_(kept(given[name]))  # which may be on another device
             self._masters.refresh()
 
     # -- inside an update -----------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ from etude.rollout import EngineConfig, TorchEngine
 from etude.train import Frozen, Learner, Mesh, MeshConfig, Train
 from etude.train.offload import Resting
 from etude.train.optim import PRECISIONS, Masters
-from etude.train.ranks import of_group, place
-from etude.train.shards import BUCKET
+from etude.train.ranks import Together, of_group, place
+from etude.train.shards import BUCKET, Shards, kept
 from tests.processes import rise_of
 from tests.train.tasks import VOCABULARY, Imitate, model
 
@@ -230,6 +230,15 @@ class Pupil:
     def watched(self) -> list[tuple[int, int]]:
         """How many bytes of the weights are there now, and were at most."""
         return self.watching.there(), self.watching.most  # type: ignore[return-value]
+
+    @spread(gather=Gather.ALL)
+    def named(self) -> list[bool]:
+        """Whether rows that lie elsewhere than their leaf are named for a checkpoint where they lie."""
+        ranks = of_group()
+        assert isinstance(ranks, Together)
+        shards = Shards({"leaf": torch.empty(6, 3, device="meta")}, ranks, widen=False)
+        part = torch.arange(9.0).view(3, 3)
+        return kept(shards.named("leaf", part)).data_ptr() == part.data_ptr()  # type: ignore[return-value]
 
     @spread(gather=Gather.ALL)
     def kept(self) -> list[int]:

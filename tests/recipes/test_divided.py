@@ -198,6 +198,20 @@ def test_a_checkpoint_is_one_of_whole_weights_and_of_any_number_of_ranks(
     assert apart(crew, one) <= 1e-12 and apart(crew, four) <= 1e-12
 
 
+def test_what_rests_elsewhere_is_kept_and_read_where_it_rests(crews: dict[int, ProcessCrew], tmp_path: Path) -> None:
+    """As far as a processor shows it; that a GPU's memory does not rise by it has not been run."""
+    crew = begun(crews, "2", weights="divided")
+    assert crew.call(Pupil.named) == [True, True]
+    practised(crew, 1)
+    crew.call(Pupil.save, Checkpoints(tmp_path), 1)
+    other = begun(crews, "4", weights="divided")
+    other.call(Pupil.rest)
+    other.call(Pupil.resume, tmp_path)
+    assert apart(crew, other) == 0
+    practised(crew, 1, first=1), practised(other, 1, first=1)
+    assert apart(crew, other) <= 1e-12
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc's own count of memory is read")
 @pytest.mark.parametrize("ranks", ["2", pytest.param("4", marks=pytest.mark.soak)])
 def test_a_rank_keeps_its_rows_and_has_one_layer_at_a_time(crews: dict[int, ProcessCrew], ranks: str) -> None:
