@@ -332,7 +332,8 @@ class Learner:
         """Forget the last gradient, and start the clock."""
         self._masters.begin()
         self.disperse()
-        self._mesh.waited()  # what exchanges took before is not of this update
+        for exchanges in (self._mesh, self._masters):
+            exchanges.waited()  # before the update, which is not of it
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.model.device)
         return self._now()

@@ -179,6 +179,13 @@ class Pupil:
         """Whether the weights were divided already, each time that the optimizer came home."""
         return self.resting.divided  # type: ignore[return-value]
 
+    @spread()
+    def waited(self, seconds: float) -> None:
+        """Have so much been waited for, as for another rank whose server is slow to take what is published."""
+        shards = self.learner._masters._shards
+        assert shards is not None
+        shards._seconds += seconds
+
     @spread(Split.GROUPS, Gather.METRICS)
     def imitate(self, batch: Batch, seen: int | None = None, loss: Loss | None = None) -> Metrics:
         """A step of supervised learning, from so many of the actions."""

@@ -152,6 +152,14 @@ def test_what_an_engine_had_whole_makes_room_before_the_optimizer_comes_home(cre
     assert all(told and all(told) for told in crew.call(Pupil.woken))
 
 
+def test_exchanges_before_an_update_are_not_of_it(crews: dict[int, ProcessCrew]) -> None:
+    crew = begun(crews, "2", weights="divided")
+    batch = crew.call(Pupil.ready, rollouts())
+    crew.call(Pupil.waited, 1000.0)
+    told = crew.call(Pupil.update, [batch]).reduce()
+    assert 0 < told["exchange_seconds"] < told["update_seconds"]
+
+
 def test_frozen_weights_stay_whole_and_as_they_are(crews: dict[int, ProcessCrew]) -> None:
     """Those that share a product with others too."""
     found = []
