@@ -301,11 +301,10 @@ class Learner:
         if not self.divided:
             yield from micros
             return
-        held = list(micros)
-        for index in range(most(len(held), self._ranks)):
+        while most(int((micro := next(micros, None)) is not None), self._ranks):
             with self._masters.played(backward=False):
-                if index < len(held):
-                    yield held[index]
+                if micro is not None:
+                    yield micro
 
     @contextmanager
     def _memory(self, micro: Batch) -> Iterator[None]:

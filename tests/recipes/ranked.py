@@ -7,7 +7,7 @@ import ctypes
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -178,6 +178,26 @@ class Pupil:
     def woken(self) -> list[list[bool]]:
         """Whether the weights were divided already, each time that the optimizer came home."""
         return self.resting.divided  # type: ignore[return-value]
+
+    @spread(Split.GROUPS, Gather.CONCAT)
+    def ordered(self, batch: Batch) -> Batch:
+        """What the model says of a batch, of which the next micro-batch is made when the last was computed."""
+        cut, passed, seen = self.learner._micro_batches, self.learner._forward, list[str]()
+
+        def cutting(*asked: Any) -> Iterator[Any]:
+            for micro in cut(*asked):
+                seen.append("made")
+                yield micro
+
+        def passing(*asked: Any, **how: Any) -> Any:
+            seen.append("computed")
+            return passed(*asked, **how)
+
+        self.learner._micro_batches, self.learner._forward = cutting, passing  # type: ignore[method-assign, assignment]
+        told = self.learner.annotate(batch, frozenset({"entropy"}))
+        self.learner._micro_batches, self.learner._forward = cut, passed  # type: ignore[method-assign]
+        assert seen == ["made", "computed"] * (len(seen) // 2) and len(seen) > 4
+        return told
 
     @spread()
     def waited(self, seconds: float) -> None:

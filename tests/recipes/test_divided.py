@@ -152,6 +152,15 @@ def test_what_an_engine_had_whole_makes_room_before_the_optimizer_comes_home(cre
     assert all(told and all(told) for told in crew.call(Pupil.woken))
 
 
+def test_a_pass_without_gradients_takes_one_micro_batch_after_the_other(crews: dict[int, ProcessCrew]) -> None:
+    told = []
+    for weights in ("whole", "divided"):
+        crew = begun(crews, "2", weights=weights, micro_tokens=20)
+        told.append(crew.call(Pupil.ordered, rollouts(groups=4)).entropy)
+    assert told[0] is not None and told[1] is not None
+    assert torch.equal(told[0].nan_to_num(), told[1].nan_to_num())
+
+
 def test_exchanges_before_an_update_are_not_of_it(crews: dict[int, ProcessCrew]) -> None:
     crew = begun(crews, "2", weights="divided")
     batch = crew.call(Pupil.ready, rollouts())
