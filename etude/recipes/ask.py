@@ -255,7 +255,8 @@ def _asking(where: Path, options: Sequence[str], masked: Callable[[str], object]
     by default."""
     kind = folder.kind_of(where)
     if kind is Run:
-        return folder.read_run(where, options, masked=masked)
+        run = folder.read_run(where, options, masked=masked)
+        return run.model_copy(update={"cluster": "local"})  # whoever asks computes here
     if kind.head != "language":
         raise ConfigError(
             f"The run in {where} trains a model that scores, and cannot be asked for words. Write it with "

@@ -16,10 +16,13 @@ __all__ = ["announce", "device_of"]
 
 
 def device_of(run: Recipe) -> torch.device:
-    """The device of this process, where it is one of the run's ranks or the only one."""
+    """The device of this process, where it is one of the run's ranks or the only one. To the controller of ranks over
+    Ray, which stand wherever a GPU is, one that says so may be no more than a word."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if run.device == "cpu" or (run.device == "auto" and not there):
         return torch.device("cpu")
+    if not there and run.cluster == "ray":
+        return torch.device("cuda")
     if not there:
         raise ConfigError(
             "`device=cuda` asks for a GPU, and this torch reaches none: `etude doctor` says why. Or leave `device` out "
@@ -36,7 +39,8 @@ def device_of(run: Recipe) -> torch.device:
 def announce(run: Recipe) -> None:
     """Refuse a device that is not there, and say what is known of one that is."""
     if device_of(run).type == "cuda":
+        here = torch.cuda.is_available()
         get_log("recipes").warning(
             "Computing on %s, where Etude's own tests have not been run yet. `device=cpu` is the processor.",
-            torch.cuda.get_device_name(),
+            torch.cuda.get_device_name() if here else "GPUs of Ray's nodes (this machine has none)",
         )

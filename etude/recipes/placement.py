@@ -102,6 +102,12 @@ def refuse(run: Run, idle: frozenset[str], *, together: bool) -> None:
             raise ConfigError(
                 "`rollout.devices` names GPUs for servers, and this run computes on the processor. Leave it out."
             )
+    asked_here = "reward" not in idle and placement.reward != "cpu"
+    if asked_here and device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "The reward model would compute on a GPU, as the ranks do. It is asked in the controller's process, and on "
+            "that machine there is none: set `placement.reward=cpu`."
+        )
     if placement.layout == "split" and run.train.offload:
         raise ConfigError(
             "`train.offload` has engine and optimizer take turns on one GPU, and with `placement.layout=split` each "

@@ -6,7 +6,8 @@ The controller speaks to these through a crew. Token columns come in and go out 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -180,7 +181,7 @@ class PolicyWorker:
         before = self._learner.version
         critic = self._beside.critic
         resting = nullcontext() if critic is None else critic.working()
-        with self._learner.working(), resting:
+        with self._undisturbed(), self._learner.working(), resting:
             for _ in range(self._epochs):
                 for part in parts:
                     if critic is not None:
@@ -190,6 +191,22 @@ class PolicyWorker:
                         metrics.merge(self._improved(part, alone=self._epochs * len(parts) == 1))
         metrics.add("optimizer_steps", Last.of(self._learner.version - before))
         return metrics
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Within, and on until weights are published, an engine that shares them computes nothing, and does not have
+        them whole. It may be at an answer that nobody waits for any more, and be asked for one that comes late. Where
+        the update fails, it goes on."""
+        shared = self._engine if self._engine is not None and self._engine.model is self._learner.model else None
+        if shared is not None:
+            _wait_for(shared.pause())
+        self._learner.disperse()
+        try:
+            yield
+        except BaseException:
+            if shared is not None:
+                _wait_for(shared.resume())
+            raise
 
     def _improved(self, part: Batch, *, alone: bool) -> Metrics:
         """An update of the policy; alone, if it is the only one of its step."""
@@ -323,10 +340,16 @@ class PolicyWorker:
     @spread()
     def publish(self, version: int) -> Metrics:
         """Have the engine compute with the learner's weights, under a new version; what that cost, on each rank."""
-        if self._hosted.model is self._learner.model:
+        model, weights = self._learner.model, InStep(self.weights())
+        if self._hosted.model is model:
             self.assemble()
-        told = asyncio.run(LocalCarrier(self._hosted).publish(self.weights(), version))
+        try:
+            told = asyncio.run(LocalCarrier(self._hosted).publish(weights, version, model.named_weights()))
+        finally:
+            if self._learner.divided:
+                weights.rest()
         asyncio.run(self._hosted.wake())  # where it slept, to make room
+        asyncio.run(self._hosted.resume())  # it has paused since the update
         dismiss_team()
         return told
 
@@ -336,7 +359,9 @@ class PolicyWorker:
 
     @spread()
     def make_room(self) -> None:
-        """Have the engine give its memory up, until new weights are published."""
+        """Have the engine give its memory up, until new weights are published. What it still computes, nobody waits
+        for."""
+        asyncio.run(self._hosted.abort())
         asyncio.run(self._hosted.sleep())
 
     @spread(gather=Gather.METRICS)
@@ -355,3 +380,9 @@ class PolicyWorker:
     def _hosted(self) -> TorchEngine:
         assert self._engine is not None, "a worker that samples has an engine"
         return self._engine
+
+
+def _wait_for(work: Coroutine[Any, Any, None]) -> None:
+    """Until it is done, on a thread of its own: whoever has an update made may stand on an event loop."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, work).result()

@@ -2,7 +2,8 @@
 
 An engine whose model shares its storage with the trainer's computes with the new weights already; it is told their
 version. Any other has one copy of its own, which it refreshes in place between two tokens, tensor by tensor: cast to
-the dtype that it computes in, and laid out as it holds them. No second copy is ever made.
+the dtype that it computes in, and laid out as it holds them. No second copy is ever made: weights that are brought
+together as they are asked for are let go of one by one.
 """
 
 from __future__ import annotations
@@ -50,15 +51,20 @@ class LocalCarrier:
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Metrics:
+    async def publish(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, like: Iterable[tuple[str, Tensor]] | None = None
+    ) -> Metrics:
         """Bring the engine to these weights; returns the bytes that were written for it and the time it took.
 
-        Weights that do not fit are refused before anything is written.
+        Weights that do not fit are refused before anything is written. like: the tensors whose values they are, by the
+        same names, where they are made as they are asked for, on the engine's thread; otherwise all of them are taken
+        first.
         """
         begun = time.perf_counter()
-        published = dict(weights)
-        written = self._written(published)
-        await self._engine.swap(published.items() if written else (), version)
+        if like is None:
+            like = weights = list(weights)
+        written = self._written(dict(like))
+        await self._engine.swap(weights if written else (), version)
         milliseconds = 1e3 * (time.perf_counter() - begun)
         return Metrics({"publish_bytes": Sum.of(written), "publish_ms": Sum.of(milliseconds)})
 

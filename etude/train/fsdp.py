@@ -37,7 +37,7 @@ from etude.train.mesh import Mesh
 from etude.train.offload import Resting
 from etude.train.optim import PRECISIONS, Masters, rate
 from etude.train.ranks import count, everywhere, most, of_group
-from etude.train.shards import BUCKET
+from etude.train.shards import BUCKET, kept
 
 __all__ = ["Learner", "Objective", "load_weights", "read_weights"]
 
@@ -245,6 +245,11 @@ class Learner:
         if self._masters.sections is not None:
             self._masters.sections.assemble()
 
+    def disperse(self) -> None:
+        """Give up what an engine had whole, where they are divided."""
+        if self._masters.sections is not None:
+            self._masters.sections.disperse()
+
     def state(self) -> Tree:
         """Everything that the next update depends on, as the tensors themselves and not as copies."""
         return {**self._masters.state(), "learner": {"version": self._version}}
@@ -263,7 +268,7 @@ class Learner:
                     f"what it was taken from."
                 )
             for name, tensor in mine.items():
-                tensor.copy_(given[name])
+                kept(tensor).copy_(kept(given[name]))  # which may be on another device
             self._masters.refresh()
 
     # -- inside an update -----------------------------------------------------------------------------------------
@@ -296,11 +301,10 @@ class Learner:
         if not self.divided:
             yield from micros
             return
-        held = list(micros)
-        for index in range(most(len(held), self._ranks)):
+        while most(int((micro := next(micros, None)) is not None), self._ranks):
             with self._masters.played(backward=False):
-                if index < len(held):
-                    yield held[index]
+                if micro is not None:
+                    yield micro
 
     @contextmanager
     def _memory(self, micro: Batch) -> Iterator[None]:
@@ -326,9 +330,9 @@ class Learner:
     def _begin(self) -> float:
         """Forget the last gradient, and start the clock."""
         self._masters.begin()
-        if self._masters.sections is not None:
-            self._masters.sections.disperse()  # an engine had them whole
-        self._mesh.waited()  # what exchanges took before is not of this update
+        self.disperse()
+        for exchanges in (self._mesh, self._masters):
+            exchanges.waited()  # before the update, which is not of it
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.model.device)
         return self._now()

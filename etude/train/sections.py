@@ -15,10 +15,12 @@ is played all the same. So no rank ever waits for an exchange that another does 
 to do.
 
 While an engine samples from the same weights they are *assembled*: all sections are there, and nothing is exchanged.
+Once they are dispersed, nobody computes with them but who plays.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
@@ -26,6 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from etude.errors import EngineError
 from etude.train.shards import Shards
 
 __all__ = ["Sections", "sections"]
@@ -51,7 +54,7 @@ class Sections:
         self._held = [_storages([leaves[name] for name in section]) for section in names]
         self._sizes = [[storage.nbytes() for storage in held] for held in self._held]
         self._score: list[Exchange] | None = None
-        self._at = 0
+        self._at = self._player = 0
         self.assembled = True
         """Whether all of them are there."""
 
@@ -78,7 +81,7 @@ class Sections:
             assert not backward, "gradients are taken of weights that are dispersed"
             yield
             return
-        self._score, self._at = self._written(backward), 1
+        self._score, self._at, self._player = self._written(backward), 1, threading.get_ident()
         self._bring(self._rest)
         try:
             yield
@@ -89,16 +92,17 @@ class Sections:
 
     def enter(self, layer: int) -> None:
         """See `Visits`."""
+        self._refuse_others()
         section = self._rest - 1 - layer
         if self._score is not None:
             while self._score[self._at] != ("bring", section):
                 self._play()
             self._at += 1
             self._bring(section)
-        assert self._score is not None or self.assembled, "weights are used that are not there"
 
     def leave(self, layer: int, *, back: bool) -> None:
         """See `Visits`."""
+        self._refuse_others()
         section = self._rest - 1 - layer
         if self._score is None:
             return
@@ -106,6 +110,16 @@ class Sections:
         if back:
             assert self._score[self._at] == ("send", section), "layers are left in the order in which they are entered"
             self._play()
+
+    def _refuse_others(self) -> None:
+        """Of weights that come and go, only who plays may use any: the thread that began, and autograd on its behalf,
+        which has threads of its own where a GPU computes."""
+        playing = self._score is not None and self._player == threading.get_ident()
+        if not (self.assembled or playing or torch._C._current_graph_task_id() != -1):
+            raise EngineError(
+                "Weights that ranks divide are there for an update, or not at all, and somebody else computed with "
+                "them. Publish them first, and sample then."
+            )
 
     def _written(self, backward: bool) -> list[Exchange]:
         """What ranks exchange in a micro-batch. The gradients of what no layer has go at its end, after all others."""

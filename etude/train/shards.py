@@ -32,7 +32,7 @@ from torch.nn.utils import get_total_norm
 
 from etude.train.ranks import Together
 
-__all__ = ["BUCKET", "Shards"]
+__all__ = ["BUCKET", "Shards", "kept"]
 
 BUCKET = 32 * 2**20
 """Bytes of a bucket: an exchange takes two of them beside what is kept."""
@@ -88,7 +88,7 @@ class Shards:
         self._moved: set[str] = set()
         self._next = 0
         self._under_way: tuple[Any, _Bucket, Tensor, Tensor] | None = None
-        self._mesh: DeviceMesh | None = None
+        self._meshes: dict[str, DeviceMesh] = {}
         self._seconds = 0.0
 
     def part(self, name: str, whole: Tensor) -> Tensor:
@@ -113,13 +113,18 @@ class Shards:
         return {name for name, count in zip(every, told.tolist(), strict=True) if count}
 
     def named(self, name: str, part: Tensor) -> Tensor:
-        """Rows as what they are rows of, for a checkpoint that any number of ranks may read."""
+        """Rows as what they are rows of, for a checkpoint that any number of ranks may read: where they lie, which is
+        elsewhere than the leaf while an optimizer rests."""
         leaf = self._leaves[name]
         if not leaf.ndim:
             return part.view(())
-        self._mesh = self._mesh or init_device_mesh(leaf.device.type, (self._ranks.count,))
+        place = part.device.type
+        if place not in self._meshes:
+            self._meshes[place] = init_device_mesh(place, (self._ranks.count,))
         stride = torch.empty(leaf.shape, device="meta").stride()
-        return DTensor.from_local(part, self._mesh, [Shard(0)], run_check=False, shape=leaf.shape, stride=stride)
+        return DTensor.from_local(
+            part, self._meshes[place], [Shard(0)], run_check=False, shape=leaf.shape, stride=stride
+        )
 
     def waited(self) -> float:
         """Seconds that exchanges were waited for since this was last asked."""
@@ -269,6 +274,11 @@ class Shards:
             return self._ranks.sum(values)
         finally:
             self._seconds += time.perf_counter() - began
+
+
+def kept(tensor: Tensor) -> Tensor:
+    """What this rank keeps of a tensor of a checkpoint: of `named` ones its rows, of any other all."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _lines(whole: Tensor) -> Tensor:

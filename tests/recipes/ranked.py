@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,15 +21,21 @@ from etude.algorithms import Algorithm, Loss
 from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
 from etude.checkpoint import Checkpoint, Checkpoints
+from etude.errors import ConfigError
 from etude.models import Lora, Model, adapt, create, tiny
-from etude.observe import Metrics
+from etude.models.generic import _Alone
+from etude.models.visit import Visits
+from etude.observe import Max, Metrics
 from etude.protocols import Gather, Split, spread
 from etude.recipes.checks import BY_THE_MODEL, BY_THE_REFERENCE
 from etude.recipes.workers import Beside, PolicyWorker
+from etude.records import Completion, SamplingParams
+from etude.rollout import EngineConfig, TorchEngine
 from etude.train import Frozen, Learner, Mesh, MeshConfig, Train
+from etude.train.offload import Resting
 from etude.train.optim import PRECISIONS, Masters
-from etude.train.ranks import of_group
-from etude.train.shards import BUCKET
+from etude.train.ranks import Together, of_group, place
+from etude.train.shards import BUCKET, Shards, kept
 from tests.processes import rise_of
 from tests.train.tasks import VOCABULARY, Imitate, model
 
@@ -93,6 +104,109 @@ class Pupil:
         return self.worker.update(parts)
 
     @spread(Split.GROUPS, Gather.METRICS)
+    def disturbed(self, parts: list[Batch]) -> Metrics:
+        """The same, by weights that an engine shares: it is within a step for an answer that nobody waits for any
+        more, and is asked for another while the update is made. Which version gave that, and whether they met."""
+        model = self.learner.model
+        assert model.visits is not None
+        model.visits = halting = Halting(model.visits)
+        with Halted(model, halting) as engine, ThreadPoolExecutor(2) as others:
+            self.worker._engine = engine
+            self.worker.publish(1)
+            left = others.submit(asyncio.run, self._left(halting))
+            assert halting.inside.wait(30)
+            late = others.submit(asyncio.run, self._late(halting))
+            metrics = self.worker.update(parts)
+            self.worker.publish(2)
+            left.result(30)
+            metrics.add("late_version", Max.of(int(late.result(30).version.min())))
+            metrics.add("met", Max.of(float(halting.met)))
+        self.worker._engine = None
+        return metrics
+
+    async def _left(self, halting: Halting) -> None:
+        answer = asyncio.create_task(self.worker.generate(PROMPT, SamplingParams(max_tokens=50), begun=lambda: None))
+        await asyncio.to_thread(halting.inside.wait, 30)
+        answer.cancel()
+        with suppress(asyncio.CancelledError):
+            await answer
+
+    async def _late(self, halting: Halting) -> Completion:
+        assert await asyncio.to_thread(halting.trains.wait, 30)
+        return await self.worker.generate(PROMPT, SamplingParams(max_tokens=4), begun=lambda: None)
+
+    @spread(gather=Gather.ALL)
+    def another(self) -> list[str]:
+        """What another thread is told that computes with divided weights during a pass."""
+        model, asked = self.learner.model, (torch.arange(5), torch.arange(5), _Alone())
+        with ThreadPoolExecutor(1) as other, self.learner._masters.played(backward=False):
+            told = str(other.submit(model.hidden, *asked).exception(30))
+            with torch.no_grad():
+                model.hidden(*asked)
+        return told  # type: ignore[return-value]
+
+    @spread(gather=Gather.ALL)
+    def beside(self, odd: int) -> list[tuple[str, bool, int]]:
+        """Publish to an engine with weights of its own, whose model is another on one rank: what went wrong, whether it
+        has all of them, and how many of them the rank brought together."""
+        own = model("fp32", seed=5, layers=3 if place(of_group()) == odd else 2)
+        shards = self.learner._masters._shards
+        assert shards is not None
+        gathered, calls, wrong = shards.gathered, Counter[str](), ""
+
+        def counted(name: str) -> Tensor:
+            calls[name] += 1
+            return gathered(name)
+
+        shards.gathered = counted  # type: ignore[method-assign]
+        with TorchEngine(own, None, EngineConfig(kv_gib=0.001)) as self.worker._engine:
+            try:
+                self.worker.publish(3)
+            except ConfigError as error:
+                wrong = str(error)
+        self.worker._engine, shards.gathered = None, gathered  # type: ignore[method-assign]
+        brought, held = dict(self.learner.weights()), dict(own.named_weights())
+        there = all(torch.equal(weight, held[name]) for name, weight in brought.items())
+        return wrong, there, calls.total()  # type: ignore[return-value]
+
+    @spread()
+    def rest(self) -> None:
+        """Have the optimizer rest between updates, in other memory of the processor's."""
+        self.learner._resting = self.resting = Watched(self.learner)
+
+    @spread(gather=Gather.ALL)
+    def woken(self) -> list[list[bool]]:
+        """Whether the weights were divided already, each time that the optimizer came home."""
+        return self.resting.divided  # type: ignore[return-value]
+
+    @spread(Split.GROUPS, Gather.CONCAT)
+    def ordered(self, batch: Batch) -> Batch:
+        """What the model says of a batch, of which the next micro-batch is made when the last was computed."""
+        cut, passed, seen = self.learner._micro_batches, self.learner._forward, list[str]()
+
+        def cutting(*asked: Any) -> Iterator[Any]:
+            for micro in cut(*asked):
+                seen.append("made")
+                yield micro
+
+        def passing(*asked: Any, **how: Any) -> Any:
+            seen.append("computed")
+            return passed(*asked, **how)
+
+        self.learner._micro_batches, self.learner._forward = cutting, passing  # type: ignore[method-assign, assignment]
+        told = self.learner.annotate(batch, frozenset({"entropy"}))
+        self.learner._micro_batches, self.learner._forward = cut, passed  # type: ignore[method-assign]
+        assert seen == ["made", "computed"] * (len(seen) // 2) and len(seen) > 4
+        return told
+
+    @spread()
+    def waited(self, seconds: float) -> None:
+        """Have so much been waited for, as for another rank whose server is slow to take what is published."""
+        shards = self.learner._masters._shards
+        assert shards is not None
+        shards._seconds += seconds
+
+    @spread(Split.GROUPS, Gather.METRICS)
     def imitate(self, batch: Batch, seen: int | None = None, loss: Loss | None = None) -> Metrics:
         """A step of supervised learning, from so many of the actions."""
         action = batch.action & (batch.action.cumsum(0) <= (batch.tokens if seen is None else seen))
@@ -143,6 +257,15 @@ class Pupil:
     def watched(self) -> list[tuple[int, int]]:
         """How many bytes of the weights are there now, and were at most."""
         return self.watching.there(), self.watching.most  # type: ignore[return-value]
+
+    @spread(gather=Gather.ALL)
+    def named(self) -> list[bool]:
+        """Whether rows that lie elsewhere than their leaf are named for a checkpoint where they lie."""
+        ranks = of_group()
+        assert isinstance(ranks, Together)
+        shards = Shards({"leaf": torch.empty(6, 3, device="meta")}, ranks, widen=False)
+        part = torch.arange(9.0).view(3, 3)
+        return kept(shards.named("leaf", part)).data_ptr() == part.data_ptr()  # type: ignore[return-value]
 
     @spread(gather=Gather.ALL)
     def kept(self) -> list[int]:
@@ -197,6 +320,54 @@ def adapted(precision: str) -> Model:
 def judge(precision: str) -> Model:
     """One that gives scores."""
     return create(tiny(VOCABULARY, layers=2, hidden=32), seed=0, dtype=PRECISIONS[precision], head="score")
+
+
+PROMPT = np.arange(5, dtype=np.int32)
+
+
+class Halting:
+    """Keeps an engine within its first step until it is asked to pause, or a trainer computes beside it."""
+
+    def __init__(self, visits: Visits) -> None:
+        self._visits, self.met = visits, False
+        self.inside, self.trains, self.goes_on = threading.Event(), threading.Event(), threading.Event()
+
+    def enter(self, layer: int) -> None:
+        if not torch.is_inference_mode_enabled():
+            self.met |= not self.goes_on.is_set()
+            self.trains.set()
+            self.goes_on.set()
+        elif layer:
+            self.inside.set()
+            self.goes_on.wait(30)
+        self._visits.enter(layer)
+
+    def leave(self, layer: int, *, back: bool) -> None:
+        self._visits.leave(layer, back=back)
+
+
+class Halted(TorchEngine):
+    """The engine that is kept so."""
+
+    def __init__(self, model: Model, halting: Halting) -> None:
+        super().__init__(model, None, EngineConfig(kv_gib=0.001))
+        self._halting = halting
+
+    async def pause(self) -> None:
+        self._halting.goes_on.set()
+        await super().pause()
+
+
+class Watched(Resting):
+    """Notes whether a learner's weights are divided when its optimizer comes home."""
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__(learner._masters.at_rest(), learner.model.device, learner.model.device)
+        self._learner, self.divided = learner, list[bool]()
+
+    def working(self) -> AbstractContextManager[None]:
+        self.divided.append(self._learner.divided)
+        return super().working()
 
 
 class Watching:

@@ -10,8 +10,9 @@ import torch
 from etude.errors import ConfigError
 from etude.models import create, save, tiny
 from etude.recipes.build import policy
-from etude.recipes.device import device_of
-from tests.recipes.runs import Captured, refused_run, run_of
+from etude.recipes.device import announce, device_of
+from etude.recipes.placement import ROLES, refuse
+from tests.recipes.runs import Captured, refused, refused_run, run_of, train
 from tests.worlds import make_tokenizer
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -29,6 +30,31 @@ def test_a_gpu_that_is_not_there_is_refused(ranks: int, world: Path, tmp_path: P
     told = refused_run(capsys, world, tmp_path / "run", device="cuda", ranks=ranks)
     assert "torch reaches none: `etude doctor` says why" in told
     assert not (tmp_path / "run").exists()
+
+
+@NO_GPU
+def test_ranks_over_ray_have_gpus_that_their_controller_has_not(
+    world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As far as the controller goes; that such ranks compute has not been run."""
+    run = run_of(world, device="cuda", cluster="ray", ranks=2)
+    assert device_of(run) == torch.device("cuda")
+    announce(run)
+    assert "Computing on GPUs of Ray's nodes" in caplog.text
+    refuse(run, frozenset(ROLES), together=False)
+    with pytest.raises(ConfigError, match=r"The reward model would compute on a GPU.*`placement\.reward=cpu`"):
+        refuse(run, frozenset(ROLES) - {"reward"}, together=False)
+    refuse(run_of(world, device="cuda", cluster="ray", placement__reward="cpu"), frozenset(), together=False)
+
+
+@NO_GPU
+def test_who_asks_a_model_that_such_ranks_trained_computes_here(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = train(world, tmp_path / "run", steps=1)
+    options = run / "run.yaml"
+    options.write_text(options.read_text().replace("cluster: local", "cluster: ray"))
+    assert "cluster: ray" in options.read_text()
+    told = refused(capsys, "eval", str(run), f"data.val=[{world / 'tasks.jsonl'}]", "device=cuda")
+    assert "torch reaches none: `etude doctor` says why" in told
 
 
 @pytest.fixture

@@ -114,6 +114,61 @@ def test_weights_are_whole_for_an_engine_and_divided_again_for_the_next_update(c
     assert same(*found) and told[:2] == told[2:]
 
 
+def test_an_engine_that_shares_them_rests_from_an_update_until_they_are_published(
+    crews: dict[int, ProcessCrew],
+) -> None:
+    """Whatever it still computes when the update begins, and whatever it is asked for while that is made."""
+    found = []
+    for update in (Pupil.update, Pupil.disturbed):
+        crew = begun(crews, "2", weights="divided", precision="fp32")
+        told = crew.call(update, [crew.call(Pupil.ready, rollouts())]).reduce()
+        found.append((told["loss"], crew.call(Pupil.weights)[0]))
+    assert told["met"] == 0 and told["late_version"] == 2
+    assert found[0][0] == found[1][0] and same(found[0][1], found[1][1])
+
+
+def test_nobody_but_who_plays_computes_with_divided_weights(crews: dict[int, ProcessCrew]) -> None:
+    crew = begun(crews, "2", weights="divided", precision="fp32")
+    assert all("Publish them first, and sample then." in told for told in crew.call(Pupil.another))
+    practised(crew, 1)
+
+
+def test_an_engine_with_weights_of_its_own_is_brought_them_by_all_ranks_together(crews: dict[int, ProcessCrew]) -> None:
+    """Also where that of another rank takes none."""
+    crew = begun(crews, "2", weights="divided", precision="fp32")
+    count = len(list(model("fp32").named_weights()))
+    assert crew.call(Pupil.beside, odd=-1) == [("", True, count)] * 2
+    refused, took = crew.call(Pupil.beside, odd=0)
+    assert "Give both the same model." in refused[0] and refused[1:] == (False, count)
+    assert took == ("", True, count)
+
+
+def test_what_an_engine_had_whole_makes_room_before_the_optimizer_comes_home(crews: dict[int, ProcessCrew]) -> None:
+    crew = begun(crews, "2", weights="divided", precision="bf16")
+    crew.call(Pupil.rest)
+    batch = crew.call(Pupil.ready, rollouts())
+    assert all(crew.call(Pupil.assembled))
+    crew.call(Pupil.update, [batch])
+    assert all(told and all(told) for told in crew.call(Pupil.woken))
+
+
+def test_a_pass_without_gradients_takes_one_micro_batch_after_the_other(crews: dict[int, ProcessCrew]) -> None:
+    told = []
+    for weights in ("whole", "divided"):
+        crew = begun(crews, "2", weights=weights, micro_tokens=20)
+        told.append(crew.call(Pupil.ordered, rollouts(groups=4)).entropy)
+    assert told[0] is not None and told[1] is not None
+    assert torch.equal(told[0].nan_to_num(), told[1].nan_to_num())
+
+
+def test_exchanges_before_an_update_are_not_of_it(crews: dict[int, ProcessCrew]) -> None:
+    crew = begun(crews, "2", weights="divided")
+    batch = crew.call(Pupil.ready, rollouts())
+    crew.call(Pupil.waited, 1000.0)
+    told = crew.call(Pupil.update, [batch]).reduce()
+    assert 0 < told["exchange_seconds"] < told["update_seconds"]
+
+
 def test_frozen_weights_stay_whole_and_as_they_are(crews: dict[int, ProcessCrew]) -> None:
     """Those that share a product with others too."""
     found = []
@@ -158,6 +213,20 @@ def test_a_checkpoint_is_one_of_whole_weights_and_of_any_number_of_ranks(
         practised(other, 1, first=2)
     practised(crew, 1, first=2)
     assert apart(crew, one) <= 1e-12 and apart(crew, four) <= 1e-12
+
+
+def test_what_rests_elsewhere_is_kept_and_read_where_it_rests(crews: dict[int, ProcessCrew], tmp_path: Path) -> None:
+    """As far as a processor shows it; that a GPU's memory does not rise by it has not been run."""
+    crew = begun(crews, "2", weights="divided")
+    assert crew.call(Pupil.named) == [True, True]
+    practised(crew, 1)
+    crew.call(Pupil.save, Checkpoints(tmp_path), 1)
+    other = begun(crews, "4", weights="divided")
+    other.call(Pupil.rest)
+    other.call(Pupil.resume, tmp_path)
+    assert apart(crew, other) == 0
+    practised(crew, 1, first=1), practised(other, 1, first=1)
+    assert apart(crew, other) <= 1e-12
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc's own count of memory is read")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -11,13 +16,15 @@ import torch
 
 from etude.batch import Batch
 from etude.dispatch import LocalCrew
-from etude.errors import MissingColumnError
+from etude.errors import MissingColumnError, TrainingError
 from etude.observe import Metrics
 from etude.recipes.build import policy
 from etude.recipes.checks import from_the_models
 from etude.recipes.run import Run
 from etude.recipes.workers import Improve, PolicyWorker
-from etude.records import Rollout, Sample
+from etude.records import Completion, Rollout, Sample, SamplingParams
+from etude.rollout import TorchEngine
+from etude.rollout.torch_engine import EngineConfig
 from etude.train import Learner
 from tests.recipes.runs import run_of
 
@@ -155,3 +162,71 @@ def test_the_objective_declares_what_the_algorithm_does(world: Path) -> None:
     objective = Improve(run)
     assert objective.needs() == run.needs() and objective.outputs() == run.outputs() >= {"entropy"}
     assert objective.split_unit == run.loss.split_unit
+
+
+def hosted(crew: LocalCrew) -> TorchEngine:
+    """The engine of its worker."""
+    assert isinstance(crew._worker, PolicyWorker)
+    return crew._worker._hosted
+
+
+class Held(TorchEngine):
+    """An engine that is within a step until it is asked to stop there."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(policy(run)[0], None, EngineConfig(kv_gib=0.001))
+        self.inside, self.goes_on = Event(), Event()
+
+    def hold(self) -> None:
+        """It has begun."""
+        self.inside.set()
+        self.goes_on.wait(10)
+
+    async def pause(self) -> None:
+        self.goes_on.set()
+        await super().pause()
+
+    async def abort(self) -> None:
+        self.goes_on.set()
+        await super().abort()
+
+
+@contextmanager
+def sampling(run: Run) -> Iterator[tuple[LocalCrew, Future[Completion]]]:
+    """A worker whose engine is at a long answer; and the answer."""
+    long = SamplingParams(max_tokens=100, min_tokens=100)
+    with ThreadPoolExecutor(1) as others, closing(Held(run)) as engine:
+        learner = Learner(engine.model, run.train, steps=100)
+        worker = PolicyWorker(run, learner, seed=run.seed, epochs=run.epochs, engine=engine)
+        told = others.submit(asyncio.run, worker.generate(np.arange(3, dtype=np.int32), long, begun=engine.hold))
+        assert engine.inside.wait(30)
+        yield LocalCrew(worker), told
+
+
+def test_an_engine_that_shares_the_weights_rests_while_they_change(world: Path) -> None:
+    """And goes on with what it was at: no token of it is drawn from weights that are half written."""
+    run = run_of(world)
+    with sampling(run) as (crew, told):
+        stepped(crew, run)
+        drawn = hosted(crew)._scheduler.running[0].generated
+        stepped(crew, run, 2)
+        assert hosted(crew)._scheduler.running[0].generated == drawn, "it is paused yet"
+        crew.call(PolicyWorker.publish, 1)
+        assert [int((told.result(30).version == version).sum()) for version in (0, 1)] == [drawn, 100 - drawn]
+
+
+def test_where_an_update_fails_the_engine_goes_on(world: Path) -> None:
+    run = run_of(world)
+    with sampling(run) as (crew, told):
+        batch = crew.call(PolicyWorker.annotate, batch_of(), frozenset({"old_logp"}))
+        batch = crew.call(PolicyWorker.estimate, batch, 1)
+        broken = batch.replace(advantage=torch.where(batch.action, torch.tensor(torch.inf), 0.0))
+        with pytest.raises(TrainingError, match="not finite"):
+            crew.call(PolicyWorker.update, [broken])
+        assert set(told.result(30).version.tolist()) == {0}
+
+
+def test_an_engine_that_is_to_sleep_lets_go_of_what_nobody_waits_for(world: Path) -> None:
+    with sampling(run_of(world)) as (crew, told):
+        crew.call(PolicyWorker.make_room)
+        assert told.result(30).finish == "abort"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -63,6 +64,26 @@ def test_a_copy_is_refreshed_in_place(dtype: torch.dtype) -> None:
         assert engine.version == 1
     assert {name: weight.data_ptr() for name, weight in held.named_weights()} == places
     assert all(torch.equal(weight, named(trained)[name].to(dtype)) for name, weight in named(held).items())
+
+
+def test_weights_that_are_made_as_they_are_asked_for_are_let_go_of_one_by_one() -> None:
+    trained, held = create(CONFIG, seed=0), create(CONFIG, seed=1)
+    made: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def brought() -> Iterator[tuple[str, Tensor]]:
+        nonlocal most
+        for name, weight in named(trained).items():
+            whole = weight.clone()
+            made.append(weakref.ref(whole))
+            most = max(most, sum(each() is not None for each in made))
+            yield name, whole
+
+    with TorchEngine(held, None, ENGINE) as engine:
+        told = asyncio.run(LocalCarrier(engine).publish(brought(), 1, trained.named_weights())).reduce()
+        assert told["publish_bytes"] == sum(weight.nbytes for weight in named(held).values())
+    assert len(made) > 9 and most <= 2
+    assert all(torch.equal(weight, named(trained)[name]) for name, weight in named(held).items())
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_written() -> None:
