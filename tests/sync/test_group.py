@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,29 @@ def test_a_server_that_refuses_at_once_is_not_waited_for(refuses: str, tmp_path:
             asyncio.run(fleet.publish([("a", torch.ones(1 << 21)), ("b", torch.ones(1 << 21))], 1))
         assert time.monotonic() - begun < 9
         assert replica.withdrawn
+
+
+def test_two_buckets_are_held_and_no_third() -> None:
+    """Where weights are made for the publish, and are nobody's when they have been sent."""
+    held: set[int] = set()
+    most = 0
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for number in range(24):
+            made = torch.full((256, 256), float(number))
+            held.add(number)
+            weakref.finalize(made, held.discard, number)
+            most = max(most, len(held))
+            yield f"layer.{number}.weight", made
+            del made
+
+    bucket = 4  # tensors
+    with reader() as by:
+        replica = Replica(by)
+        carrier = GroupCarrier("gloo", bucket * 256 * 256 * 4, address="127.0.0.1", timeout=20)
+        asyncio.run(Fleet([replica], carrier).publish(weights(), 1))
+        carrier.close()
+    assert len(replica.found) == 24
+    assert most <= 2 * bucket + 1, "and the tensor that is next"
+    assert not held
