@@ -141,14 +141,15 @@ class Publisher:
         """Have the ranks go to these servers, and admit those that took the weights; what came of each, and what each
         rank measured that went to any."""
         try:
-            addresses = [server.address for server in servers]
+            everyone = enumerate(self._served.servers)
+            addresses = {place: server.address for place, server in everyone if server in servers}
             shares = self._crew.call(PolicyWorker.carry, addresses, version, self._how, anew=anew)
         except BaseException:
             self._served.forsake(servers)
             raise
         told = {each.url: each for share in shares for each in share.servers}
         holds: dict[Server, int | None] = {}
-        for server, address in zip(servers, addresses, strict=True):  # which may have moved meanwhile
+        for server, address in zip(servers, addresses.values(), strict=True):  # which may have moved meanwhile
             came = told[address.url]
             holds[server] = version if came.took else server.version if not came.begun else None
         self._served.admit(holds, version)
@@ -213,9 +214,9 @@ def carriage_of(config: ServerConfig, crew: Crew, *, untied: bool) -> Carriage:
     if not able:
         raise ConfigError(
             f"`rollout.carrier={config.carrier}` wants a rank on the machine of the servers, which is this one, and "
-            f"all {len(ranks)} ranks are on others. Have one of them here; or name servers by addresses that the ranks "
-            f"reach (`rollout.url`), with `rollout.carrier=gloo` or `nccl`; or leave `rollout.carrier=files`, with the "
-            f"run in a directory that all machines see."
+            f"all {len(ranks)} ranks are on others, for all that can be told. Have one of them here; or name servers "
+            f"by addresses that the ranks reach (`rollout.url`), with `rollout.carrier=gloo` or `nccl`; or leave "
+            f"`rollout.carrier=files`, with the run in a directory that all machines see."
         )
     sync = SyncConfig(
         carrier=config.carrier,

@@ -256,8 +256,9 @@ class PolicyWorker:
         return machine()  # type: ignore[return-value]
 
     @spread(gather=Gather.ALL)
-    def carry(self, servers: Sequence[Address], version: int, how: Carriage, anew: bool = False) -> list[Carried]:
-        """Bring servers to the weights, under this version, each rank its share of them; what came of each.
+    def carry(self, servers: Mapping[int, Address], version: int, how: Carriage, anew: bool = False) -> list[Carried]:
+        """Bring servers, by their places, to the weights, under this version, each rank its share of them; what came of
+        each.
 
         anew: these were started again, and the version is the one that was carried last. Where the weights have moved
         on since, they are left as they are: the next publish brings them.
@@ -269,7 +270,7 @@ class PolicyWorker:
         self._carried = self._learner.version
         self._courier = self._courier or Courier(how.sync)
         with self._served(how.untied) as weights:
-            return self._courier.carry(mine, weights, version, anew=anew)  # type: ignore[return-value]
+            return self._courier.carry(mine, weights, version)  # type: ignore[return-value]
 
     @spread()
     def write(self, directory: Path, tokenizer: Path, untied: bool, bare: bool = False) -> int:

@@ -67,16 +67,16 @@ class Fleet:
         version: int,
         servers: Sequence[Server] | None = None,
         *,
-        anew: bool = False,
+        anew: Sequence[Server] = (),
     ) -> Metrics:
         """Bring replicas to these weights, by default all of them; returns the bytes that travelled, the time it took,
         for how much of it nothing was sampled, and how many replicas were withdrawn.
 
-        anew: they were started again, and know nothing of what was carried to them before.
+        anew: those that were started again, and know nothing of what was carried to them before.
         """
         async with self._one:
             to = self._servers if servers is None else tuple(servers)
-            for server in to if anew else ():
+            for server in anew:
                 self._carrier.leave(server)
             return await self._publish(weights, version, to)
 
