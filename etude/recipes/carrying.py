@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from etude.errors import EtudeError
@@ -91,14 +92,16 @@ class InStep:
 class Courier:
     """Brings the weights of one rank to servers, which may be others each time."""
 
-    def __init__(self, sync: SyncConfig) -> None:
+    def __init__(self, sync: SyncConfig, device: torch.device) -> None:
+        """device: where the weights lie."""
         self._sync = sync
+        self._gpu = device if device.type == "cuda" else None
         self._fleet: Fleet | None = None
+        self._lives: dict[str, int] = {}
+        """Which of its lives each server was in when it was gone to last, by URL."""
 
     def close(self) -> None:
         """Let go of what the carrier holds."""
-        self._lives: dict[str, int] = {}
-        """Which of its lives each server was in when it was gone to last, by URL."""
         if self._fleet is not None:
             self._fleet.close()
         self._fleet = None
@@ -115,7 +118,7 @@ class Courier:
         why = ""
         try:
             if self._fleet is None:
-                self._fleet = fleet(servers, self._sync, Path())
+                self._fleet = fleet(servers, self._sync, Path(), self._gpu)
             anew = [server for server in servers if self._lives.get(server.url) != server.life]
             self._lives |= {server.url: server.life for server in servers}
             figures = (await self._fleet.publish(weights, version, servers, anew=anew)).reduce()

@@ -268,7 +268,7 @@ class PolicyWorker:
             left = [Brought(each.url, took=False, begun=False, why="The weights have moved on.") for each in mine]
             return Carried(left)  # type: ignore[return-value]
         self._carried = self._learner.version
-        self._courier = self._courier or Courier(how.sync)
+        self._courier = self._courier or Courier(how.sync, self._learner.model.device)
         with self._served(how.untied) as weights:
             return self._courier.carry(mine, weights, version)  # type: ignore[return-value]
 

@@ -51,8 +51,12 @@ class GroupCarrier:
         *,
         address: str | None = None,
         timeout: float = 300.0,
+        device: torch.device | None = None,
     ) -> None:
+        """device: for `nccl`, the GPU that is sent from; by default the caller's: another thread may have another."""
         self._wire = wire
+        self.device = torch.device("cpu") if wire == "gloo" else device or _current()
+        """Where what is sent must lie."""
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._address = address
@@ -101,11 +105,6 @@ class GroupCarrier:
         self._groups.clear()
         for each in ends:
             each.join(ENDING)
-
-    @property
-    def device(self) -> torch.device:
-        """Where what is sent must lie."""
-        return torch.device("cuda", torch.cuda.current_device()) if self._wire == "nccl" else torch.device("cpu")
 
     def group(self, server: Server) -> _Group:
         """The group with a server."""
@@ -201,6 +200,11 @@ class _Broadcast:
             bucket.append((name, gathered(tensor).to(device=self._carrier.device, dtype=dtype).contiguous()))
             self._stream.take()
         return bucket
+
+
+def _current() -> torch.device:
+    """The GPU of this thread."""
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
 async def _apart(work: Callable[[], None]) -> None:

@@ -90,7 +90,7 @@ def test_a_server_keeps_its_rank_and_is_met_anew_in_each_of_its_lives(monkeypatc
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
     how = Carriage(SyncConfig(carrier="gloo", timeout=20, address="127.0.0.1"), (0, 1), untied=False)
     with ExitStack() as stack:
-        ranks = [stack.enter_context(closing(Courier(how.sync))) for _ in how.ranks]
+        ranks = [stack.enter_context(closing(Courier(how.sync, torch.device("cpu")))) for _ in how.ranks]
         three = stack.enter_context(takers(3))
 
         def publish(version: int, *places: int) -> None:

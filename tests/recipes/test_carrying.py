@@ -37,6 +37,7 @@ from etude.records import SamplingParams
 from etude.rollout import Served, ServerConfig
 from etude.rollout.server import Server
 from etude.sync import SyncConfig
+from etude.sync.config import CarrierName
 from tests.processes import rise_of, started_by
 from tests.recipes.runs import run_of
 from tests.rollout.test_served import expected, ids, pids, python, served, until, words
@@ -230,7 +231,7 @@ def weights(count: int, ends: str = "") -> Iterator[tuple[str, Tensor]]:
 
 @pytest.mark.parametrize("there", [0, 3])
 def test_weights_that_cannot_be_had_leave_a_server_as_it_was_or_out_of_rotation(there: int, tmp_path: Path) -> None:
-    with served(tmp_path) as engine, closing(Courier(SyncConfig(carrier="shm", bucket_mib=1))) as courier:
+    with served(tmp_path) as engine, closing(courier_of("shm", bucket_mib=1)) as courier:
         address = engine.servers[0].address
         (came,) = courier.carry([address], weights(there, "a disk is gone"), 3).servers
         assert (came.took, came.begun) == (False, there > 0) and "a disk is gone" in came.why
@@ -253,6 +254,11 @@ def test_what_one_machine_shares_wants_a_rank_there(two: World, monkeypatch: pyt
     assert found.ranks == [0, 1] and not found.untied, "a server that takes weights brings a tied head up to date"
     assert carriage_of(config.model_copy(update={"carrier": "files"}), two.crew, untied=True).untied
     assert (found.sync.address, found.sync.running, found.sync.timeout) == ("10.1.1.2", "finish", 7.0)
+def courier_of(carrier: CarrierName, **options: object) -> Courier:
+    """A rank's, on the processor."""
+    return Courier(SyncConfig.model_validate({"carrier": carrier, **options}), torch.device("cpu"))
+
+
 
 
 @pytest.mark.parametrize("running", ["continue", "finish"])
