@@ -217,12 +217,13 @@ class _Trip:
             ) from error
 
     async def _fell_out(self, server: Server, error: BaseException) -> None:
-        """Leave it out of rotation. What is under way there ends, before it could go on with a mixture."""
+        """Leave it out of rotation. What is under way there ends, before it could go on with a mixture; where that was
+        not heard, it stays stopped."""
         self.going.remove(server)
         self.failed[server.url] = str(error) or type(error).__name__
         server.withdraw()
         self._carrier.leave(server)
-        for last in (server.abort, server.resume):
-            with suppress(EtudeError, OSError, TimeoutError):
+        with suppress(EtudeError, OSError, TimeoutError):
+            for last in (server.abort, server.resume):
                 async with asyncio.timeout(LAST):
                     await last()

@@ -80,19 +80,24 @@ class World:
     def carried(self) -> list[dict[str, object]]:
         """What each server was brought, and in which buckets."""
 
+        return self.told_of("/carried")
+
+    def told_of(self, path: str) -> list[dict[str, object]]:
+        """What each server says there."""
+
         async def asked(server: Server) -> dict[str, object]:
-            found: dict[str, object] = json.loads(await server._to.get("/carried"))
+            found: dict[str, object] = json.loads(await server._to.get(path))
             return found
 
         return asyncio.run(self.served.each(asked))
 
-    def be(self, poor: bool, *which: int) -> None:
-        """Have servers fail to take weights, or not any more."""
+    def be(self, how: dict[str, object], *which: int) -> None:
+        """Have servers be so: that they fail to take weights, or do not any more."""
         urls = [self.servers[place].url for place in which]
 
         async def told(server: Server) -> None:
             if server.url in urls:
-                await server.post("/be", {"poor": poor})
+                await server.post("/be", how)
 
         asyncio.run(self.served.each(told))
 
@@ -161,23 +166,23 @@ def test_each_rank_goes_to_its_share_and_nothing_passes_through_the_controller(t
 
 
 def test_one_that_fails_keeps_no_other_from_the_weights_and_comes_back_with_the_next(two: World) -> None:
-    two.be(True, 1)
+    two.be({"poor": True}, 1)
     assert two.publish(3).reduce()["publish_withdrawn"] == 1
     assert [server.withdrawn for server in two.servers] == [False, True, False]
     assert ask(two) == answers(two, 3)
-    two.be(False, 1)
+    two.be({"poor": False}, 1)
     assert two.publish(4).reduce()["publish_withdrawn"] == 0
     assert two.versions() == [4] * REPLICAS and not any(server.withdrawn for server in two.servers)
 
 
 def test_where_all_fail_that_is_an_error_that_says_what_each_said(two: World) -> None:
-    two.be(True, 0, 1, 2)
+    two.be({"poor": True}, 0, 1, 2)
     with pytest.raises(EngineError) as failed:
         two.publish(5)
     said = str(failed.value)
     assert all(f"{server.url}: " in said for server in two.servers) and said.count("the weights do not fit") == REPLICAS
     assert all(server.withdrawn for server in two.servers)
-    two.be(False, 0, 1, 2)
+    two.be({"poor": False}, 0, 1, 2)
     two.publish(6)
     assert ask(two) == answers(two, 6)
 
@@ -191,6 +196,26 @@ def test_one_that_is_started_again_is_brought_to_the_newest_weights(two: World) 
     assert found["weights"] == two.weights()
     assert {int(path.split("_")[1]) for path in found["buckets"]} == {two.pids[1]}, "by whom it always was"  # type: ignore[attr-defined]
     assert ask(two) == answers(two, 7)
+
+
+def test_one_that_cannot_be_told_to_end_its_answers_is_left_stopped_and_not_waited_for(two: World) -> None:
+    """Else it would go on with them, over weights that came in part."""
+    every = range(REPLICAS)
+    two.be({"pace": 0.2}, *every)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(two.served.generate_all, [ids([1])], [SamplingParams(max_tokens=40)])
+        until(lambda: any(server.under_way and server.new_tokens for server in two.servers))
+        (busy,) = (place for place in every if two.servers[place].under_way)
+        two.be({"poor": True, "deaf": True, "pace": 5.0}, busy)
+        two.be({"pace": 0.0}, *(place for place in every if place != busy))
+        assert two.publish(8).reduce()["publish_withdrawn"] == 1
+        (said,) = asked.result(30)
+    assert said.ids.tolist() == answers(two, 8, 40)[0][0] and set(said.version.tolist()) == {8}
+    until(lambda: two.servers[busy].up)
+    assert [state["paused"] for state in two.told_of("/state")] == [place == busy for place in every]
+    two.be({"poor": False, "deaf": False, "pace": 0.0}, busy)
+    two.publish(9)
+    assert [state["paused"] for state in two.told_of("/state")] == [False] * REPLICAS and ask(two) == answers(two, 9)
 
 
 @spread()

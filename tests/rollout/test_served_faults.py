@@ -130,6 +130,41 @@ def test_one_that_did_not_take_new_weights_is_offered_them_again(tmp_path: Path)
         assert first.version == 3 and first.finished
 
 
+def be(engine: Served, which: Server, **told: object) -> None:
+    """Have a server be so."""
+
+    async def asked(server: Server) -> None:
+        if server is which:
+            await server.post("/be", told)
+
+    asyncio.run(engine.each(asked))
+
+
+def busy_of(engine: Served) -> tuple[Server, Server]:
+    """The one of two that writes an answer, and has begun to, and the other."""
+    until(lambda: any(server.new_tokens > 2 for server in engine.servers))
+    first, second = engine.servers
+    return (first, second) if first.under_way else (second, first)
+
+
+def test_where_it_is_not_heard_that_answers_are_to_end_they_end_here_and_nothing_goes_on(tmp_path: Path) -> None:
+    """Nobody knows with which weights it would."""
+    new = weights(tmp_path / "new", 11)
+    with served(tmp_path, replicas=2, arguments=("--pace=0.2",)) as engine, ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, engine, [[3]], 30)
+        busy, other = busy_of(engine)
+        be(engine, busy, poor=True, deaf=True, pace=5.0)
+        be(engine, other, pace=0.0)
+        asyncio.run(engine.load(new, 1))
+        (answer,) = asked.result(30)
+        assert answer.ids.tolist() == expected([3], 30, salt=11) and set(answer.version.tolist()) == {1}
+        until(lambda: busy.up)
+        assert busy.withdrawn and states(engine)[engine.servers.index(busy)] == (True, False), "it stays stopped"
+        be(engine, busy, poor=False, deaf=False, pace=0.0)
+        until(lambda: not busy.withdrawn)
+        assert states(engine) == [(False, False)] * 2 and busy.version == 1
+
+
 def test_a_keeper_that_is_killed_leaves_nothing_of_its_server(tmp_path: Path) -> None:
     with served(tmp_path, arguments=("--child",)) as engine:
         (server,) = pids(tmp_path)
