@@ -106,7 +106,7 @@ class Server(Remote):
             try:
                 async with aclosing(self.dialect.ask(self._to, ids.tolist(), sampling, answer.ends)) as pieces:
                     async for piece in pieces:
-                        answer.gain(piece, self.version)
+                        answer.gain(piece, self.version, sure=not self.withdrawn)
                         self.new_tokens += len(piece.ids)
                         if answer.finish == "abort" and aborts == self._aborts:
                             answer.finish = None
