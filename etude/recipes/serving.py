@@ -162,7 +162,8 @@ def serving(
 ) -> Iterator[tuple[Served, Publisher]]:
     """The servers of a run, which begin with its workers' weights, and who brings them new ones."""
     device, sleeps = device_name(run), run.train.offload
-    weights, carriage = directory / WEIGHTS, carriage_of(config, crew, untied=config.untied(device))
+    weights = directory / WEIGHTS
+    carriage = carriage_of(config, crew, untied=config.untied(device), alone=run.cluster == "local")
     plugged = laid_out(cache_directory() / "plugins") if carriage.ranks else None
     place = run.model.tokenizer or run.model.path
     assert place is not None, "a run has a model"
@@ -198,19 +199,20 @@ def serving(
         shutil.rmtree(weights, ignore_errors=True)
 
 
-def carriage_of(config: ServerConfig, crew: Crew, *, untied: bool) -> Carriage:
+def carriage_of(config: ServerConfig, crew: Crew, *, untied: bool, alone: bool) -> Carriage:
     """Which ranks bring weights to the servers, and how: none where files are written. What one machine shares, and
     servers that are found on it alone, are reached by the ranks of this machine only.
 
     untied: whether files have a head of their own, where that is the embedding. Whoever takes weights by a carrier
-    brings a tied one up to date itself.
+    brings a tied one up to date itself. alone: whether all ranks are on this machine, as without a cluster; in one, a
+    rank whose machine cannot be told counts as elsewhere.
     """
     if config.carrier == "files":
         return Carriage(SyncConfig(), (), untied)
     ranks = crew.call(PolicyWorker.machine)
     near = config.carrier in ("shm", "ipc") or not config.url or any(LOOPBACK.match(url) for url in config.url)
     here = machine()
-    able = [rank for rank, where in enumerate(ranks) if where == here or not near]
+    able = [rank for rank, where in enumerate(ranks) if alone or not near or (here and where == here)]
     if not able:
         raise ConfigError(
             f"`rollout.carrier={config.carrier}` wants a rank on the machine of the servers, which is this one, and "

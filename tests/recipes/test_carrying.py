@@ -254,6 +254,11 @@ def weights(count: int, ends: str = "") -> Iterator[tuple[str, Tensor]]:
         raise OSError(ends)
 
 
+def courier_of(carrier: CarrierName, **options: object) -> Courier:
+    """A rank's, on the processor."""
+    return Courier(SyncConfig.model_validate({"carrier": carrier, **options}), torch.device("cpu"))
+
+
 @pytest.mark.parametrize("there", [0, 3])
 def test_weights_that_cannot_be_had_leave_a_server_as_it_was_or_out_of_rotation(there: int, tmp_path: Path) -> None:
     with served(tmp_path) as engine, closing(courier_of("shm", bucket_mib=1)) as courier:
@@ -267,23 +272,23 @@ def test_weights_that_cannot_be_had_leave_a_server_as_it_was_or_out_of_rotation(
 def test_what_one_machine_shares_wants_a_rank_there(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
     config = two.run.rollout
     assert isinstance(config, ServerConfig)
-    assert carriage_of(config, two.crew, untied=True).ranks == [0, 1]
+    assert carriage_of(config, two.crew, untied=True, alone=False).ranks == [0, 1]
     monkeypatch.setattr("etude.recipes.serving.machine", lambda: "another")
+    assert carriage_of(config, two.crew, untied=True, alone=True).ranks == [0, 1], "wherever that is"
     for changes in ({}, {"carrier": "gloo"}, {"carrier": "gloo", "url": ("http://127.0.0.1:9",), "python": None}):
         near = config.model_copy(update=changes)
         with pytest.raises(ConfigError, match=r"wants a rank on the machine of the servers.*all 2 ranks are on others"):
-            carriage_of(near, two.crew, untied=True)
+            carriage_of(near, two.crew, untied=True, alone=False)
+    for room in ("serving", "workers"):
+        monkeypatch.setattr(f"etude.recipes.{room}.machine", lambda: "")
+    with pytest.raises(ConfigError, match="are on others, for all that can be told"):
+        carriage_of(config, LocalCrew(object()), untied=True, alone=False)
     chosen = {"address": "10.1.1.2", "running": "finish", "update_timeout": 7.0}
     far = config.model_copy(update={"carrier": "gloo", "url": ("http://10.1.1.1:9",), **chosen})
-    found = carriage_of(far, two.crew, untied=True)
+    found = carriage_of(far, two.crew, untied=True, alone=False)
     assert found.ranks == [0, 1] and not found.untied, "a server that takes weights brings a tied head up to date"
-    assert carriage_of(config.model_copy(update={"carrier": "files"}), two.crew, untied=True).untied
+    assert carriage_of(config.model_copy(update={"carrier": "files"}), two.crew, untied=True, alone=False).untied
     assert (found.sync.address, found.sync.running, found.sync.timeout) == ("10.1.1.2", "finish", 7.0)
-def courier_of(carrier: CarrierName, **options: object) -> Courier:
-    """A rank's, on the processor."""
-    return Courier(SyncConfig.model_validate({"carrier": carrier, **options}), torch.device("cpu"))
-
-
 
 
 @pytest.mark.parametrize("running", ["continue", "finish"])
