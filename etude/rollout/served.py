@@ -201,17 +201,18 @@ class Served:
 
         async def done() -> None:
             starts = {replica.server: replica.started for replica in self.replicas}
-            for server, holds in servers.items():
-                if starts[server] != self._starts[server]:
-                    continue  # it holds what it began with
+            same = [server for server in servers if starts[server] == self._starts[server]]
+            for server in same:  # others hold what they began with
+                holds = servers[server]
                 if holds is not None:
                     server.holds(holds)
-                else:
-                    await server.cut()  # whoever brought weights has ended what was under way, or could not
             if not servers or version in servers.values():
                 self.rotation.wanted = version
             self._bringing -= 1
             self.rotation.admit()
+            for server in same:
+                if servers[server] is None:  # whoever brought weights has ended what was under way, or could not
+                    await server.cut()
 
         self._post(done()).result()
 
