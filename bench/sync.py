@@ -5,10 +5,10 @@
 The weights are a random Qwen3-shaped model's in bf16. Every publish brings all of them: cut into buckets, shown to an
 engine in a process of its own, and copied by it over its own weights, over the same code as a run's. That engine does
 nothing else, so this is the carrier's own speed; a server also packs what it fetched for its kernels. Before each
-publish, outside of what is timed, every weight is changed and the engine's are zeroed; after it, every seventh of them
-is compared byte by byte.
+publish, outside of what is timed, every weight is changed and the engine's are zeroed; after it, every one of them is
+compared, by a hash of its bytes.
 
-    alias    to an engine of this process that shares the trainer's memory; nothing is moved
+    alias    to an engine of this process that shares the trainer's memory; nothing is moved, and nothing to compare
     local    to an engine of this process that has weights of its own
     shm      through two buckets of shared memory
     disk     through files
@@ -78,9 +78,9 @@ class Receiver:
             return await asyncio.to_thread(self._asked, told)
         return {"success": True}
 
-    def digests(self, names: Iterable[str]) -> dict[str, str]:
-        """What some of its weights hash to."""
-        found: dict[str, str] = self._asked({"digests": list(names)})["digests"]
+    def digests(self) -> dict[str, str]:
+        """What its weights hash to."""
+        found: dict[str, str] = self._asked({"digests": True})["digests"]
         return found
 
     def forget(self) -> None:
@@ -128,9 +128,9 @@ class Held:
         for name, weight in weights:
             self._weights[name].copy_(weight)
 
-    def digests(self, names: Iterable[str]) -> dict[str, str]:
-        """What some of its weights hash to."""
-        return {name: digest(self._weights[name]) for name in names}
+    def digests(self) -> dict[str, str]:
+        """What its weights hash to."""
+        return {name: digest(weight) for name, weight in self._weights.items()}
 
     def forget(self) -> None:
         """Zero its weights."""
@@ -192,9 +192,9 @@ class Published:
         self._loop.run_until_complete(self._carrier.publish(self._weights.items(), self._version))
 
     def check(self) -> None:
-        """The engine has what was published: so say every seventh of its weights, byte by byte."""
-        wanted = {name: digest(weight) for at, (name, weight) in enumerate(self._weights.items()) if at % 7 == 0}
-        if self._engine.digests(wanted) != wanted:
+        """The engine has what was published, to the last bit of every weight."""
+        wanted = {name: digest(weight) for name, weight in self._weights.items()}
+        if self._engine.digests() != wanted:
             raise RuntimeError(f"The engine has other weights than were published to it by {self.name}.")
 
 

@@ -3,6 +3,8 @@
 rank 0 ──carrier──► servers 0, 2, …        weights go from where they are trained to where they are sampled
 rank 1 ──carrier──► servers 1, 3, …        and the controller is told how each of them fared
 
+A server is the same rank's each time, whichever of the others are there: who it has made a process group with.
+
 consumes       the weights of this process, and the addresses of servers that are out of rotation
 produces       servers that compute with exactly these, and what came of each
 waits for      each answer of a server, at most `timeout`; and where ranks divide the weights, for each other, weight by
@@ -18,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from etude.errors import EtudeError
@@ -37,11 +40,12 @@ class Carriage:
     untied: bool
     """Whether a head that is the embedding travels as a weight of its own."""
 
-    def share(self, servers: Sequence[Address], rank: int) -> list[Address]:
-        """The servers that are this rank's."""
-        if rank not in self.ranks:
+    def share(self, servers: Mapping[int, Address], rank: int) -> list[Address]:
+        """The servers that are this rank's, by their places among all that the run has."""
+        if rank not in self.ranks or not servers:
             return []
-        return [servers[at] for at in shares(len(servers), len(self.ranks), self.ranks.index(rank))]
+        mine = shares(1 + max(servers), len(self.ranks), self.ranks.index(rank))
+        return [address for place, address in servers.items() if place in mine]
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,13 @@ class InStep:
 class Courier:
     """Brings the weights of one rank to servers, which may be others each time."""
 
-    def __init__(self, sync: SyncConfig) -> None:
+    def __init__(self, sync: SyncConfig, device: torch.device) -> None:
+        """device: where the weights lie."""
         self._sync = sync
+        self._gpu = device if device.type == "cuda" else None
         self._fleet: Fleet | None = None
+        self._lives: dict[str, int] = {}
+        """Which of its lives each server was in when it was gone to last, by URL."""
 
     def close(self) -> None:
         """Let go of what the carrier holds."""
@@ -98,15 +106,11 @@ class Courier:
             self._fleet.close()
         self._fleet = None
 
-    def carry(
-        self, servers: Sequence[Address], weights: Iterable[tuple[str, Tensor]], version: int, *, anew: bool
-    ) -> Carried:
-        """Bring these to the weights; anew: they are servers that began anew, and knew none of what was carried."""
-        return asyncio.run(self._carry([Remote.at(each) for each in servers], weights, version, anew=anew))
+    def carry(self, servers: Sequence[Address], weights: Iterable[tuple[str, Tensor]], version: int) -> Carried:
+        """Bring these to the weights."""
+        return asyncio.run(self._carry([Remote.at(each) for each in servers], weights, version))
 
-    async def _carry(
-        self, servers: Sequence[Remote], weights: Iterable[tuple[str, Tensor]], version: int, *, anew: bool
-    ) -> Carried:
+    async def _carry(self, servers: Sequence[Remote], weights: Iterable[tuple[str, Tensor]], version: int) -> Carried:
         if not servers:
             return Carried()
         figures: Mapping[str, float] = {}
@@ -114,7 +118,9 @@ class Courier:
         why = ""
         try:
             if self._fleet is None:
-                self._fleet = fleet(servers, self._sync, Path())
+                self._fleet = fleet(servers, self._sync, Path(), self._gpu)
+            anew = [server for server in servers if self._lives.get(server.url) != server.life]
+            self._lives |= {server.url: server.life for server in servers}
             figures = (await self._fleet.publish(weights, version, servers, anew=anew)).reduce()
         except (EtudeError, OSError, RuntimeError) as error:
             why = str(error) or type(error).__name__

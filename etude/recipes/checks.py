@@ -339,6 +339,14 @@ def of_servers(run: Run) -> None:
             "`rollout.adapters=only` brings servers the adapters that are trained, and there are none. Set `lora.rank` "
             "(16 is usual), or leave it out."
         )
+    if isinstance(run.rollout, ServerConfig) and run.rollout.carrier != "files" and run.ranks > 1:
+        bound = run.rollout.update_timeout
+        if run.crew.timeout < 2 * bound:
+            raise ConfigError(
+                f"`rollout.update_timeout={bound:g}`: a rank waits so long for a server that hangs while weights are "
+                f"brought, and the others wait for that rank `crew.timeout={run.crew.timeout:g}` s and then end the "
+                f"run. Have that twice as long at least: raise it, or lower `rollout.update_timeout`."
+            )
     if run.train.offload and device_of(run).type == "cpu":
         raise ConfigError(
             "`train.offload` has servers give their memory up while the policy is trained, which they can on a GPU "

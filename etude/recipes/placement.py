@@ -122,6 +122,8 @@ def refuse(run: Run, idle: frozenset[str], *, together: bool) -> None:
             )
     elif device.type == "cuda":
         _refuse_too_many(run, torch.cuda.device_count())
+        if isinstance(run.rollout, ServerConfig):
+            _refuse_carrier(run, run.rollout)
 
 
 def refuse_beside_servers(placement: Placement) -> None:
@@ -136,6 +138,26 @@ def refuse_beside_servers(placement: Placement) -> None:
             raise ConfigError(
                 f"`placement.{role}=engine` puts {who} beside the embedded engine, and here servers sample. Name a "
                 f"device, such as cpu or cuda:1."
+            )
+
+
+def _refuse_carrier(run: Run, config: ServerConfig) -> None:
+    """Refuse a carrier that wants a server on its rank's GPU where it is on another, or on another where it is there.
+    Servers are dealt among the ranks in turn."""
+    serve, width = gpus_of_servers(run, config), config.tensor_parallel // config.nodes
+    for place in range(len(serve) // width):
+        rank, gpus = place % run.ranks, serve[place * width : (place + 1) * width]
+        told = f"server {place} is on {' and '.join(map(str, gpus))} and is brought weights by the rank on {rank}"
+        if config.carrier == "ipc" and set(gpus) != {rank}:
+            raise ConfigError(
+                f"`rollout.carrier=ipc` shares memory of the GPU that a rank and its servers are on; of GPUs, {told}. "
+                f"Have them take turns with `train.offload`, name the ranks' with `rollout.devices`, or choose "
+                f"`rollout.carrier=shm` or `nccl`."
+            )
+        if config.carrier == "nccl" and rank in gpus:
+            raise ConfigError(
+                f"`rollout.carrier=nccl` goes from one GPU to another, and of GPUs, {told}. Choose "
+                f"`rollout.carrier=ipc`, or name others with `rollout.devices`."
             )
 
 

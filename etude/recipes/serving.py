@@ -141,14 +141,15 @@ class Publisher:
         """Have the ranks go to these servers, and admit those that took the weights; what came of each, and what each
         rank measured that went to any."""
         try:
-            addresses = [server.address for server in servers]
+            everyone = enumerate(self._served.servers)
+            addresses = {place: server.address for place, server in everyone if server in servers}
             shares = self._crew.call(PolicyWorker.carry, addresses, version, self._how, anew=anew)
         except BaseException:
             self._served.forsake(servers)
             raise
         told = {each.url: each for share in shares for each in share.servers}
         holds: dict[Server, int | None] = {}
-        for server, address in zip(servers, addresses, strict=True):  # which may have moved meanwhile
+        for server, address in zip(servers, addresses.values(), strict=True):  # which may have moved meanwhile
             came = told[address.url]
             holds[server] = version if came.took else server.version if not came.begun else None
         self._served.admit(holds, version)
@@ -161,7 +162,8 @@ def serving(
 ) -> Iterator[tuple[Served, Publisher]]:
     """The servers of a run, which begin with its workers' weights, and who brings them new ones."""
     device, sleeps = device_name(run), run.train.offload
-    weights, carriage = directory / WEIGHTS, carriage_of(config, crew, untied=config.untied(device))
+    weights = directory / WEIGHTS
+    carriage = carriage_of(config, crew, untied=config.untied(device), alone=run.cluster == "local")
     plugged = laid_out(cache_directory() / "plugins") if carriage.ranks else None
     place = run.model.tokenizer or run.model.path
     assert place is not None, "a run has a model"
@@ -197,25 +199,26 @@ def serving(
         shutil.rmtree(weights, ignore_errors=True)
 
 
-def carriage_of(config: ServerConfig, crew: Crew, *, untied: bool) -> Carriage:
+def carriage_of(config: ServerConfig, crew: Crew, *, untied: bool, alone: bool) -> Carriage:
     """Which ranks bring weights to the servers, and how: none where files are written. What one machine shares, and
     servers that are found on it alone, are reached by the ranks of this machine only.
 
     untied: whether files have a head of their own, where that is the embedding. Whoever takes weights by a carrier
-    brings a tied one up to date itself.
+    brings a tied one up to date itself. alone: whether all ranks are on this machine, as without a cluster; in one, a
+    rank whose machine cannot be told counts as elsewhere.
     """
     if config.carrier == "files":
         return Carriage(SyncConfig(), (), untied)
     ranks = crew.call(PolicyWorker.machine)
     near = config.carrier in ("shm", "ipc") or not config.url or any(LOOPBACK.match(url) for url in config.url)
     here = machine()
-    able = [rank for rank, where in enumerate(ranks) if where == here or not near]
+    able = [rank for rank, where in enumerate(ranks) if alone or not near or (here and where == here)]
     if not able:
         raise ConfigError(
             f"`rollout.carrier={config.carrier}` wants a rank on the machine of the servers, which is this one, and "
-            f"all {len(ranks)} ranks are on others. Have one of them here; or name servers by addresses that the ranks "
-            f"reach (`rollout.url`), with `rollout.carrier=gloo` or `nccl`; or leave `rollout.carrier=files`, with the "
-            f"run in a directory that all machines see."
+            f"all {len(ranks)} ranks are on others, for all that can be told. Have one of them here; or name servers "
+            f"by addresses that the ranks reach (`rollout.url`), with `rollout.carrier=gloo` or `nccl`; or leave "
+            f"`rollout.carrier=files`, with the run in a directory that all machines see."
         )
     sync = SyncConfig(
         carrier=config.carrier,

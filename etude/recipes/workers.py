@@ -273,8 +273,9 @@ class PolicyWorker:
         return machine()  # type: ignore[return-value]
 
     @spread(gather=Gather.ALL)
-    def carry(self, servers: Sequence[Address], version: int, how: Carriage, anew: bool = False) -> list[Carried]:
-        """Bring servers to the weights, under this version, each rank its share of them; what came of each.
+    def carry(self, servers: Mapping[int, Address], version: int, how: Carriage, anew: bool = False) -> list[Carried]:
+        """Bring servers, by their places, to the weights, under this version, each rank its share of them; what came of
+        each.
 
         anew: these were started again, and the version is the one that was carried last. Where the weights have moved
         on since, they are left as they are: the next publish brings them.
@@ -284,9 +285,9 @@ class PolicyWorker:
             left = [Brought(each.url, took=False, begun=False, why="The weights have moved on.") for each in mine]
             return Carried(left)  # type: ignore[return-value]
         self._carried = self._learner.version
-        self._courier = self._courier or Courier(how.sync)
+        self._courier = self._courier or Courier(how.sync, self._learner.model.device)
         with self._served(how.untied) as weights:
-            return self._courier.carry(mine, weights, version, anew=anew)  # type: ignore[return-value]
+            return self._courier.carry(mine, weights, version)  # type: ignore[return-value]
 
     @spread()
     def write(self, directory: Path, tokenizer: Path, untied: bool, bare: bool = False) -> int:

@@ -50,6 +50,8 @@ class Answer:
         self.ids: list[int] = []
         self._logp: list[float] = []
         self._versions: list[int] = []
+        self.unsure = False
+        """Whether some of it came while new weights were brought, and nobody has said yet which of them drew it."""
         self._top: list[list[tuple[int, float]]] = []
         self._from = 0
         self._told = 0, 0  # tokens and characters that somebody has
@@ -74,8 +76,8 @@ class Answer:
         )
         return np.concatenate([self.prompt, np.array(self.ids, dtype=np.int32)]), sampling
 
-    def gain(self, piece: Piece, version: int) -> None:
-        """Add what came, drawn by this version unless the piece says otherwise."""
+    def gain(self, piece: Piece, version: int, *, sure: bool = True) -> None:
+        """Add what came, drawn by this version unless the piece says otherwise. sure: whether it is known to be."""
         begun, self._begun = self._begun, None
         if begun is not None:
             begun()
@@ -85,10 +87,14 @@ class Answer:
         self._logp += piece.logp
         self._top += piece.top
         self._versions += [version] * len(piece.ids)
+        if piece.ids and not sure:
+            self.unsure = True
         for label, start, end in piece.spans or ():
             drew = int(label) if label.isdecimal() else version
             for place in range(self._from + start, min(self._from + end, len(self.ids))):
                 self._versions[place] = drew
+        if piece.spans:
+            self.unsure = False
         if piece.finish is not None:
             self.finish = piece.finish if piece.finish in FINISHES else "abort"
         elif self._stops.stopped:  # begun by one server and ended by another, which knows of no beginning

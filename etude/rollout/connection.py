@@ -38,18 +38,26 @@ class Connection:
     """One server. `silence` is how many seconds it may say nothing while it owes an answer; `key`, what it asks for."""
 
     def __init__(self, url: str, silence: float = 600.0, *, key: str = "") -> None:
-        self.url, self._key = url.rstrip("/"), key
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
-        self._client = httpx2.AsyncClient(
-            limits=limits,
-            timeout=httpx2.Timeout(silence, connect=CONNECT),
-            trust_env=False,
-            headers={"authorization": f"Bearer {key}"} if key else {},
-        )
+        self.url, self._key, self._silence = url.rstrip("/"), key, silence
+        self._client = self._fresh()
 
     async def close(self) -> None:
         """Let go of it."""
         await self._client.aclose()
+
+    async def cut(self) -> None:
+        """Break off whatever is asked now, as if the server had; it may be asked anew."""
+        client, self._client = self._client, self._fresh()
+        await client.aclose()
+
+    def _fresh(self) -> httpx2.AsyncClient:
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
+        return httpx2.AsyncClient(
+            limits=limits,
+            timeout=httpx2.Timeout(self._silence, connect=CONNECT),
+            trust_env=False,
+            headers={"authorization": f"Bearer {self._key}"} if self._key else {},
+        )
 
     async def get(self, path: str, *, within: float | None = None) -> str:
         """What is there."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from etude.errors import ConfigError, EtudeError
+from etude.errors import ConfigError
 from etude.records import SamplingParams
 
 if TYPE_CHECKING:
@@ -131,11 +130,6 @@ class Dialect(ABC):
     @abstractmethod
     async def abort(self, to: Connection) -> None:
         """End all that is under way."""
-
-    async def drop(self, to: Connection) -> None:
-        """The same where weights came in part: nothing may go on with a mixture. It may not be there any more."""
-        with suppress(EtudeError):
-            await self.abort(to)
 
     @abstractmethod
     async def sleep(self, to: Connection) -> None:

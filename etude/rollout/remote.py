@@ -28,14 +28,18 @@ class Address:
     """The policy version of the weights it holds."""
     key: str = field(default="", repr=False)
     """What it asks for."""
+    life: int = 0
+    """How often it began anew: what was agreed on with it before, it does not know any more."""
 
 
 class Remote:
     """One server."""
 
-    def __init__(self, url: str, dialect: Dialect, *, ranks: int = 1, version: int = 0, key: str = "") -> None:
+    def __init__(
+        self, url: str, dialect: Dialect, *, ranks: int = 1, version: int = 0, key: str = "", life: int = 0
+    ) -> None:
         """See `Address`."""
-        self.url, self.dialect, self.ranks, self.version = url, dialect, ranks, version
+        self.url, self.dialect, self.ranks, self.version, self.life = url, dialect, ranks, version, life
         self.withdrawn = False
         self._key = key
         self._to = Connection(url, key=key)
@@ -43,16 +47,18 @@ class Remote:
     @classmethod
     def at(cls, address: Address) -> Remote:
         """The one at this address."""
-        return cls(address.url, address.dialect, ranks=address.ranks, version=address.version, key=address.key)
+        told = {"ranks": address.ranks, "version": address.version, "life": address.life}
+        return cls(address.url, address.dialect, key=address.key, **told)
 
     @property
     def address(self) -> Address:
         """What another process needs to know of it."""
-        return Address(self.url, self.dialect, self.ranks, self.version, self._key)
+        return Address(self.url, self.dialect, self.ranks, self.version, self._key, self.life)
 
     def moves(self, url: str) -> None:
-        """It is found elsewhere from now on."""
+        """It is another process from now on, which is found here."""
         self.url = self._to.url = url
+        self.life += 1
 
     async def close(self) -> None:
         """Let go of its connections."""

@@ -218,6 +218,7 @@ class Replica:
         if not self.server.version or await self.server.labelled() == str(self.server.version):
             return
         self.server.withdraw()
+        self.server.moves(self.server.url)
         self._is_paused = self._is_asleep = False
         told = "The server at %s was started again by somebody, with other weights. It is brought to the newest ones."
         get_log("rollout").warning(told, self.server.url)

@@ -2,8 +2,8 @@
 
 A request waits in one line for all of them until one has room: as much as `Pace` finds good for it. Then it goes where
 its prompt's beginning went (`Router`), or where there is room if there is none at that one. Should its server break
-off, another goes on from the tokens that are there, if it holds the same weights; otherwise the answer is begun anew,
-unless somebody has been shown its beginning already.
+off, another goes on from the tokens that are there, if it holds the same weights; otherwise, and where nobody can say
+which weights drew them, the answer is begun anew, unless somebody has been shown its beginning already.
 Only servers that are up, not withdrawn, and of the newest version take requests.
 """
 
@@ -116,7 +116,7 @@ class Rotation(Router):
             async with self._place():
                 with self._chosen(answer.prompt) as chosen:
                     server = self.servers[chosen]
-                    if not shown and answer.version not in (None, server.version):
+                    if not shown and (answer.unsure or answer.version not in (None, server.version)):
                         answer.restart()
                         self.restarted += 1
                     elif tried > 1 and answer.ids:
@@ -127,7 +127,7 @@ class Rotation(Router):
                                 yield delta
                         return
                     except CutOffError as error:
-                        if answer.settle():
+                        if (shown or not answer.unsure) and answer.settle():
                             yield answer.delta()
                             return
                         if tried == TRIES:

@@ -19,17 +19,15 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 
-from etude.errors import DataError, EngineError, EtudeError
+from etude.errors import EngineError, EtudeError
 from etude.observe import Last, Mean, Metrics, Sum, get_log, progress
 from etude.protocols import Ids
 from etude.records import Completion, SamplingParams
-from etude.rollout.remote import Remote
 from etude.rollout.replica import Replica
 from etude.rollout.request import Delta
 from etude.rollout.rotation import Rotation
@@ -41,8 +39,6 @@ NOBODY = "No server answers that new weights could be given to. Start them, and 
 BEAT = 1.0
 """Seconds between two looks at a server."""
 CLOSING = 60.0
-LAST = 10.0
-"""Seconds for each of the last things that are asked of a server."""
 T = TypeVar("T")
 
 
@@ -205,13 +201,18 @@ class Served:
 
         async def done() -> None:
             starts = {replica.server: replica.started for replica in self.replicas}
-            for server, holds in servers.items():
-                if holds is not None and starts[server] == self._starts[server]:  # else it holds what it began with
+            same = [server for server in servers if starts[server] == self._starts[server]]
+            for server in same:  # others hold what they began with
+                holds = servers[server]
+                if holds is not None:
                     server.holds(holds)
             if not servers or version in servers.values():
                 self.rotation.wanted = version
             self._bringing -= 1
             self.rotation.admit()
+            for server in same:
+                if servers[server] is None:  # whoever brought weights has ended what was under way, or could not
+                    await server.cut()
 
         self._post(done()).result()
 
@@ -279,13 +280,7 @@ class Served:
         return [server for server in servers if server not in late]
 
     async def _forsake(self, servers: Sequence[Server]) -> None:
-        async def ended(server: Server) -> None:
-            for last in (partial(Remote.abort, server), server.resume):  # which nobody who waits there has asked for
-                with suppress(EngineError, DataError, TimeoutError):
-                    async with asyncio.timeout(LAST):
-                        await last()
-
-        await asyncio.gather(*map(ended, servers))
+        await asyncio.gather(*(server.drop() for server in servers))
 
     # -- on the servers' thread ---------------------------------------------------------------------------------------
 

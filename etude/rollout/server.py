@@ -15,12 +15,13 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from etude.errors import ConfigError, DataError, EngineError
+from etude.errors import ConfigError, DataError, EngineError, EtudeError
 from etude.protocols import Ids
 from etude.records import Completion, SamplingParams
 from etude.rollout.answer import Answer
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CutOffError", "Server"]
 
+LAST = 10.0
+"""Seconds for each of the last things that are asked of a server that failed."""
 HEALTH = 5.0
 """Seconds in which a healthy server says so."""
 
@@ -103,7 +106,7 @@ class Server(Remote):
             try:
                 async with aclosing(self.dialect.ask(self._to, ids.tolist(), sampling, answer.ends)) as pieces:
                     async for piece in pieces:
-                        answer.gain(piece, self.version)
+                        answer.gain(piece, self.version, sure=not self.withdrawn)
                         self.new_tokens += len(piece.ids)
                         if answer.finish == "abort" and aborts == self._aborts:
                             answer.finish = None
@@ -182,8 +185,26 @@ class Server(Remote):
         """Have it compute with the weights in a directory that it can read. If that fails, it is out of rotation: which
         weights it has is not known."""
         self.withdraw()
-        await self.dialect.load(self._to, directory, version)
+        try:
+            await self.dialect.load(self._to, directory, version)
+        except EtudeError:
+            await self.drop()
+            raise
         self.holds(version)
+
+    async def drop(self) -> None:
+        """End what is under way there, as nobody knows what it computes with. A server that does not hear of that stays
+        stopped, and who waits for it waits no longer."""
+        try:
+            for last in (partial(Remote.abort, self), self.resume):  # which nobody who waits there has asked for
+                async with asyncio.timeout(LAST):
+                    await last()
+        except (EtudeError, TimeoutError):
+            await self.cut()
+
+    async def cut(self) -> None:
+        """Have done with what is under way there; another goes on with it."""
+        await self._to.cut()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar
 
-from etude.errors import ConfigError, EngineError, EtudeError
+from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
 from etude.rollout.connection import Connection
 from etude.rollout.dialect import Dialect, Launch, Piece, refuse_bias
@@ -147,16 +147,11 @@ class Sglang(Dialect):
     async def load(self, to: Connection, directory: Path, version: int) -> None:
         """What is under way is taken out of the cache meanwhile, and goes on with the new weights."""
         await to.post("/pause_generation", {"mode": "retract"})
-        try:
-            asked = {"model_path": str(directory.resolve()), "weight_version": str(version), "flush_cache": True}
-            told = await to.post("/update_weights_from_disk", asked)
-            if not (told or {}).get("success"):
-                raise EngineError(f"The SGLang server at {to.url} did not load {directory}: {told}")
-        except EtudeError:
-            await self.drop(to)
-            raise
-        finally:
-            await self.resume(to)
+        asked = {"model_path": str(directory.resolve()), "weight_version": str(version), "flush_cache": True}
+        told = await to.post("/update_weights_from_disk", asked)
+        if not (told or {}).get("success"):
+            raise EngineError(f"The SGLang server at {to.url} did not load {directory}: {told}")
+        await self.resume(to)
 
     async def figures(self, to: Connection) -> Figures:
         """As /v1/loads tells."""

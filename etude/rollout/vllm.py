@@ -9,7 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar
 
-from etude.errors import ConfigError, EngineError, EtudeError
+from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
 from etude.rollout.connection import Connection
 from etude.rollout.dialect import Dialect, Launch, Piece, refuse_bias
@@ -165,21 +165,16 @@ class Vllm(Dialect):
     async def load(self, to: Connection, directory: Path, version: int) -> None:
         """What is under way waits meanwhile, and goes on with the new weights."""
         await self.pause(to)
-        try:
-            place = str(directory.resolve())
-            if self.adapters:
-                adapter = {"lora_name": ADAPTER, "lora_path": place, "load_inplace": True}
-                await to.post("/v1/load_lora_adapter", adapter)
-            else:
-                asked = {"method": "reload_weights", "kwargs": {"weights_path": place}}
-                await to.post("/collective_rpc", asked)
-            await self.forget(to)
-            await self.label(to, version)
-        except EtudeError:
-            await self.drop(to)
-            raise
-        finally:
-            await self.resume(to)
+        place = str(directory.resolve())
+        if self.adapters:
+            adapter = {"lora_name": ADAPTER, "lora_path": place, "load_inplace": True}
+            await to.post("/v1/load_lora_adapter", adapter)
+        else:
+            asked = {"method": "reload_weights", "kwargs": {"weights_path": place}}
+            await to.post("/collective_rpc", asked)
+        await self.forget(to)
+        await self.label(to, version)
+        await self.resume(to)
 
     async def figures(self, to: Connection) -> Figures:
         """As its metrics tell."""

@@ -67,16 +67,16 @@ class Fleet:
         version: int,
         servers: Sequence[Server] | None = None,
         *,
-        anew: bool = False,
+        anew: Sequence[Server] = (),
     ) -> Metrics:
         """Bring replicas to these weights, by default all of them; returns the bytes that travelled, the time it took,
         for how much of it nothing was sampled, and how many replicas were withdrawn.
 
-        anew: they were started again, and know nothing of what was carried to them before.
+        anew: those that were started again, and know nothing of what was carried to them before.
         """
         async with self._one:
             to = self._servers if servers is None else tuple(servers)
-            for server in to if anew else ():
+            for server in anew:
                 self._carrier.leave(server)
             return await self._publish(weights, version, to)
 
@@ -87,16 +87,15 @@ class Fleet:
         self.failed = {}
         last, self._last = self._last, None  # unless this succeeds nobody is known to have what was carried last
         behind = any(server.version != last for server in servers)
-        parcels = self._carrier.parcels(self._plan.checked(weights), behind)
-        first = await parcels.next()
-        assert first is not None, "a plan refuses to publish nothing"
+        parcels = _Ahead(self._carrier.parcels(self._plan.checked(weights), behind))
+        await parcels.begin()
         trip = _Trip(servers, self._carrier, self._timeout)
         self.failed = trip.failed
         held = time.perf_counter()
         try:
             await trip.each(self._hold)
             await trip.each(lambda server: dialect(server).begin(server))
-            written = await self._carried(trip, parcels, first)
+            written = await self._carried(trip, parcels)
             await trip.each(lambda server: dialect(server).finish(server))
             await trip.each(lambda server: server.stamped(version))
             await trip.each(lambda server: server.resume())
@@ -124,9 +123,9 @@ class Fleet:
             await server.drain()
         await dialect(server).hold(server)
 
-    async def _carried(self, trip: _Trip, parcels: Parcels, first: Parcel) -> int:
+    async def _carried(self, trip: _Trip, parcels: Parcels) -> int:
         """Have all of them fetch every parcel, the next of which is made meanwhile; returns the bytes of them all."""
-        parcel: Parcel | None = first
+        parcel = await parcels.next()
         written = 0
         while parcel is not None:
             written += sum(piece.nbytes for piece in parcel.pieces)
@@ -139,6 +138,25 @@ class Fleet:
                 with suppress(asyncio.CancelledError, EtudeError):
                     await fetching
         return written
+
+
+class _Ahead:
+    """Parcels, the first of which is made before anybody asks for it. It is held no longer than until then: beside the
+    one that is fetched and the one that is made there is to be no third."""
+
+    def __init__(self, parcels: Parcels) -> None:
+        self._parcels = parcels
+        self._first: Parcel | None = None
+
+    async def begin(self) -> None:
+        """Make the first."""
+        self._first = await self._parcels.next()
+        assert self._first is not None, "a plan refuses to publish nothing"
+
+    async def next(self) -> Parcel | None:
+        """The next one; none at the end."""
+        first, self._first = self._first, None
+        return first or await self._parcels.next()
 
 
 class _Trip:
@@ -199,12 +217,13 @@ class _Trip:
             ) from error
 
     async def _fell_out(self, server: Server, error: BaseException) -> None:
-        """Leave it out of rotation. What is under way there ends, before it could go on with a mixture."""
+        """Leave it out of rotation. What is under way there ends, before it could go on with a mixture; where that was
+        not heard, it stays stopped."""
         self.going.remove(server)
         self.failed[server.url] = str(error) or type(error).__name__
         server.withdraw()
         self._carrier.leave(server)
-        for last in (server.abort, server.resume):
-            with suppress(EtudeError, OSError, TimeoutError):
+        with suppress(EtudeError, OSError, TimeoutError):
+            for last in (server.abort, server.resume):
                 async with asyncio.timeout(LAST):
                     await last()

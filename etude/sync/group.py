@@ -7,7 +7,8 @@ processors, and is how all of this runs where there is no GPU. A parcel is sent 
 server's endpoint fetches in the same order, from a bucket in the sender's memory: that of a GPU for `nccl`.
 
     waits for      the replica's ranks to join, and then to fetch; both end by the group's own timeout
-    unblocked by   them, or by `leave`, which ends the group
+    unblocked by   them, or by the server's refusal, after which nobody waits: what torch still waits for, it does on a
+                   thread of its own, until that timeout
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -33,6 +35,8 @@ from etude.sync.server import Parcel, Server
 __all__ = ["GroupCarrier", "Wire", "reached_from"]
 
 Wire = Literal["gloo", "nccl"]
+ENDING = 5.0
+"""Seconds for a group to end where nobody waits in it."""
 _dist: Any = torch.distributed  # which process groups it has depends on how torch was built
 
 
@@ -47,8 +51,12 @@ class GroupCarrier:
         *,
         address: str | None = None,
         timeout: float = 300.0,
+        device: torch.device | None = None,
     ) -> None:
+        """device: for `nccl`, the GPU that is sent from; by default the caller's: another thread may have another."""
         self._wire = wire
+        self.device = torch.device("cpu") if wire == "gloo" else device or _current()
+        """Where what is sent must lie."""
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._address = address
@@ -79,7 +87,7 @@ class GroupCarrier:
         try:
             async with asyncio.TaskGroup() as both:
                 both.create_task(dialect(server).join(server, told))
-                both.create_task(asyncio.to_thread(group.meet))
+                both.create_task(_apart(group.meet))
         except* (EtudeError, OSError, RuntimeError) as ends:
             group.end()
             raise EngineError(" ".join(str(error) for error in ends.exceptions)) from ends
@@ -93,14 +101,10 @@ class GroupCarrier:
 
     def close(self) -> None:
         """End all groups."""
-        for group in self._groups.values():
-            group.end()
+        ends = [group.end() for group in self._groups.values()]
         self._groups.clear()
-
-    @property
-    def device(self) -> torch.device:
-        """Where what is sent must lie."""
-        return torch.device("cuda", torch.cuda.current_device()) if self._wire == "nccl" else torch.device("cpu")
+        for each in ends:
+            each.join(ENDING)
 
     def group(self, server: Server) -> _Group:
         """The group with a server."""
@@ -157,11 +161,12 @@ class _Group:
         for tensor in tensors:
             self._group.broadcast([tensor], options).wait(self._timeout)
 
-    def end(self) -> None:
-        """Let go of it; whoever waits in it fails."""
-        with suppress(RuntimeError, AttributeError):
-            self._group.abort()
+    def end(self) -> Thread:
+        """Let go of it, on a thread of its own: torch waits there for who waits in it, which is over at once with
+        `nccl`, and with `gloo` when the timeout is."""
+        held = [self._group]
         self._group = self._store = None
+        return _begun(lambda: _let_go(held))
 
 
 class _Broadcast:
@@ -181,7 +186,7 @@ class _Broadcast:
 
         async def sent(server: Server) -> None:
             group = self._carrier.group(server)
-            await asyncio.to_thread(group.send, [tensor for _, tensor in tensors])
+            await _apart(lambda: group.send([tensor for _, tensor in tensors]))
 
         return Parcel("group", pieces, {"group": self._carrier.name}, sent=sent)
 
@@ -195,3 +200,42 @@ class _Broadcast:
             bucket.append((name, gathered(tensor).to(device=self._carrier.device, dtype=dtype).contiguous()))
             self._stream.take()
         return bucket
+
+
+def _current() -> torch.device:
+    """The GPU of this thread."""
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+
+
+async def _apart(work: Callable[[], None]) -> None:
+    """Do this on a thread of its own. Who gives it up does not wait for it, nor does the loop when it ends."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def tell(error: Exception | None) -> None:
+        if not done.done():
+            done.set_result(None) if error is None else done.set_exception(error)
+
+    def run() -> None:
+        found: Exception | None = None
+        try:
+            work()
+        except Exception as error:
+            found = error
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits there any more
+            loop.call_soon_threadsafe(tell, found)
+
+    _begun(run)
+    await done
+
+
+def _begun(work: Callable[[], None]) -> Thread:
+    thread = Thread(target=work, name="etude-group")  # which Python waits for when it ends: torch cannot be left midway
+    thread.start()
+    return thread
+
+
+def _let_go(held: list[Any]) -> None:
+    with suppress(RuntimeError, AttributeError):
+        held[0].abort()
+    held.clear()

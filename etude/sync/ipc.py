@@ -30,7 +30,10 @@ __all__ = ["IpcCarrier"]
 class IpcCarrier:
     """A `Carrier` to servers on the trainer's GPU."""
 
-    def __init__(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, bucket_bytes: int, dtype: torch.dtype | None = None, *, device: torch.device | None = None
+    ) -> None:
+        """device: the GPU of the weights; by default the caller's, as another thread may have another."""
         if not torch.cuda.is_available():
             raise ConfigError(
                 "`carrier=ipc` shares memory of an NVIDIA GPU, and torch sees none here. On one machine without a GPU "
@@ -38,6 +41,7 @@ class IpcCarrier:
             )
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
+        self._device = device or torch.device("cuda", torch.cuda.current_device())
         self._buckets: list[Tensor | None] = [None, None]
         self._turn = 0
 
@@ -62,7 +66,7 @@ class IpcCarrier:
         held = self._buckets[self._turn]
         if held is None or held.nbytes < nbytes:
             self._buckets[self._turn] = None
-            held = torch.empty(max(nbytes, self._bucket_bytes), dtype=torch.uint8, device="cuda")
+            held = torch.empty(max(nbytes, self._bucket_bytes), dtype=torch.uint8, device=self._device)
             self._buckets[self._turn] = held
         return held
 
@@ -121,5 +125,17 @@ def _handles(bucket: Tensor, pieces: Sequence[Piece], server: Server) -> str:
     """The pieces as torch hands tensors on a GPU to another process, in base 64."""
     del server
     told = io.BytesIO()
-    ForkingPickler(told).dump([(piece.name, _view(bucket, piece)) for piece in pieces])
+    _ByGpu(told).dump([(piece.name, _view(bucket, piece)) for piece in pieces])
     return b64encode(told.getvalue()).decode()
+
+
+class _ByGpu(ForkingPickler):
+    """Names the GPU of a tensor by what it is called everywhere, as SGLang does: a server that sees that one alone has
+    another number for it."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How each is made again where it is read."""
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        rebuild, told = reduce_tensor(obj)  # type: ignore[no-untyped-call]
+        return rebuild, (*told[:6], str(torch.cuda.get_device_properties(obj.device).uuid), *told[7:])

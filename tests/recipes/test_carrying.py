@@ -37,6 +37,7 @@ from etude.records import SamplingParams
 from etude.rollout import Served, ServerConfig
 from etude.rollout.server import Server
 from etude.sync import SyncConfig
+from etude.sync.config import CarrierName
 from tests.processes import rise_of, started_by
 from tests.recipes.runs import run_of
 from tests.rollout.test_served import expected, ids, pids, python, served, until, words
@@ -79,19 +80,24 @@ class World:
     def carried(self) -> list[dict[str, object]]:
         """What each server was brought, and in which buckets."""
 
+        return self.told_of("/carried")
+
+    def told_of(self, path: str) -> list[dict[str, object]]:
+        """What each server says there."""
+
         async def asked(server: Server) -> dict[str, object]:
-            found: dict[str, object] = json.loads(await server._to.get("/carried"))
+            found: dict[str, object] = json.loads(await server._to.get(path))
             return found
 
         return asyncio.run(self.served.each(asked))
 
-    def be(self, poor: bool, *which: int) -> None:
-        """Have servers fail to take weights, or not any more."""
+    def be(self, how: dict[str, object], *which: int) -> None:
+        """Have servers be so: that they fail to take weights, or do not any more."""
         urls = [self.servers[place].url for place in which]
 
         async def told(server: Server) -> None:
             if server.url in urls:
-                await server.post("/be", {"poor": poor})
+                await server.post("/be", how)
 
         asyncio.run(self.served.each(told))
 
@@ -160,34 +166,56 @@ def test_each_rank_goes_to_its_share_and_nothing_passes_through_the_controller(t
 
 
 def test_one_that_fails_keeps_no_other_from_the_weights_and_comes_back_with_the_next(two: World) -> None:
-    two.be(True, 1)
+    two.be({"poor": True}, 1)
     assert two.publish(3).reduce()["publish_withdrawn"] == 1
     assert [server.withdrawn for server in two.servers] == [False, True, False]
     assert ask(two) == answers(two, 3)
-    two.be(False, 1)
+    two.be({"poor": False}, 1)
     assert two.publish(4).reduce()["publish_withdrawn"] == 0
     assert two.versions() == [4] * REPLICAS and not any(server.withdrawn for server in two.servers)
 
 
 def test_where_all_fail_that_is_an_error_that_says_what_each_said(two: World) -> None:
-    two.be(True, 0, 1, 2)
+    two.be({"poor": True}, 0, 1, 2)
     with pytest.raises(EngineError) as failed:
         two.publish(5)
     said = str(failed.value)
     assert all(f"{server.url}: " in said for server in two.servers) and said.count("the weights do not fit") == REPLICAS
     assert all(server.withdrawn for server in two.servers)
-    two.be(False, 0, 1, 2)
+    two.be({"poor": False}, 0, 1, 2)
     two.publish(6)
     assert ask(two) == answers(two, 6)
 
 
 def test_one_that_is_started_again_is_brought_to_the_newest_weights(two: World) -> None:
     two.publish(7)
-    os.kill(two.of(2), signal.SIGKILL)
+    os.kill(two.of(1), signal.SIGKILL)
     until(lambda: two.served.stats().reduce()["engine/restarts"] == 1, 60)
-    until(lambda: not two.servers[2].withdrawn and two.versions() == [7] * REPLICAS, 60)
-    assert two.carried()[2]["weights"] == two.weights()
+    until(lambda: not two.servers[1].withdrawn and two.versions() == [7] * REPLICAS, 60)
+    found = two.carried()[1]
+    assert found["weights"] == two.weights()
+    assert {int(path.split("_")[1]) for path in found["buckets"]} == {two.pids[1]}, "by whom it always was"  # type: ignore[attr-defined]
     assert ask(two) == answers(two, 7)
+
+
+def test_one_that_cannot_be_told_to_end_its_answers_is_left_stopped_and_not_waited_for(two: World) -> None:
+    """Else it would go on with them, over weights that came in part."""
+    every = range(REPLICAS)
+    two.be({"pace": 0.2}, *every)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(two.served.generate_all, [ids([1])], [SamplingParams(max_tokens=40)])
+        until(lambda: any(server.under_way and server.new_tokens for server in two.servers))
+        (busy,) = (place for place in every if two.servers[place].under_way)
+        two.be({"poor": True, "deaf": True, "pace": 5.0}, busy)
+        two.be({"pace": 0.0}, *(place for place in every if place != busy))
+        assert two.publish(8).reduce()["publish_withdrawn"] == 1
+        (said,) = asked.result(30)
+    assert said.ids.tolist() == answers(two, 8, 40)[0][0] and set(said.version.tolist()) == {8}
+    until(lambda: two.servers[busy].up)
+    assert [state["paused"] for state in two.told_of("/state")] == [place == busy for place in every]
+    two.be({"poor": False, "deaf": False, "pace": 0.0}, busy)
+    two.publish(9)
+    assert [state["paused"] for state in two.told_of("/state")] == [False] * REPLICAS and ask(two) == answers(two, 9)
 
 
 @spread()
@@ -226,30 +254,40 @@ def weights(count: int, ends: str = "") -> Iterator[tuple[str, Tensor]]:
         raise OSError(ends)
 
 
+def courier_of(carrier: CarrierName, **options: object) -> Courier:
+    """A rank's, on the processor."""
+    return Courier(SyncConfig.model_validate({"carrier": carrier, **options}), torch.device("cpu"))
+
+
 @pytest.mark.parametrize("there", [0, 3])
 def test_weights_that_cannot_be_had_leave_a_server_as_it_was_or_out_of_rotation(there: int, tmp_path: Path) -> None:
-    with served(tmp_path) as engine, closing(Courier(SyncConfig(carrier="shm", bucket_mib=1))) as courier:
+    with served(tmp_path) as engine, closing(courier_of("shm", bucket_mib=1)) as courier:
         address = engine.servers[0].address
-        (came,) = courier.carry([address], weights(there, "a disk is gone"), 3, anew=False).servers
+        (came,) = courier.carry([address], weights(there, "a disk is gone"), 3).servers
         assert (came.took, came.begun) == (False, there > 0) and "a disk is gone" in came.why
-        whole = courier.carry([address], weights(4), 3, anew=False)
+        whole = courier.carry([address], weights(4), 3)
         assert whole.servers[0].took and whole.figures["publish_bytes"] == 4 * 512 * 512 * 4
 
 
 def test_what_one_machine_shares_wants_a_rank_there(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
     config = two.run.rollout
     assert isinstance(config, ServerConfig)
-    assert carriage_of(config, two.crew, untied=True).ranks == [0, 1]
+    assert carriage_of(config, two.crew, untied=True, alone=False).ranks == [0, 1]
     monkeypatch.setattr("etude.recipes.serving.machine", lambda: "another")
+    assert carriage_of(config, two.crew, untied=True, alone=True).ranks == [0, 1], "wherever that is"
     for changes in ({}, {"carrier": "gloo"}, {"carrier": "gloo", "url": ("http://127.0.0.1:9",), "python": None}):
         near = config.model_copy(update=changes)
         with pytest.raises(ConfigError, match=r"wants a rank on the machine of the servers.*all 2 ranks are on others"):
-            carriage_of(near, two.crew, untied=True)
+            carriage_of(near, two.crew, untied=True, alone=False)
+    for room in ("serving", "workers"):
+        monkeypatch.setattr(f"etude.recipes.{room}.machine", lambda: "")
+    with pytest.raises(ConfigError, match="are on others, for all that can be told"):
+        carriage_of(config, LocalCrew(object()), untied=True, alone=False)
     chosen = {"address": "10.1.1.2", "running": "finish", "update_timeout": 7.0}
     far = config.model_copy(update={"carrier": "gloo", "url": ("http://10.1.1.1:9",), **chosen})
-    found = carriage_of(far, two.crew, untied=True)
+    found = carriage_of(far, two.crew, untied=True, alone=False)
     assert found.ranks == [0, 1] and not found.untied, "a server that takes weights brings a tied head up to date"
-    assert carriage_of(config.model_copy(update={"carrier": "files"}), two.crew, untied=True).untied
+    assert carriage_of(config.model_copy(update={"carrier": "files"}), two.crew, untied=True, alone=False).untied
     assert (found.sync.address, found.sync.running, found.sync.timeout) == ("10.1.1.2", "finish", 7.0)
 
 

@@ -47,6 +47,16 @@ def test_room_is_made_for_the_longest_prompt_and_answer(world: Path) -> None:
         room(run_of(world, **{"data.max_prompt": 123}), model)
 
 
+def test_a_server_that_hangs_has_no_rank_be_missed(world: Path) -> None:
+    """While weights are brought to it, as the other ranks wait for that one."""
+    given = {"rollout": "vllm", "rollout.carrier": "shm", "ranks": 2, "crew.timeout": 120}
+    with pytest.raises(ConfigError, match=r"`rollout\.update_timeout=300`.*`crew\.timeout=120` s.*twice as long"):
+        before(run_of(world, **given))
+    before(run_of(world, **given, **{"rollout.update_timeout": 60}))
+    before(run_of(world, **given | {"ranks": 1}))
+    before(run_of(world, **given | {"rollout.carrier": "files"}))
+
+
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])
 def test_an_advantage_of_groups_is_warned_of_a_group_of_one(
     advantage: str, world: Path, capsys: pytest.CaptureFixture[str]

@@ -21,6 +21,7 @@ from etude.rollout import ServerConfig
 from tests.recipes.runs import Captured, measured, refused_run, run_of, same, train, weights
 
 SPLIT = {"placement.layout": "split"}
+IPC = {"rollout": "vllm", "rollout.carrier": "ipc", "train.offload": "true"}
 
 
 @pytest.fixture
@@ -89,6 +90,16 @@ def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None
         ),
         ({"rollout": "vllm", "rollout.devices": "[8]"}, r"wants 9 GPUs.*for servers \(`rollout\.devices`\)"),
         ({"rollout": "vllm", "cluster": "ray"}, r"nobody here knows which GPUs the ranks have.*`rollout\.devices`"),
+        (
+            {"rollout": "vllm", "rollout.carrier": "ipc", "ranks": 2, "rollout.replicas": 2},
+            "of GPUs, server 0 is on 2 and is brought weights by the rank on 0. .* `train.offload`",
+        ),
+        (
+            {**IPC, "ranks": 2, "rollout.replicas": 3, "rollout.devices": "[0, 1, 1]"},
+            "of GPUs, server 2 is on 1 and is brought weights by the rank on 0",
+        ),
+        ({**IPC, "rollout.tensor_parallel": 2}, "server 0 is on 0 and 1 and is brought weights by the rank on 0"),
+        ({**IPC, "rollout.carrier": "nccl"}, "goes from one GPU to another, and of GPUs, server 0 is on 0 and is"),
         ({**SPLIT, "cluster": "ray"}, "over Ray each rank has one"),
         ({"kl": "reverse", "placement.reference": "cuda:1", "cluster": "ray"}, "over Ray each rank has one"),
     ],
@@ -113,6 +124,9 @@ def test_servers_have_the_gpus_after_the_ranks(eight_gpus: None, world: Path) ->
     assert placed_on(ranks=2, **{"rollout.nodes": 2, "rollout.tensor_parallel": 4}) == (2, 3)
     assert placed_on(ranks=8, **{"rollout.replicas": 2, "train.offload": "true"}) == (0, 1)
     assert placed_on(ranks=8, **{"rollout.devices": "[7]"}) == (7,)
+    shared = {"rollout.carrier": "ipc", "train.offload": "true"}
+    assert placed_on(ranks=2, **{"rollout.replicas": 2, **shared}) == (0, 1)
+    assert placed_on(ranks=1, **{"rollout.replicas": 2, "rollout.carrier": "nccl"}) == (1, 2)
     assert placed_on(ranks=8, **{"rollout.url": "http://127.0.0.1:1"}) == ()
     assert placed_on(cluster="ray", **{"rollout.devices": "[0]"}) == (0,)
     told = lines(run_of(world, rollout="vllm", **{"rollout.replicas": 2}), frozenset())

@@ -4,9 +4,9 @@ Run as a program, with nothing but the standard library. It answers at once and 
 from the sum of those before it and from `salt`, a file in the model's directory, so that whoever goes on with an answer
 must write the same. Weights that come through shared memory are another salt. `--pace SECONDS` has it take so long over
 each token, `--version` what it says it is, `--dies` makes it say something and end before it serves, `--poor` has every
-change of weights fail, and so does `/be` with `{"poor": true}`, until it is told otherwise; `{"gives_up": 2}` has it
-give two answers up half-way. Where its environment holds a key, it asks for that as vLLM does; `--tells` has it say
-which. `--child` has it start a process that outlives it.
+change of weights fail, and so does `/be` with `{"poor": true}`, until it is told otherwise; `{"deaf": true}` has it
+refuse to end answers, and `{"gives_up": 2}` give two of them up half-way. Where its environment holds a key, it asks
+for that as vLLM does; `--tells` has it say which. `--child` has it start a process that outlives it.
 """
 
 from __future__ import annotations
@@ -113,6 +113,9 @@ class Handler(BaseHTTPRequestHandler):
         elif path in ("/collective_rpc", "/update_weights") and state.asked.poor:
             self.say(b"the weights do not fit", 500)
             return
+        elif path == "/abort_requests" and state.asked.deaf:
+            self.say(b"what did you say?", 500)
+            return
         elif path == "/update_weights":
             state.carry(body["update_info"]["pieces"], body["update_info"]["where"])
         elif path == "/collective_rpc":
@@ -196,7 +199,7 @@ def main() -> None:
     parser.add_argument("--tells", action="store_true")
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--poor", action="store_true")
-    parser.set_defaults(gives_up=0)
+    parser.set_defaults(gives_up=0, deaf=False)
     asked, _ = parser.parse_known_args()
     print("a server begins", flush=True)
     if asked.tells:

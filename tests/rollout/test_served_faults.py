@@ -18,7 +18,7 @@ from etude.rollout import Served
 from etude.rollout.engines import serve
 from etude.rollout.server import Server
 from tests.processes import gone
-from tests.rollout.test_served import SLOW, ask, expected, joining, pids, served, until, weights
+from tests.rollout.test_served import SLOW, ask, expected, joining, pids, served, until, weights, words
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +128,69 @@ def test_one_that_did_not_take_new_weights_is_offered_them_again(tmp_path: Path)
         answers = ask(engine, [[n] for n in range(4)], 5)
         assert [answer.ids.tolist() for answer in answers] == [expected([n], 5, salt=11) for n in range(4)]
         assert first.version == 3 and first.finished
+
+
+def be(engine: Served, which: Server, **told: object) -> None:
+    """Have a server be so."""
+
+    async def asked(server: Server) -> None:
+        if server is which:
+            await server.post("/be", told)
+
+    asyncio.run(engine.each(asked))
+
+
+def busy_of(engine: Served) -> tuple[Server, Server]:
+    """The one of two that writes an answer, and has begun to, and the other."""
+    until(lambda: any(server.new_tokens > 2 for server in engine.servers))
+    first, second = engine.servers
+    return (first, second) if first.under_way else (second, first)
+
+
+def goes_on(server: Server) -> None:
+    """Until it has written more."""
+    seen = server.new_tokens
+    until(lambda: server.new_tokens > seen + 1)
+
+
+def test_where_it_is_not_heard_that_answers_are_to_end_they_end_here_and_nothing_goes_on(tmp_path: Path) -> None:
+    """Nobody knows with which weights it would."""
+    new = weights(tmp_path / "new", 11)
+    with served(tmp_path, replicas=2, arguments=("--pace=0.2",)) as engine, ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, engine, [[3]], 30)
+        busy, other = busy_of(engine)
+        be(engine, busy, poor=True, deaf=True, pace=5.0)
+        be(engine, other, pace=0.0)
+        asyncio.run(engine.load(new, 1))
+        (answer,) = asked.result(30)
+        assert answer.ids.tolist() == expected([3], 30, salt=11) and set(answer.version.tolist()) == {1}
+        until(lambda: busy.up)
+        assert busy.withdrawn and states(engine)[engine.servers.index(busy)] == (True, False), "it stays stopped"
+        be(engine, busy, poor=False, deaf=False, pace=0.0)
+        until(lambda: not busy.withdrawn)
+        assert states(engine) == [(False, False)] * 2 and busy.version == 1
+
+
+def test_what_came_while_weights_were_brought_is_begun_anew_where_nobody_said_who_drew_it(tmp_path: Path) -> None:
+    """Whoever brings weights has a server go on, before it is known here that it holds them."""
+    with served(tmp_path, replicas=2, restarts=0, arguments=("--pace=0.1",)) as engine, ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, engine, [[3]], 40)
+        busy, other = busy_of(engine)
+        servers = engine.withhold()
+
+        async def stamped(server: Server) -> None:
+            await server.post("/update_weight_version", {"new_version": "1"})
+
+        asyncio.run(engine.each(stamped))
+        goes_on(busy)
+        engine.admit(dict.fromkeys(servers, 1), 1)
+        goes_on(busy)
+        be(engine, other, pace=0.0)
+        port = busy.url.rpartition(":")[2]
+        os.kill(next(pid for pid in pids(tmp_path) if port in words(pid)), signal.SIGKILL)
+        (answer,) = asked.result(30)
+        assert answer.ids.tolist() == expected([3], 40) and set(answer.version.tolist()) == {1}
+        assert engine.stats().reduce()["engine/begun_anew"] == 1
 
 
 def test_a_keeper_that_is_killed_leaves_nothing_of_its_server(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from etude.errors import ConfigError, EngineError, UnknownChoiceError
 from etude.rollout.remote import Remote
 from etude.rollout.vllm import Vllm
 from etude.sync import Carrier, SyncConfig, carrier, fleet
+from etude.sync.config import CarrierName
 from etude.sync.disk import DiskCarrier
 from etude.sync.group import GroupCarrier
 from etude.sync.plugin import PACKAGE, laid_out
@@ -32,6 +33,25 @@ from tests.servers import Served
 )
 def test_each_carrier_is_chosen_by_its_name(name: str, kind: type[Carrier], tmp_path: Path) -> None:
     assert isinstance(carrier(SyncConfig.model_validate({"carrier": name}), tmp_path), kind)
+
+
+@pytest.mark.parametrize("name", ["nccl", "ipc"])
+def test_what_goes_between_gpus_goes_from_the_one_that_the_weights_lie_on(
+    name: CarrierName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever the thread that fills a bucket would take: in a new one that is the first. A device without memory
+    stands for it, as CUDA is not there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(import_module("etude.sync.ipc"), "_handle", lambda bucket: [str(bucket.device)])
+    made = carrier(SyncConfig(carrier=name), tmp_path, torch.device("meta"))
+    weights = [("model.a.weight", torch.ones(4, 4))]
+    if isinstance(made, GroupCarrier):
+        ((_, tensor),) = made.parcels(weights, True)._bucket()
+        assert tensor.device.type == "meta"
+    else:
+        parcel = asyncio.run(made.parcels(weights, True).next())
+        assert parcel is not None and parcel.where == {"handle": ["meta"]}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

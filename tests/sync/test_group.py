@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
+import time
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from etude.errors import EngineError
+from etude.sync import Fleet
 from etude.sync.group import GroupCarrier, reached_from
 from tests.servers import Served
 from tests.sync.reading import Reader, reader, told
@@ -20,17 +23,35 @@ from tests.sync.reading import Reader, reader, told
 class Replica(Served):
     """A reader where a server would be: it joins and fetches as the plug-in does."""
 
-    def __init__(self, by: Reader) -> None:
+    def __init__(self, by: Reader, refuses: str = "") -> None:
         super().__init__("vllm", "http://127.0.0.1:9", None, Path())
-        self.by = by
+        self.by, self.refuses = by, refuses
         self.told: list[str] = []
         """Where it was to meet the sender."""
+        self.found: dict[str, Any] = {}
+        """What it fetched."""
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        assert path == "/init_weight_transfer_engine" and body is not None
-        self.told.append(body["init_info"]["group"]["address"])
-        self.by.ask(body["init_info"])
-        return await asyncio.to_thread(self.by.answer)
+        if path == self.refuses:
+            await asyncio.sleep(0.3)  # the sender waits for it by now
+            raise EngineError(f"I refuse {path}.")
+        if path not in ("/init_weight_transfer_engine", "/update_weights"):
+            return {"success": True}
+        assert body is not None
+        (told,) = body.values()
+        self.told += [told["group"]["address"]] if "group" in told else []
+        self.by.ask(told)
+        self.found |= await asyncio.to_thread(self.by.answer)
+        return None
+
+    async def abort(self) -> None:
+        """Nothing is under way."""
+
+    async def resume(self) -> None:
+        """Nothing was paused."""
+
+    async def stamped(self, version: int) -> None:
+        self.version = version
 
 
 async def broadcast(carrier: GroupCarrier, replica: Replica, published: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -68,3 +89,44 @@ def test_a_server_reaches_the_trainer_where_the_trainer_reaches_it_from() -> Non
     assert reached_from("http://127.0.0.1:8000") == reached_from("http://localhost") == "127.0.0.1"
     with pytest.raises(EngineError, match="cannot be reached from here"):
         reached_from("http://no.such.host.invalid:1")
+
+
+@pytest.mark.parametrize("refuses", ["/init_weight_transfer_engine", "/update_weights"])
+def test_a_server_that_refuses_at_once_is_not_waited_for(refuses: str, tmp_path: Path) -> None:
+    """Though torch waits for it: to join, or to take what is sent."""
+    with reader() as by:
+        by.ask({"kind": "disk", "pieces": [], "where": {"directory": str(tmp_path)}})
+        assert by.answer() == {}, "it is there"
+        replica = Replica(by, refuses)
+        fleet = Fleet([replica], GroupCarrier("gloo", 1 << 24, address="127.0.0.1", timeout=12), timeout=12)
+        begun = time.monotonic()
+        with pytest.raises(EngineError, match=f"I refuse {refuses}"):
+            asyncio.run(fleet.publish([("a", torch.ones(1 << 21)), ("b", torch.ones(1 << 21))], 1))
+        assert time.monotonic() - begun < 9
+        assert replica.withdrawn
+
+
+def test_two_buckets_are_held_and_no_third() -> None:
+    """Where weights are made for the publish, and are nobody's when they have been sent."""
+    held: set[int] = set()
+    most = 0
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for number in range(24):
+            made = torch.full((256, 256), float(number))
+            held.add(number)
+            weakref.finalize(made, held.discard, number)
+            most = max(most, len(held))
+            yield f"layer.{number}.weight", made
+            del made
+
+    bucket = 4  # tensors
+    with reader() as by:
+        replica = Replica(by)
+        carrier = GroupCarrier("gloo", bucket * 256 * 256 * 4, address="127.0.0.1", timeout=20)
+        asyncio.run(Fleet([replica], carrier).publish(weights(), 1))
+        carrier.close()
+    assert len(replica.found) == 24
+    assert most <= 2 * bucket + 1, "and the tensor that is next"
+    assert not held

@@ -73,14 +73,22 @@ class Fetcher:
         return self._files[path]
 
     def _imported(self, handle: list[Any]) -> Any:
-        """The bucket of another process on a GPU of this machine."""
+        """The bucket of another process on this one's GPU, which has another number there where this sees it alone."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        device, size, shared, offset, counter, counter_offset, event, synced = (
+        _, size, shared, offset, counter, counter_offset, event, synced = (
             b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handle
         )
         bucket = rebuild_cuda_tensor(
-            *(torch.Tensor, torch.Size([size]), (1,), 0, torch.storage.TypedStorage, torch.uint8, device),
+            *(
+                torch.Tensor,
+                torch.Size([size]),
+                (1,),
+                0,
+                torch.storage.TypedStorage,
+                torch.uint8,
+                self._device.index or 0,
+            ),
             *(shared, size, offset, False, counter, counter_offset, event, synced),
         )
         return bucket.untyped_storage()

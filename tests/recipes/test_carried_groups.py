@@ -1,0 +1,117 @@
+"""Several ranks and servers that join process groups: a rank keeps to its servers, and a group to one life of each."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etude.recipes.carrying import Carriage, Courier
+from etude.rollout.remote import Remote
+from etude.rollout.vllm import Vllm
+from etude.sync import SyncConfig
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "vllm_weights"))
+
+from etude_vllm_weights.fetching import Fetcher
+
+
+class Taker(ThreadingHTTPServer):
+    """A server that takes weights as vLLM does with the plug-in, and does nothing else."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.remote = Remote(f"http://127.0.0.1:{self.server_port}", Vllm())
+        self.joined = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """As a process that has just begun."""
+        self.fetcher = Fetcher(torch.device("cpu"))
+        self.holds = -1.0
+
+    def ask(self, path: str, body: dict[str, Any]) -> None:
+        """Do what concerns weights."""
+        if path == "/init_weight_transfer_engine":
+            self.joined += 1
+            self.fetcher.join(body["init_info"]["group"])
+        elif path == "/update_weights":
+            ((_, weight),) = self.fetcher.fetch(**body["update_info"])
+            self.holds = weight.mean().item()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    server: Taker
+
+    def do_POST(self) -> None:
+        """Answer when it is done."""
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}")
+        said, code = b'{"success": true}', 200
+        try:
+            self.server.ask(self.path.partition("?")[0], body)
+        except (RuntimeError, ValueError) as error:
+            said, code = str(error).encode(), 500
+        self.send_response(code)
+        self.send_header("content-length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, *said: object) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def takers(count: int) -> Iterator[list[Taker]]:
+    """So many of them."""
+    with ExitStack() as stack:
+        made = [stack.enter_context(Taker()) for _ in range(count)]
+        for each in made:
+            threading.Thread(target=each.serve_forever, daemon=True).start()
+            stack.callback(each.shutdown)
+        yield made
+
+
+def test_a_server_keeps_its_rank_and_is_met_anew_in_each_of_its_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
+    how = Carriage(SyncConfig(carrier="gloo", timeout=20, address="127.0.0.1"), (0, 1), untied=False)
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(closing(Courier(how.sync, torch.device("cpu")))) for _ in how.ranks]
+        three = stack.enter_context(takers(3))
+
+        def publish(version: int, *places: int) -> None:
+            """To those at these places, by all ranks."""
+            there = {place: three[place].remote.address for place in places}
+            weights = [("layer.weight", torch.full((8, 8), float(version)))]
+            told = [
+                each
+                for rank in how.ranks
+                for each in ranks[rank].carry(how.share(there, rank), weights, version).servers
+            ]
+            assert [each.why for each in told if not each.took] == [] and len(told) == len(places)
+            assert all(three[place].holds == version for place in places)
+
+        publish(1, 0, 1, 2)
+        publish(2, 1, 2)  # the first is away, and nobody changes hands
+        publish(3, 0, 1, 2)
+        assert [each.joined for each in three] == [1, 1, 1]
+        for place in (1, 2):
+            three[place].begin()
+            three[place].remote.moves(three[place].remote.url)
+        publish(3, 1)  # one is brought to the newest weights at once, and the other with all
+        publish(4, 0, 1, 2)
+        assert [each.joined for each in three] == [1, 2, 2]
