@@ -26,6 +26,8 @@ SICK = 3
 """Looks at a server that does not answer, before it is taken to hang."""
 AGAIN, AGAIN_AT_MOST = 1.0, 60.0
 """Seconds until one that did not take weights is offered them again, at first and after many times."""
+UNKNOWN = -1
+"""The version of weights that nobody here has brought."""
 
 
 class Replica:
@@ -40,14 +42,14 @@ class Replica:
         self.lost = ""
         """Why it is gone for good."""
         self.renew: Callable[[Server], Coroutine[Any, Any, None]] | None = None
-        """Brings it to the newest weights when it was started again, where no directory has them."""
+        """Brings it to the newest weights when it was started again or was away, where no directory has them."""
         self.patience = patience
         self.coming = False
         """Whether it is being brought back."""
         self.paused = self.asleep = False
         """How it is to be: what it misses while it is away it is told when it is back."""
         self.stale = ""
-        """Why it does not hold the weights of its home, though it was to."""
+        """Why it does not hold the newest weights, though it was to. It is brought to them when it is well."""
         self._is_paused = self._is_asleep = False
         self._loads, self._turns = asyncio.Lock(), asyncio.Lock()
         self._again, self._wait = 0.0, AGAIN
@@ -75,9 +77,12 @@ class Replica:
             await self.settle()
 
     async def _take(self) -> None:
-        assert self.home is not None, "whoever takes weights was given some"
         try:
-            await self.server.load(*self.home)
+            if self.renew is not None:
+                await self.renew(self.server)
+            else:
+                assert self.home is not None, "whoever takes weights was given some"
+                await self.server.load(*self.home)
         except EtudeError as error:
             self.stale = str(error)
             self._again = time.monotonic() + self._wait
@@ -209,25 +214,33 @@ class Replica:
             changed()
         if self._sick >= SICK and not self.joined:
             await self._revive(f"{self._warden.name} does not answer any more.", changed)
-        elif well and self.stale and time.monotonic() >= self._again:
+        elif well and self.stale and self._renewable and not self.asleep and time.monotonic() >= self._again:
             await self._retake()
             changed()
 
+    @property
+    def _renewable(self) -> bool:
+        """Whether there is a way to bring it to the newest weights."""
+        return self.home is not None or self.renew is not None
+
     async def _returned(self) -> None:
-        """One that is not ours was away. It may have been started again, with weights that are not the newest."""
-        if not self.server.version or await self.server.labelled() == str(self.server.version):
+        """One that is not ours was away. Somebody may have started it again, with weights that are not the newest."""
+        given = self.server.version or self._renewable
+        if not given or await self.server.labelled() == str(self.server.version):
             return
         self.server.withdraw()
+        self.server.version = UNKNOWN
         self._is_paused = self._is_asleep = False
-        told = "The server at %s was started again by somebody, with other weights. It is brought to the newest ones."
+        told = "The server at %s was away, and holds other weights than it was given. It is asked nothing with them."
         get_log("rollout").warning(told, self.server.url)
-        if self.renew is not None:
-            await self.renew(self.server)
-        elif self.home is not None:
-            await self._retake()
+        self.behind("It holds other weights than it was given.")
+
+    def behind(self, why: str) -> None:
+        """It does not hold the newest weights. When it is well it is brought to them."""
+        self.stale, self._again = why, 0.0
 
     async def _retake(self) -> None:
-        """Take the weights of its home once more."""
+        """Take the newest weights once more."""
         self.coming = True
         try:
             async with self._loads:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from etude.errors import EngineError
-from etude.rollout import Served
+from etude.rollout import Served, VllmConfig
 from etude.rollout.engines import serve
 from etude.rollout.server import Server
 from tests.processes import gone
-from tests.rollout.test_served import SLOW, ask, expected, joining, pids, served, until, weights
+from tests.rollout.test_served import SLOW, ask, expected, joining, pids, served, theirs, until, weights
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +128,25 @@ def test_one_that_did_not_take_new_weights_is_offered_them_again(tmp_path: Path)
         answers = ask(engine, [[n] for n in range(4)], 5)
         assert [answer.ids.tolist() for answer in answers] == [expected([n], 5, salt=11) for n in range(4)]
         assert first.version == 3 and first.finished
+
+
+def test_one_that_is_joined_and_comes_back_with_its_own_weights_is_asked_nothing_with_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the version is called that it was given: 0 is one as any other."""
+    with theirs(tmp_path) as there:
+        config = VllmConfig(url=(there.url,))
+        model = weights(tmp_path / "model", 5)
+        with serve(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
+            asyncio.run(engine.load(weights(tmp_path / "new", 11), 0))
+            assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4, salt=11)
+            there.end()
+            until(lambda: not engine.servers[0].up)
+            there.begin()
+            until(lambda: engine.servers[0].up)
+            (answer,) = ask(engine, [[2]], 4)
+            assert answer.ids.tolist() == expected([2], 4, salt=11) and set(answer.version.tolist()) == {0}
+    assert "holds other weights than it was given" in caplog.text
 
 
 def test_a_keeper_that_is_killed_leaves_nothing_of_its_server(tmp_path: Path) -> None:
