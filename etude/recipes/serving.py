@@ -115,7 +115,7 @@ class Publisher:
             raise EngineError(
                 "No engine was brought to the new weights. " + " ".join(f"{each.url}: {each.why}" for each in failed)
             )
-        out = {each.url for each in failed} | {each.url for each in self._served.servers if each.up and each.withdrawn}
+        out = [each for each in self._served.servers if each.withdrawn or each.version != version]
         hold = max((each["publish_hold_ms"] for each in figures), default=0.0)
         return Metrics(
             {

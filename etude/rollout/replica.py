@@ -28,6 +28,7 @@ AGAIN, AGAIN_AT_MOST = 1.0, 60.0
 """Seconds until one that did not take weights is offered them again, at first and after many times."""
 UNKNOWN = -1
 """The version of weights that nobody here has brought."""
+MISSED = "It was away when the newest weights came."
 
 
 class Replica:
@@ -69,12 +70,14 @@ class Replica:
 
     async def load(self, directory: Path, version: int) -> None:
         """Have it compute with the weights in a directory, and start from there from now on. Where that fails it is
-        tried again now and then."""
+        tried again now and then, and where it is away once it is back."""
         self.home = directory, version
-        if self.server.up:
-            async with self._loads:
-                await self._take()
-            await self.settle()
+        if not self.server.up:
+            self.behind()
+            return
+        async with self._loads:
+            await self._take()
+        await self.settle()
 
     async def _take(self) -> None:
         try:
@@ -235,7 +238,7 @@ class Replica:
         get_log("rollout").warning(told, self.server.url)
         self.behind("It holds other weights than it was given.")
 
-    def behind(self, why: str) -> None:
+    def behind(self, why: str = MISSED) -> None:
         """It does not hold the newest weights. When it is well it is brought to them."""
         self.stale, self._again = why, 0.0
 

@@ -210,6 +210,9 @@ class Served:
                     server.holds(holds)
             if not servers or version in servers.values():
                 self.rotation.wanted = version
+            for replica in self.replicas:
+                if not replica.server.up and replica.server.version != self.rotation.wanted:
+                    replica.behind()
             self._bringing -= 1
             self.rotation.admit()
 

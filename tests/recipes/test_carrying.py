@@ -39,7 +39,7 @@ from etude.rollout.server import Server
 from etude.sync import SyncConfig
 from tests.processes import rise_of, started_by
 from tests.recipes.runs import run_of
-from tests.rollout.test_served import expected, ids, pids, python, served, theirs, until, words
+from tests.rollout.test_served import be, expected, ids, pids, python, served, theirs, until, words
 from tests.served import on, options_of
 from tests.worlds import make_tasks, make_tokenizer
 
@@ -228,6 +228,20 @@ def test_one_that_somebody_else_starts_again_is_brought_to_the_newest_weights(tm
         there.begin()
         assert ask(world) == answers(world, 1)
         assert world.carried()[0]["weights"] == world.weights()
+
+
+def test_one_that_was_away_during_a_publish_is_brought_to_the_weights_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.rollout.replica.SICK", 1000)
+    with world_of(tmp_path, **{"rollout.replicas": 2}) as world:
+        first = world.servers[0]
+        be(first.url, ill=True)
+        first.up = False  # as after an answer that broke off
+        assert world.publish(1).reduce()["publish_withdrawn"] == 1 and world.versions() == [0, 1]
+        be(first.url, ill=False)
+        until(lambda: world.versions() == [1, 1])
+        assert world.carried()[0]["weights"] == world.weights() and ask(world) == answers(world, 1)
 
 
 def weights(count: int, ends: str = "") -> Iterator[tuple[str, Tensor]]:

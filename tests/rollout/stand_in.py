@@ -5,7 +5,7 @@ from the sum of those before it and from `salt`, a file in the model's directory
 must write the same. Weights that come through shared memory are another salt. `--pace SECONDS` has it take so long over
 each token, `--version` what it says it is, `--dies` makes it say something and end before it serves, `--poor` has every
 change of weights fail, and so does `/be` with `{"poor": true}`, until it is told otherwise; `{"gives_up": 2}` has it
-give two answers up half-way. Where its environment holds a key, it asks for that as vLLM does; `--tells` has it say
+give two answers up half-way, and `{"ill": true}` say that it is not well. Where its environment holds a key, it asks for that as vLLM does; `--tells` has it say
 which. `--child` has it start a process that outlives it.
 """
 
@@ -86,7 +86,9 @@ class Handler(BaseHTTPRequestHandler):
         }
         if self.unknown():
             return
-        if self.path == "/metrics":
+        if self.path == "/health" and self.state.asked.ill:
+            self.say(b"", 503)
+        elif self.path == "/metrics":
             self.say(f'vllm:num_requests_running{{engine="0"}} {self.state.running}.0\n'.encode())
         else:
             self.say(json.dumps(told[self.path]).encode())
@@ -196,7 +198,7 @@ def main() -> None:
     parser.add_argument("--tells", action="store_true")
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--poor", action="store_true")
-    parser.set_defaults(gives_up=0)
+    parser.set_defaults(gives_up=0, ill=False)
     asked, _ = parser.parse_known_args()
     print("a server begins", flush=True)
     if asked.tells:

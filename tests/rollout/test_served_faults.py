@@ -18,7 +18,7 @@ from etude.rollout import Served, VllmConfig
 from etude.rollout.engines import serve
 from etude.rollout.server import Server
 from tests.processes import gone
-from tests.rollout.test_served import SLOW, ask, expected, joining, pids, served, theirs, until, weights
+from tests.rollout.test_served import SLOW, ask, be, expected, joining, pids, served, theirs, until, weights
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +147,23 @@ def test_one_that_is_joined_and_comes_back_with_its_own_weights_is_asked_nothing
             (answer,) = ask(engine, [[2]], 4)
             assert answer.ids.tolist() == expected([2], 4, salt=11) and set(answer.version.tolist()) == {0}
     assert "holds other weights than it was given" in caplog.text
+
+
+def test_one_that_was_away_when_new_weights_came_is_brought_to_them_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.rollout.replica.SICK", 1000)
+    with served(tmp_path, replicas=2) as engine:
+        first, second = engine.servers
+        be(first.url, ill=True)
+        first.up = False  # as after an answer that broke off
+        asyncio.run(engine.load(weights(tmp_path / "new", 11), 3))
+        assert (first.version, second.version) == (0, 3)
+        be(first.url, ill=False)
+        until(lambda: engine.rotation.open(0))
+        answers = ask(engine, [[n] for n in range(8)], 5)
+        assert [answer.ids.tolist() for answer in answers] == [expected([n], 5, salt=11) for n in range(8)]
+        assert first.finished and second.finished and engine.stats().reduce()["engine/restarts"] == 0
 
 
 def test_a_keeper_that_is_killed_leaves_nothing_of_its_server(tmp_path: Path) -> None:
