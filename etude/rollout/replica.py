@@ -13,6 +13,7 @@ from typing import Any
 
 from etude.errors import EngineError, EtudeError
 from etude.observe import format_seconds, get_log
+from etude.rollout import pulse
 from etude.rollout.connection import AwayError
 from etude.rollout.dialect import Launch
 from etude.rollout.server import Server
@@ -56,6 +57,7 @@ class Replica:
         self._again, self._wait = 0.0, AGAIN
         self._launch = launch
         self._warden = Warden(f"{server.dialect.package} server {log.stem}", log)
+        self._pulse = pulse.Pulse(server)
         self._sick = self._port = 0
 
     @property
@@ -195,8 +197,9 @@ class Replica:
         finally:
             file.unlink(missing_ok=True)
 
-    async def look(self, changed: Callable[[], None]) -> None:
-        """See how it is, and have it back where it is not well. `changed` is called when it comes or goes."""
+    async def look(self, changed: Callable[[], None], *, busy: bool = False) -> None:
+        """See how it is, and have it back where it is not well. `changed` is called when it comes or goes. busy:
+        whether somebody brings weights, which may keep its engine from answering."""
         if self.lost:
             return
         if not self.runs:
@@ -207,6 +210,12 @@ class Replica:
                 await self._revive(self._warden.ending(), changed)
             return
         well = await self.server.healthy()
+        why = f"{self._warden.name} does not answer any more."
+        if busy or self.asleep:
+            self._pulse.rest()
+        elif well and self._pulse.stopped():
+            well, self._sick = False, SICK
+            why = f"The engine of {self._warden.name} has said nothing for {pulse.SILENT:g} s, though that answers."
         if well and self.joined and (self._sick or not self.server.up):
             await self._returned()
         if well and not self.server.up:
@@ -214,9 +223,11 @@ class Replica:
         self._sick = 0 if well else self._sick + 1
         if well != self.server.up and (well or self._sick >= SICK):
             self.server.up = well
+            if self.joined and not well:
+                get_log("rollout").warning("%s It is asked nothing until it does. It is at %s.", why, self.server.url)
             changed()
         if self._sick >= SICK and not self.joined:
-            await self._revive(f"{self._warden.name} does not answer any more.", changed)
+            await self._revive(why, changed)
         elif well and self.stale and self._renewable and not self.asleep and time.monotonic() >= self._again:
             await self._retake()
             changed()
@@ -264,6 +275,7 @@ class Replica:
         self.server.up = False
         self.coming = True
         changed()
+        self._pulse.rest()
         await self.end()
         while self.started < self.restarts:
             self.started += 1

@@ -360,7 +360,7 @@ class Served:
         while not replica.lost:
             await asyncio.sleep(BEAT)
             with suppress(EtudeError, ValueError, KeyError):  # it may have said what makes no sense
-                await replica.look(self._changed)
+                await replica.look(self._changed, busy=bool(self._bringing))
                 if replica.server.up:
                     self.rotation.paces[place].see(await replica.server.figures())
                     self.rotation.admit()

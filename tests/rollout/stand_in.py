@@ -5,8 +5,9 @@ from the sum of those before it and from `salt`, a file in the model's directory
 must write the same. Weights that come through shared memory are another salt. `--pace SECONDS` has it take so long over
 each token, `--version` what it says it is, `--dies` makes it say something and end before it serves, `--poor` has every
 change of weights fail, and so does `/be` with `{"poor": true}`, until it is told otherwise; `{"gives_up": 2}` has it
-give two answers up half-way, and `{"ill": true}` say that it is not well. Where its environment holds a key, it asks for that as vLLM does; `--tells` has it say
-which. `--child` has it start a process that outlives it.
+give two answers up half-way, `{"ill": true}` say that it is not well, and `{"deaf": true}` answer nothing that its
+engine is asked. Where its environment holds a key, it asks for that as vLLM does; `--tells` has it say which. `--child`
+has it start a process that outlives it.
 """
 
 from __future__ import annotations
@@ -81,11 +82,14 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/models": {"data": [{"max_model_len": 64}]},
             "/health": {},
             "/state": {"paused": not self.state.goes_on.is_set(), "asleep": self.state.asleep},
+            "/is_sleeping": {"is_sleeping": self.state.asleep or not self.state.goes_on.is_set()},
             "/weight_info": {"weight_version": self.state.label},
             "/carried": {"weights": self.state.carried, "buckets": sorted(self.state.buckets)},
         }
         if self.unknown():
             return
+        while self.path == "/is_sleeping" and self.state.asked.deaf:
+            time.sleep(0.02)
         if self.path == "/health" and self.state.asked.ill:
             self.say(b"", 503)
         elif self.path == "/metrics":
@@ -198,7 +202,7 @@ def main() -> None:
     parser.add_argument("--tells", action="store_true")
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--poor", action="store_true")
-    parser.set_defaults(gives_up=0, ill=False)
+    parser.set_defaults(gives_up=0, ill=False, deaf=False)
     asked, _ = parser.parse_known_args()
     print("a server begins", flush=True)
     if asked.tells:

@@ -8,9 +8,11 @@ import os
 import re
 import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from etude.errors import EngineError
@@ -164,6 +166,53 @@ def test_one_that_was_away_when_new_weights_came_is_brought_to_them_when_it_is_b
         answers = ask(engine, [[n] for n in range(8)], 5)
         assert [answer.ids.tolist() for answer in answers] == [expected([n], 5, salt=11) for n in range(8)]
         assert first.finished and second.finished and engine.stats().reduce()["engine/restarts"] == 0
+
+
+def test_one_whose_engine_hangs_behind_a_server_that_answers_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("etude.rollout.pulse.SILENT", 2.0)
+    with served(tmp_path, restarts=3) as engine:
+        be(engine.servers[0].url, deaf=True)
+        httpx2.post(f"{engine.servers[0].url}/pause", json={})
+        assert ask(engine, [[3]], 30)[0].ids.tolist() == expected([3], 30)
+        assert engine.stats().reduce()["engine/restarts"] >= 1
+    assert "has said nothing for 2 s, though that answers" in caplog.text
+
+
+def test_one_that_is_joined_is_asked_nothing_while_its_engine_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.rollout.pulse.SILENT", 1.0)
+    with theirs(tmp_path) as there:
+        config, model = VllmConfig(url=(there.url,)), tmp_path / "theirs"
+        with serve(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
+            there.be(deaf=True)
+            until(lambda: not engine.servers[0].up)
+            there.be(deaf=False)
+            assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
+
+
+def test_an_engine_that_is_at_work_or_takes_weights_or_sleeps_is_not_taken_to_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It need not answer for as long as it draws, and as somebody brings it something."""
+    monkeypatch.setattr("etude.rollout.pulse.SILENT", 2.0)
+
+    def silent() -> None:
+        end = time.monotonic() + 2.5
+        until(lambda: time.monotonic() > end)
+
+    with served(tmp_path, arguments=("--pace=0.06",)) as engine:
+        be(engine.servers[0].url, deaf=True)
+        assert ask(engine, [[2]], 55)[0].ids.tolist() == expected([2], 55)
+        withheld = engine.withhold()
+        silent()
+        engine.admit(dict.fromkeys(withheld, 0), 0)
+        asyncio.run(engine.sleep())
+        silent()
+        asyncio.run(engine.wake())
+        assert engine.servers[0].up and engine.stats().reduce()["engine/restarts"] == 0
 
 
 def test_a_keeper_that_is_killed_leaves_nothing_of_its_server(tmp_path: Path) -> None:
