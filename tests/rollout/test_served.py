@@ -236,6 +236,13 @@ def test_what_cannot_be_asked_is_refused_before_it_is_sent(tmp_path: Path) -> No
         assert len(ask(engine, [[1] * 60], 30)[0].ids) == 4  # cut off at the context
 
 
+async def reached(holds: Callable[[], bool]) -> None:
+    """Wait for something that others do, and let them."""
+    async with asyncio.timeout(30):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
 def test_a_full_line_refuses_and_a_cancelled_wait_leaves_it(tmp_path: Path) -> None:
     async def scenario(engine: Served) -> None:
         running = asyncio.create_task(engine.generate(ids([1]), SamplingParams(max_tokens=60)))
@@ -254,10 +261,19 @@ def test_a_full_line_refuses_and_a_cancelled_wait_leaves_it(tmp_path: Path) -> N
         with pytest.raises(asyncio.CancelledError):
             await running
 
-    async def reached(holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not holds():
-                await asyncio.sleep(0.01)
+    with served(tmp_path, max_running=1, line=1, arguments=(SLOW,)) as engine:
+        asyncio.run(scenario(engine))
+
+
+def test_an_answer_that_broke_off_is_never_refused_and_goes_before_those_that_wait(tmp_path: Path) -> None:
+    async def scenario(engine: Served) -> None:
+        begun = asyncio.create_task(engine.generate(ids([1]), SamplingParams(max_tokens=40)))
+        await reached(lambda: engine.servers[0].new_tokens > 2)
+        waiting = asyncio.create_task(engine.generate(ids([2]), SamplingParams(max_tokens=3)))
+        await reached(lambda: engine.rotation.waiting == 1)  # which is as many as may
+        os.kill(pids(tmp_path)[0], signal.SIGKILL)
+        assert (await begun).ids.tolist() == expected([1], 40) and not waiting.done()
+        assert (await waiting).ids.tolist() == expected([2], 3)
 
     with served(tmp_path, max_running=1, line=1, arguments=(SLOW,)) as engine:
         asyncio.run(scenario(engine))
