@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ SICK = 3
 """Looks at a server that does not answer, before it is taken to hang."""
 AGAIN, AGAIN_AT_MOST = 1.0, 60.0
 """Seconds until one that did not take weights is offered them again, at first and after many times."""
+PARTING = 30.0
+"""Seconds that one which is not ours has to be awake again when it is left."""
 UNKNOWN = -1
 """The version of weights that nobody here has brought."""
 MISSED = "It was away when the newest weights came."
@@ -152,6 +154,8 @@ class Replica:
                 await self._take()
             else:
                 self.stale = ""
+        if self.joined:  # and left as it is by somebody who was ended at once
+            self._is_paused = self._is_asleep = await self.server.rests()
         await self.settle()
         self._sick = 0
 
@@ -304,6 +308,12 @@ class Replica:
         await asyncio.to_thread(self._warden.stop)
 
     async def close(self) -> None:
-        """Let go of all of it."""
+        """Let go of all of it. One that is not ours is left awake, and going on."""
+        self._pulse.rest()
+        if self.joined:
+            self.paused = self.asleep = False
+            with suppress(EtudeError, TimeoutError):
+                async with asyncio.timeout(PARTING):
+                    await self.settle()
         await self.end()
         await self.server.close()

@@ -151,6 +151,20 @@ def test_one_that_is_joined_and_comes_back_with_its_own_weights_is_asked_nothing
     assert "holds other weights than it was given" in caplog.text
 
 
+def test_one_that_is_joined_is_awake_when_it_is_joined_and_when_it_is_left(tmp_path: Path) -> None:
+    with theirs(tmp_path) as there:
+        config, model = VllmConfig(url=(there.url,)), tmp_path / "theirs"
+        for path in ("/sleep", "/pause"):  # as a run leaves it that is killed
+            httpx2.post(f"{there.url}{path}", json={})
+        with serve(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
+            assert states(engine) == [(False, False)] and ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
+            asyncio.run(engine.pause())
+            asyncio.run(engine.sleep())
+            assert states(engine) == [(True, True)]
+        told = httpx2.get(f"{there.url}/state").json()
+        assert not told["paused"] and not told["asleep"]
+
+
 def test_one_that_was_away_when_new_weights_came_is_brought_to_them_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
