@@ -85,7 +85,7 @@ class Publisher:
         asyncio.run(self._served.sleep())
 
     async def renew(self, server: Server) -> None:
-        """Bring a server that was started again to the weights that the others have."""
+        """Bring a server that was started again, or was away, to the weights that the others have."""
         try:
             await asyncio.to_thread(self._renew, server)
         except CrewError as error:
@@ -115,7 +115,7 @@ class Publisher:
             raise EngineError(
                 "No engine was brought to the new weights. " + " ".join(f"{each.url}: {each.why}" for each in failed)
             )
-        out = {each.url for each in failed} | {each.url for each in self._served.servers if each.up and each.withdrawn}
+        out = [each for each in self._served.servers if each.withdrawn or each.version != version]
         hold = max((each["publish_hold_ms"] for each in figures), default=0.0)
         return Metrics(
             {
@@ -132,8 +132,9 @@ class Publisher:
                 return
             told, _ = self._brought(self._served.withhold(server), version, anew=True)
         failed = [each.why for each in told if each.begun and not each.took]
-        if failed:
-            raise EngineError(f"{server.url} was not brought to the newest weights: {failed[0]}")
+        if failed or not told:
+            why = failed[0] if failed else "It is not there any more."
+            raise EngineError(f"{server.url} was not brought to the newest weights: {why}")
 
     def _brought(
         self, servers: Sequence[Server], version: int, *, anew: bool = False

@@ -156,6 +156,11 @@ class Dialect(ABC):
         """Compute with the weights in a directory, under a version."""
 
     @abstractmethod
+    async def rests(self, to: Connection) -> bool:
+        """Whether its engine sleeps or is paused, as the engine itself says, between two steps: the process in front of
+        it cannot answer for it. False where it cannot tell."""
+
+    @abstractmethod
     async def figures(self, to: Connection) -> Figures:
         """How much it has to do."""
 

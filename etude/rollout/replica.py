@@ -6,13 +6,14 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from etude.errors import EngineError, EtudeError
 from etude.observe import format_seconds, get_log
+from etude.rollout import pulse
 from etude.rollout.connection import AwayError
 from etude.rollout.dialect import Launch
 from etude.rollout.server import Server
@@ -26,6 +27,11 @@ SICK = 3
 """Looks at a server that does not answer, before it is taken to hang."""
 AGAIN, AGAIN_AT_MOST = 1.0, 60.0
 """Seconds until one that did not take weights is offered them again, at first and after many times."""
+PARTING = 30.0
+"""Seconds that one which is not ours has to be awake again when it is left."""
+UNKNOWN = -1
+"""The version of weights that nobody here has brought."""
+MISSED = "It was away when the newest weights came."
 
 
 class Replica:
@@ -40,19 +46,20 @@ class Replica:
         self.lost = ""
         """Why it is gone for good."""
         self.renew: Callable[[Server], Coroutine[Any, Any, None]] | None = None
-        """Brings it to the newest weights when it was started again, where no directory has them."""
+        """Brings it to the newest weights when it was started again or was away, where no directory has them."""
         self.patience = patience
         self.coming = False
         """Whether it is being brought back."""
         self.paused = self.asleep = False
         """How it is to be: what it misses while it is away it is told when it is back."""
         self.stale = ""
-        """Why it does not hold the weights of its home, though it was to."""
+        """Why it does not hold the newest weights, though it was to. It is brought to them when it is well."""
         self._is_paused = self._is_asleep = False
         self._loads, self._turns = asyncio.Lock(), asyncio.Lock()
         self._again, self._wait = 0.0, AGAIN
         self._launch = launch
         self._warden = Warden(f"{server.dialect.package} server {log.stem}", log)
+        self._pulse = pulse.Pulse(server)
         self._sick = self._port = 0
 
     @property
@@ -67,17 +74,22 @@ class Replica:
 
     async def load(self, directory: Path, version: int) -> None:
         """Have it compute with the weights in a directory, and start from there from now on. Where that fails it is
-        tried again now and then."""
+        tried again now and then, and where it is away once it is back."""
         self.home = directory, version
-        if self.server.up:
-            async with self._loads:
-                await self._take()
-            await self.settle()
+        if not self.server.up:
+            self.behind()
+            return
+        async with self._loads:
+            await self._take()
+        await self.settle()
 
     async def _take(self) -> None:
-        assert self.home is not None, "whoever takes weights was given some"
         try:
-            await self.server.load(*self.home)
+            if self.renew is not None:
+                await self.renew(self.server)
+            else:
+                assert self.home is not None, "whoever takes weights was given some"
+                await self.server.load(*self.home)
         except EtudeError as error:
             self.stale = str(error)
             self._again = time.monotonic() + self._wait
@@ -142,6 +154,8 @@ class Replica:
                 await self._take()
             else:
                 self.stale = ""
+        if self.joined:  # and left as it is by somebody who was ended at once
+            self._is_paused = self._is_asleep = await self.server.rests()
         await self.settle()
         self._sick = 0
 
@@ -187,8 +201,9 @@ class Replica:
         finally:
             file.unlink(missing_ok=True)
 
-    async def look(self, changed: Callable[[], None]) -> None:
-        """See how it is, and have it back where it is not well. `changed` is called when it comes or goes."""
+    async def look(self, changed: Callable[[], None], *, busy: bool = False) -> None:
+        """See how it is, and have it back where it is not well. `changed` is called when it comes or goes. busy:
+        whether somebody brings weights, which may keep its engine from answering."""
         if self.lost:
             return
         if not self.runs:
@@ -199,6 +214,12 @@ class Replica:
                 await self._revive(self._warden.ending(), changed)
             return
         well = await self.server.healthy()
+        why = f"{self._warden.name} does not answer any more."
+        if busy or self.asleep:
+            self._pulse.rest()
+        elif well and self._pulse.stopped():
+            well, self._sick = False, SICK
+            why = f"The engine of {self._warden.name} has said nothing for {pulse.SILENT:g} s, though that answers."
         if well and self.joined and (self._sick or not self.server.up):
             await self._returned()
         if well and not self.server.up:
@@ -206,29 +227,39 @@ class Replica:
         self._sick = 0 if well else self._sick + 1
         if well != self.server.up and (well or self._sick >= SICK):
             self.server.up = well
+            if self.joined and not well:
+                get_log("rollout").warning("%s It is asked nothing until it does. It is at %s.", why, self.server.url)
             changed()
         if self._sick >= SICK and not self.joined:
-            await self._revive(f"{self._warden.name} does not answer any more.", changed)
-        elif well and self.stale and time.monotonic() >= self._again:
+            await self._revive(why, changed)
+        elif well and self.stale and self._renewable and not self.asleep and time.monotonic() >= self._again:
             await self._retake()
             changed()
 
+    @property
+    def _renewable(self) -> bool:
+        """Whether there is a way to bring it to the newest weights."""
+        return self.home is not None or self.renew is not None
+
     async def _returned(self) -> None:
-        """One that is not ours was away. It may have been started again, with weights that are not the newest."""
-        if not self.server.version or await self.server.labelled() == str(self.server.version):
+        """One that is not ours was away. Somebody may have started it again, with weights that are not the newest."""
+        given = self.server.version or self._renewable
+        if not given or await self.server.labelled() == str(self.server.version):
             return
         self.server.withdraw()
         self.server.moves(self.server.url)
+        self.server.version = UNKNOWN
         self._is_paused = self._is_asleep = False
-        told = "The server at %s was started again by somebody, with other weights. It is brought to the newest ones."
+        told = "The server at %s was away, and holds other weights than it was given. It is asked nothing with them."
         get_log("rollout").warning(told, self.server.url)
-        if self.renew is not None:
-            await self.renew(self.server)
-        elif self.home is not None:
-            await self._retake()
+        self.behind("It holds other weights than it was given.")
+
+    def behind(self, why: str = MISSED) -> None:
+        """It does not hold the newest weights. When it is well it is brought to them."""
+        self.stale, self._again = why, 0.0
 
     async def _retake(self) -> None:
-        """Take the weights of its home once more."""
+        """Take the newest weights once more."""
         self.coming = True
         try:
             async with self._loads:
@@ -249,6 +280,7 @@ class Replica:
         self.server.up = False
         self.coming = True
         changed()
+        self._pulse.rest()
         await self.end()
         while self.started < self.restarts:
             self.started += 1
@@ -277,6 +309,12 @@ class Replica:
         await asyncio.to_thread(self._warden.stop)
 
     async def close(self) -> None:
-        """Let go of all of it."""
+        """Let go of all of it. One that is not ours is left awake, and going on."""
+        self._pulse.rest()
+        if self.joined:
+            self.paused = self.asleep = False
+            with suppress(EtudeError, TimeoutError):
+                async with asyncio.timeout(PARTING):
+                    await self.settle()
         await self.end()
         await self.server.close()

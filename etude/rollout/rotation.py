@@ -113,7 +113,7 @@ class Rotation(Router):
     async def _written(self, answer: Answer, *, shown: bool) -> AsyncGenerator[Delta, None]:
         """The answer as it comes. shown: whether somebody reads along, so that nothing can be taken back."""
         for tried in range(1, TRIES + 1):
-            async with self._place():
+            async with self._place(again=tried > 1):
                 with self._chosen(answer.prompt) as chosen:
                     server = self.servers[chosen]
                     if not shown and (answer.unsure or answer.version not in (None, server.version)):
@@ -141,21 +141,22 @@ class Rotation(Router):
         get_log("rollout").log(logging.WARNING if first else logging.DEBUG, told, error, gained)
 
     @asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """A place among the requests that the servers have room for."""
+    async def _place(self, *, again: bool) -> AsyncIterator[None]:
+        """A place among the requests that the servers have room for. again: for an answer that was begun, which is
+        never refused, and waits before those that were not."""
         if self._line or not self._room():
-            if self.failure is None and len(self._line) >= self._most_waiting:
+            if not again and self.failure is None and len(self._line) >= self._most_waiting:
                 raise EngineError(
                     f"{len(self._line)} requests wait for a server already, which is as many as may. Ask for fewer at "
                     f"once, or raise `rollout.line`."
                 )
-            await self._turn(first=False)
+            await self._turn(first=again, placed=False)
         else:
             self._places += 1
         try:
             while self.failure is None and not any(map(self._takes, range(len(self.servers)))):
                 self._places -= 1  # the last of them went, or was given less, between the turn and its use
-                await self._turn(first=True)
+                await self._turn(first=True, placed=True)
             if self.failure is not None:
                 raise self.failure
             yield
@@ -163,8 +164,8 @@ class Rotation(Router):
             self._places -= 1
             self.admit()
 
-    async def _turn(self, *, first: bool) -> None:
-        """Wait in the line, and have a place."""
+    async def _turn(self, *, first: bool, placed: bool) -> None:
+        """Wait in the line, and have a place. placed: whether whoever waits once more gives back one it has not."""
         future = asyncio.get_running_loop().create_future()
         (self._line.appendleft if first else self._line.append)(future)
         self.admit()
@@ -174,9 +175,9 @@ class Rotation(Router):
             if future.cancelled():
                 with suppress(ValueError):
                     self._line.remove(future)
-                if first:
-                    self._places += 1  # whoever waits once more gives back what it has not
-            elif not first:
+                if placed:
+                    self._places += 1
+            elif not placed:
                 self._places -= 1
                 self.admit()
             raise

@@ -208,6 +208,9 @@ class Served:
                     server.holds(holds)
             if not servers or version in servers.values():
                 self.rotation.wanted = version
+            for replica in self.replicas:
+                if not replica.server.up and replica.server.version != self.rotation.wanted:
+                    replica.behind()
             self._bringing -= 1
             self.rotation.admit()
             for server in same:
@@ -352,7 +355,7 @@ class Served:
         while not replica.lost:
             await asyncio.sleep(BEAT)
             with suppress(EtudeError, ValueError, KeyError):  # it may have said what makes no sense
-                await replica.look(self._changed)
+                await replica.look(self._changed, busy=bool(self._bringing))
                 if replica.server.up:
                     self.rotation.paces[place].see(await replica.server.figures())
                     self.rotation.admit()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial
@@ -63,6 +64,8 @@ class Server(Remote):
         super().__init__(url, dialect, ranks=ranks, key=key)
         self.shape, self.tokenizer = shape, tokenizer
         self.up = False
+        self.heard = 0.0
+        """When it drew something last."""
         self.under_way = self.new_tokens = self.prompt_tokens = self.finished = 0
         self._context = shape.context
         self._aborts = 0
@@ -106,6 +109,7 @@ class Server(Remote):
             try:
                 async with aclosing(self.dialect.ask(self._to, ids.tolist(), sampling, answer.ends)) as pieces:
                     async for piece in pieces:
+                        self.heard = time.monotonic()
                         answer.gain(piece, self.version, sure=not self.withdrawn)
                         self.new_tokens += len(piece.ids)
                         if answer.finish == "abort" and aborts == self._aborts:
@@ -163,6 +167,10 @@ class Server(Remote):
     async def forget(self) -> None:
         """Use no keys and values again that were computed before."""
         await self.dialect.forget(self._to)
+
+    async def rests(self) -> bool:
+        """Whether its engine sleeps or is paused, as that says itself, when it comes to it."""
+        return await self.dialect.rests(self._to)
 
     async def figures(self) -> Figures:
         """How much it has to do, as it says."""

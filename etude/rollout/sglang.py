@@ -153,6 +153,11 @@ class Sglang(Dialect):
             raise EngineError(f"The SGLang server at {to.url} did not load {directory}: {told}")
         await self.resume(to)
 
+    async def rests(self, to: Connection) -> bool:
+        """Its /server_info asks the scheduler, which does not tell this."""
+        await to.get("/server_info")
+        return False
+
     async def figures(self, to: Connection) -> Figures:
         """As /v1/loads tells."""
         told = json.loads(await to.get("/v1/loads?include=core", within=5.0))["loads"]

@@ -176,6 +176,10 @@ class Vllm(Dialect):
         await self.label(to, version)
         await self.resume(to)
 
+    async def rests(self, to: Connection) -> bool:
+        """As /is_sleeping tells."""
+        return bool(json.loads(await to.get("/is_sleeping"))["is_sleeping"])
+
     async def figures(self, to: Connection) -> Figures:
         """As its metrics tell."""
         found = {name: float(value) for name, value in FIGURE.findall(await to.get("/metrics", within=5.0))}

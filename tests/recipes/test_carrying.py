@@ -40,7 +40,7 @@ from etude.sync import SyncConfig
 from etude.sync.config import CarrierName
 from tests.processes import rise_of, started_by
 from tests.recipes.runs import run_of
-from tests.rollout.test_served import expected, ids, pids, python, served, until, words
+from tests.rollout.test_served import be, expected, ids, pids, python, served, theirs, until, words
 from tests.served import on, options_of
 from tests.worlds import make_tasks, make_tokenizer
 
@@ -120,6 +120,8 @@ def world_of(directory: Path, ranks: int = 1, hidden: int = 64, **options: objec
     given |= {"rollout": "vllm", "rollout.restarts": 2, "ranks": ranks}
     if "rollout.python" not in options:
         given["rollout.python"] = python(directory)
+    if "rollout.url" in options:  # which are there
+        given = {name: given[name] for name in ("rollout", "rollout.carrier", "rollout.bucket_mib", "ranks")}
     run = run_of(directory, **given | options)
     config = run.rollout
     assert isinstance(config, ServerConfig)
@@ -244,6 +246,30 @@ def test_where_the_weights_have_moved_on_it_waits_for_the_next_publish(tmp_path:
             world.publish(3)
         assert all(server.withdrawn for server in world.servers)  # nobody knows what they compute with
     assert shared() <= before
+
+
+def test_one_that_somebody_else_starts_again_is_brought_to_the_newest_weights(tmp_path: Path) -> None:
+    with theirs(tmp_path) as there, world_of(tmp_path, **{"rollout.url": f"[{there.url}]"}) as world:
+        world.publish(1)
+        there.end()
+        until(lambda: not world.servers[0].up)
+        there.begin()
+        assert ask(world) == answers(world, 1)
+        assert world.carried()[0]["weights"] == world.weights()
+
+
+def test_one_that_was_away_during_a_publish_is_brought_to_the_weights_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.rollout.replica.SICK", 1000)
+    with world_of(tmp_path, **{"rollout.replicas": 2}) as world:
+        first = world.servers[0]
+        be(first.url, ill=True)
+        first.up = False  # as after an answer that broke off
+        assert world.publish(1).reduce()["publish_withdrawn"] == 1 and world.versions() == [0, 1]
+        be(first.url, ill=False)
+        until(lambda: world.versions() == [1, 1])
+        assert world.carried()[0]["weights"] == world.weights() and ask(world) == answers(world, 1)
 
 
 def weights(count: int, ends: str = "") -> Iterator[tuple[str, Tensor]]:

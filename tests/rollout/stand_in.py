@@ -5,8 +5,9 @@ from the sum of those before it and from `salt`, a file in the model's directory
 must write the same. Weights that come through shared memory are another salt. `--pace SECONDS` has it take so long over
 each token, `--version` what it says it is, `--dies` makes it say something and end before it serves, `--poor` has every
 change of weights fail, and so does `/be` with `{"poor": true}`, until it is told otherwise; `{"deaf": true}` has it
-refuse to end answers, and `{"gives_up": 2}` give two of them up half-way. Where its environment holds a key, it asks
-for that as vLLM does; `--tells` has it say which. `--child` has it start a process that outlives it.
+refuse to end answers, `{"gives_up": 2}` give two of them up half-way, `{"ill": true}` say that it is not well, and
+`{"hangs": true}` answer nothing that its engine is asked. Where its environment holds a key, it asks for that as vLLM
+does; `--tells` has it say which. `--child` has it start a process that outlives it.
 """
 
 from __future__ import annotations
@@ -81,12 +82,17 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/models": {"data": [{"max_model_len": 64}]},
             "/health": {},
             "/state": {"paused": not self.state.goes_on.is_set(), "asleep": self.state.asleep},
+            "/is_sleeping": {"is_sleeping": self.state.asleep or not self.state.goes_on.is_set()},
             "/weight_info": {"weight_version": self.state.label},
             "/carried": {"weights": self.state.carried, "buckets": sorted(self.state.buckets)},
         }
         if self.unknown():
             return
-        if self.path == "/metrics":
+        while self.path == "/is_sleeping" and self.state.asked.hangs:
+            time.sleep(0.02)
+        if self.path == "/health" and self.state.asked.ill:
+            self.say(b"", 503)
+        elif self.path == "/metrics":
             self.say(f'vllm:num_requests_running{{engine="0"}} {self.state.running}.0\n'.encode())
         else:
             self.say(json.dumps(told[self.path]).encode())
@@ -199,7 +205,7 @@ def main() -> None:
     parser.add_argument("--tells", action="store_true")
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--poor", action="store_true")
-    parser.set_defaults(gives_up=0, deaf=False)
+    parser.set_defaults(gives_up=0, ill=False, deaf=False, hangs=False)
     asked, _ = parser.parse_known_args()
     print("a server begins", flush=True)
     if asked.tells:

@@ -1,4 +1,4 @@
-"""Real servers that are killed while they answer: what is there is gone on with, once they are back."""
+"""Real servers that are killed while they answer, or whose engine hangs: all is answered, once they are back."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from etude.records import SamplingParams
-from tests.processes import started_by
+from tests.processes import descendants, gone, started_by
 from tests.rollout.test_served import until
 from tests.served import on, started
 
 COUNT, TOKENS = 8, 100
+ENGINES = {"vllm": "VLLM::EngineCore", "sglang": "sglang::scheduler"}
+"""What the processes that compute call themselves."""
 
 
 @pytest.mark.soak
@@ -40,3 +42,30 @@ def test_what_a_server_was_killed_over_is_answered_whole(
     for answer, other in zip(answers, wanted, strict=True):
         assert answer.ids.tolist() == other.ids.tolist() and len(answer.ids) == TOKENS
         assert np.allclose(answer.logp, other.logp, atol=2e-3) and answer.finish == other.finish == "length"
+
+
+def engine_of(pid: int, kind: str) -> int:
+    """The process that computes, among all that this one has started."""
+    names = {each: Path(f"/proc/{each}/comm").read_text().strip() for each in descendants(pid)}
+    (found,) = [each for each, name in names.items() if name and ENGINES[kind].startswith(name)]
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=on(kind)) for kind in ENGINES])
+def test_one_whose_engine_hangs_is_started_again(
+    kind: str, served_models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that speaks for it goes on to say that all is well."""
+    monkeypatch.setattr("etude.rollout.pulse.SILENT", 15.0)
+    prompts = [np.arange(5, 12, dtype=np.int32) + n for n in range(COUNT)]
+    sampling = [SamplingParams(max_tokens=8, min_tokens=8, temperature=0.0)] * COUNT
+    with started(kind, served_models[0], tmp_path) as engine:
+        wanted = engine.generate_all(prompts, sampling)
+        (replica,) = engine.replicas
+        assert replica._warden._keeper is not None
+        stopped = engine_of(replica._warden._keeper.pid, kind)
+        os.kill(stopped, signal.SIGSTOP)
+        answers = engine.generate_all(prompts, sampling)
+        assert gone(stopped) and engine.stats().reduce()["engine/restarts"] == 1
+    assert [answer.ids.tolist() for answer in answers] == [other.ids.tolist() for other in wanted]

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 
@@ -26,6 +27,7 @@ from etude.rollout import Served, VllmConfig
 from etude.rollout.engines import launches, serve
 from etude.rollout.server import Server
 from etude.rollout.shape import Shape
+from etude.rollout.warden import free_port
 from tests.processes import gone
 from tests.rollout.stand_in import V, logp_of, next_token
 
@@ -234,6 +236,13 @@ def test_what_cannot_be_asked_is_refused_before_it_is_sent(tmp_path: Path) -> No
         assert len(ask(engine, [[1] * 60], 30)[0].ids) == 4  # cut off at the context
 
 
+async def reached(holds: Callable[[], bool]) -> None:
+    """Wait for something that others do, and let them."""
+    async with asyncio.timeout(30):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
 def test_a_full_line_refuses_and_a_cancelled_wait_leaves_it(tmp_path: Path) -> None:
     async def scenario(engine: Served) -> None:
         running = asyncio.create_task(engine.generate(ids([1]), SamplingParams(max_tokens=60)))
@@ -252,10 +261,19 @@ def test_a_full_line_refuses_and_a_cancelled_wait_leaves_it(tmp_path: Path) -> N
         with pytest.raises(asyncio.CancelledError):
             await running
 
-    async def reached(holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not holds():
-                await asyncio.sleep(0.01)
+    with served(tmp_path, max_running=1, line=1, arguments=(SLOW,)) as engine:
+        asyncio.run(scenario(engine))
+
+
+def test_an_answer_that_broke_off_is_never_refused_and_goes_before_those_that_wait(tmp_path: Path) -> None:
+    async def scenario(engine: Served) -> None:
+        begun = asyncio.create_task(engine.generate(ids([1]), SamplingParams(max_tokens=40)))
+        await reached(lambda: engine.servers[0].new_tokens > 2)
+        waiting = asyncio.create_task(engine.generate(ids([2]), SamplingParams(max_tokens=3)))
+        await reached(lambda: engine.rotation.waiting == 1)  # which is as many as may
+        os.kill(pids(tmp_path)[0], signal.SIGKILL)
+        assert (await begun).ids.tolist() == expected([1], 40) and not waiting.done()
+        assert (await waiting).ids.tolist() == expected([2], 3)
 
     with served(tmp_path, max_running=1, line=1, arguments=(SLOW,)) as engine:
         asyncio.run(scenario(engine))
@@ -305,6 +323,51 @@ def test_whoever_carries_weights_withdraws_drains_and_stamps(tmp_path: Path) -> 
         answers = ask(engine, [[7], [8]], 3)  # the newest version alone is asked
         assert [answer.ids.tolist() for answer in answers] == [expected([7], 3, salt=9), expected([8], 3, salt=9)]
         assert all(set(answer.version.tolist()) == {1} for answer in answers)
+
+
+class Theirs:
+    """A server that somebody else runs, and starts again as they like."""
+
+    def __init__(self, model: Path) -> None:
+        program, port = Path(__file__).with_name("stand_in.py"), free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, "-I", str(program), "--model", str(model), "--port", str(port)]
+        self.begin()
+
+    def begin(self) -> None:
+        """Start it, and return when it answers."""
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        until(self._answers)
+
+    def end(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+    def be(self, **how: object) -> None:
+        """Have it be so, whatever whoever asks it thinks of it."""
+        be(self.url, **how)
+
+    def _answers(self) -> bool:
+        try:
+            return httpx2.get(f"{self.url}/health").status_code == 200
+        except httpx2.HTTPError:
+            return False
+
+
+@contextmanager
+def theirs(directory: Path) -> Iterator[Theirs]:
+    """A server with the salt 5 that asks for no key."""
+    there = Theirs(weights(directory / "theirs", 5))
+    try:
+        yield there
+    finally:
+        there.end()
+
+
+def be(url: str, **how: object) -> None:
+    """Have a stand-in be so, see there."""
+    httpx2.post(f"{url}/be", json=how).raise_for_status()
 
 
 def joining(owner: Served, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:

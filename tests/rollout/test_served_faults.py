@@ -8,17 +8,19 @@ import os
 import re
 import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from etude.errors import EngineError
-from etude.rollout import Served
+from etude.rollout import Served, VllmConfig
 from etude.rollout.engines import serve
 from etude.rollout.server import Server
 from tests.processes import gone
-from tests.rollout.test_served import SLOW, ask, expected, joining, pids, served, until, weights, words
+from tests.rollout.test_served import SLOW, ask, be, expected, joining, pids, served, theirs, until, weights, words
 
 
 @pytest.fixture(autouse=True)
@@ -130,16 +132,6 @@ def test_one_that_did_not_take_new_weights_is_offered_them_again(tmp_path: Path)
         assert first.version == 3 and first.finished
 
 
-def be(engine: Served, which: Server, **told: object) -> None:
-    """Have a server be so."""
-
-    async def asked(server: Server) -> None:
-        if server is which:
-            await server.post("/be", told)
-
-    asyncio.run(engine.each(asked))
-
-
 def busy_of(engine: Served) -> tuple[Server, Server]:
     """The one of two that writes an answer, and has begun to, and the other."""
     until(lambda: any(server.new_tokens > 2 for server in engine.servers))
@@ -159,14 +151,14 @@ def test_where_it_is_not_heard_that_answers_are_to_end_they_end_here_and_nothing
     with served(tmp_path, replicas=2, arguments=("--pace=0.2",)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[3]], 30)
         busy, other = busy_of(engine)
-        be(engine, busy, poor=True, deaf=True, pace=5.0)
-        be(engine, other, pace=0.0)
+        be(busy.url, poor=True, deaf=True, pace=5.0)
+        be(other.url, pace=0.0)
         asyncio.run(engine.load(new, 1))
         (answer,) = asked.result(30)
         assert answer.ids.tolist() == expected([3], 30, salt=11) and set(answer.version.tolist()) == {1}
         until(lambda: busy.up)
         assert busy.withdrawn and states(engine)[engine.servers.index(busy)] == (True, False), "it stays stopped"
-        be(engine, busy, poor=False, deaf=False, pace=0.0)
+        be(busy.url, poor=False, deaf=False, pace=0.0)
         until(lambda: not busy.withdrawn)
         assert states(engine) == [(False, False)] * 2 and busy.version == 1
 
@@ -185,12 +177,109 @@ def test_what_came_while_weights_were_brought_is_begun_anew_where_nobody_said_wh
         goes_on(busy)
         engine.admit(dict.fromkeys(servers, 1), 1)
         goes_on(busy)
-        be(engine, other, pace=0.0)
+        be(other.url, pace=0.0)
         port = busy.url.rpartition(":")[2]
         os.kill(next(pid for pid in pids(tmp_path) if port in words(pid)), signal.SIGKILL)
         (answer,) = asked.result(30)
         assert answer.ids.tolist() == expected([3], 40) and set(answer.version.tolist()) == {1}
         assert engine.stats().reduce()["engine/begun_anew"] == 1
+
+
+def test_one_that_is_joined_and_comes_back_with_its_own_weights_is_asked_nothing_with_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the version is called that it was given: 0 is one as any other."""
+    with theirs(tmp_path) as there:
+        config = VllmConfig(url=(there.url,))
+        model = weights(tmp_path / "model", 5)
+        with serve(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
+            asyncio.run(engine.load(weights(tmp_path / "new", 11), 0))
+            assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4, salt=11)
+            there.end()
+            until(lambda: not engine.servers[0].up)
+            there.begin()
+            until(lambda: engine.servers[0].up)
+            (answer,) = ask(engine, [[2]], 4)
+            assert answer.ids.tolist() == expected([2], 4, salt=11) and set(answer.version.tolist()) == {0}
+    assert "holds other weights than it was given" in caplog.text
+
+
+def test_one_that_is_joined_is_awake_when_it_is_joined_and_when_it_is_left(tmp_path: Path) -> None:
+    with theirs(tmp_path) as there:
+        config, model = VllmConfig(url=(there.url,)), tmp_path / "theirs"
+        for path in ("/sleep", "/pause"):  # as a run leaves it that is killed
+            httpx2.post(f"{there.url}{path}", json={})
+        with serve(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
+            assert states(engine) == [(False, False)] and ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
+            asyncio.run(engine.pause())
+            asyncio.run(engine.sleep())
+            assert states(engine) == [(True, True)]
+        told = httpx2.get(f"{there.url}/state").json()
+        assert not told["paused"] and not told["asleep"]
+
+
+def test_one_that_was_away_when_new_weights_came_is_brought_to_them_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.rollout.replica.SICK", 1000)
+    with served(tmp_path, replicas=2) as engine:
+        first, second = engine.servers
+        be(first.url, ill=True)
+        first.up = False  # as after an answer that broke off
+        asyncio.run(engine.load(weights(tmp_path / "new", 11), 3))
+        assert (first.version, second.version) == (0, 3)
+        be(first.url, ill=False)
+        until(lambda: engine.rotation.open(0))
+        answers = ask(engine, [[n] for n in range(8)], 5)
+        assert [answer.ids.tolist() for answer in answers] == [expected([n], 5, salt=11) for n in range(8)]
+        assert first.finished and second.finished and engine.stats().reduce()["engine/restarts"] == 0
+
+
+def test_one_whose_engine_hangs_behind_a_server_that_answers_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("etude.rollout.pulse.SILENT", 2.0)
+    with served(tmp_path, restarts=3) as engine:
+        be(engine.servers[0].url, hangs=True)
+        httpx2.post(f"{engine.servers[0].url}/pause", json={})
+        assert ask(engine, [[3]], 30)[0].ids.tolist() == expected([3], 30)
+        assert engine.stats().reduce()["engine/restarts"] >= 1
+    assert "has said nothing for 2 s, though that answers" in caplog.text
+
+
+def test_one_that_is_joined_is_asked_nothing_while_its_engine_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.rollout.pulse.SILENT", 1.0)
+    with theirs(tmp_path) as there:
+        config, model = VllmConfig(url=(there.url,)), tmp_path / "theirs"
+        with serve(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
+            there.be(hangs=True)
+            until(lambda: not engine.servers[0].up)
+            there.be(hangs=False)
+            assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
+
+
+def test_an_engine_that_is_at_work_or_takes_weights_or_sleeps_is_not_taken_to_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It need not answer for as long as it draws, and as somebody brings it something."""
+    monkeypatch.setattr("etude.rollout.pulse.SILENT", 2.0)
+
+    def silent() -> None:
+        end = time.monotonic() + 2.5
+        until(lambda: time.monotonic() > end)
+
+    with served(tmp_path, arguments=("--pace=0.06",)) as engine:
+        be(engine.servers[0].url, hangs=True)
+        assert ask(engine, [[2]], 55)[0].ids.tolist() == expected([2], 55)
+        withheld = engine.withhold()
+        silent()
+        engine.admit(dict.fromkeys(withheld, 0), 0)
+        asyncio.run(engine.sleep())
+        silent()
+        asyncio.run(engine.wake())
+        assert engine.servers[0].up and engine.stats().reduce()["engine/restarts"] == 0
 
 
 def test_a_keeper_that_is_killed_leaves_nothing_of_its_server(tmp_path: Path) -> None:
