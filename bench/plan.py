@@ -37,7 +37,6 @@ from etude.tools.rehearsal import perform, rehearse
 
 DIVIDED = ("ranks=2", "train.weights=divided")
 LARGE = {"hidden": 256, "layers": 8}
-DEEP = {**LARGE, "vocabulary": 512}
 LITTLE = (
     *("data.max_prompt=16", "sampling.max_tokens=16", "collect.tasks=4", "train.micro_tokens=128"),
     "collect.group_size=4",
@@ -77,8 +76,6 @@ COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
             *("kl=reverse", "advantage=gae"),
         ],
     ),
-    "divided, most while sampling": (DEEP, ["train.precision=fp32", *DIVIDED, *LITTLE]),
-    "divided, most while loading": (DEEP, ["train.precision=bf16", *DIVIDED, *LITTLE, "rollout=vllm"]),
     "divided, mesh.tensor": ({}, ["train.precision=fp32", *DIVIDED, "mesh.tensor=2"]),
     "trainer beside servers": ({}, ["train.precision=bf16", "rollout=vllm", "kl=reverse"]),
 }
