@@ -316,7 +316,8 @@ def _sampler(run: Run, model: Model, chat: Chat) -> Iterator[TorchEngine | Serve
     device = device_name(run)
     if device == "cuda":
         config = config.model_copy(update={"devices": gpus_of_servers(run, config, learns=False)})
-    with TemporaryDirectory(prefix="etude-") as made:
+    seen = run.directory if config.url else None  # by servers elsewhere
+    with TemporaryDirectory(prefix="etude-", dir=seen) as made:
         where, logs, untied = Path(made) / "model", Path(made) / "logs", config.untied(device)
         described = model.described() | ({"tie_word_embeddings": False} if untied else {})
         weights = model.untied_weights() if untied else model.merged_weights()

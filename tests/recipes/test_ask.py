@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,6 +18,7 @@ from etude.cli import main
 from etude.models.attention import PackedAttention
 from etude.recipes import ask
 from tests.recipes.runs import Captured, loaded, options, refused, train, weights
+from tests.rollout.test_served import theirs
 
 
 def scored(capsys: Captured, *words: str) -> dict[str, float]:
@@ -69,6 +71,16 @@ def test_scores_follow_what_is_asked_for(trained: Path, world: Path, capsys: Cap
     found = scored(capsys, str(trained), "evaluate.samples=4", "evaluate.limit=2", "evaluate.sampling.temperature=0")
     assert {"eval/mean@4", "eval/best@2"} <= found.keys() and "eval/maj@4" not in found
     assert found["eval/best@4"] == found["eval/mean@4"], "greedy answers are all the same"
+
+
+def test_servers_that_are_joined_find_the_weights_in_the_directory_of_the_run(
+    trained: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    before = set(trained.iterdir())
+    with theirs(tmp_path) as there:
+        answers(capsys, str(trained), "1+1=", "rollout=vllm", f"rollout.url={there.url}", "sampling.max_tokens=4")
+        given = Path(httpx2.get(f"{there.url}/state").json()["model"])
+    assert given.parent.parent == trained.resolve() and set(trained.iterdir()) == before
 
 
 def test_what_cannot_be_scored_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -56,7 +56,7 @@ class State:
 
     def load(self, model: Path) -> None:
         """Take other weights."""
-        file = model / "salt"
+        self.model, file = str(model), model / "salt"
         self.salt = int(file.read_text()) if file.exists() else 0
 
     def carry(self, pieces: list[tuple[str, str, list[int], int]], where: dict[str, Any]) -> None:
@@ -81,7 +81,11 @@ class Handler(BaseHTTPRequestHandler):
             "/version": {"version": self.state.asked.version},
             "/v1/models": {"data": [{"max_model_len": 64}]},
             "/health": {},
-            "/state": {"paused": not self.state.goes_on.is_set(), "asleep": self.state.asleep},
+            "/state": {
+                "paused": not self.state.goes_on.is_set(),
+                "asleep": self.state.asleep,
+                "model": self.state.model,
+            },
             "/is_sleeping": {"is_sleeping": self.state.asleep or not self.state.goes_on.is_set()},
             "/weight_info": {"weight_version": self.state.label},
             "/carried": {"weights": self.state.carried, "buckets": sorted(self.state.buckets)},
