@@ -94,13 +94,13 @@ def test_ranks_bring_divided_weights_to_servers_together(servers: int, tmp_path:
         world.publish(1)
         assert all(each["weights"] == world.weights() for each in world.carried())
         assert ask(world) == answers(world, 1)
-        world.be(True, 0)
+        world.be({"poor": True}, 0)
         if servers == 1:
             with pytest.raises(EngineError, match="the weights do not fit"):
                 world.publish(2)
         else:
             assert world.publish(2).reduce()["publish_withdrawn"] == 1
-        world.be(False, 0)
+        world.be({"poor": False}, 0)
         world.publish(3)
         assert all(each["weights"] == world.weights() for each in world.carried())
         assert world.versions() == [3] * servers and ask(world) == answers(world, 3)

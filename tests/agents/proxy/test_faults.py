@@ -320,7 +320,7 @@ def test_a_stream_that_its_client_drops_is_recorded() -> None:
         assert turn.completion.finish == "abort"
         assert turn.completion.text.startswith(said) and 10 < len(turn.completion.ids) < 1500
         assert set(turn.completion.version) == {7} and len(turn.completion.logp) == len(turn.completion.ids)
-        assert world.endpoint.metrics()["endpoint/turns_aborted"] == 1
+        _until(lambda: world.endpoint.metrics().get("endpoint/turns_aborted") == 1)
         _until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
 
 
