@@ -65,8 +65,8 @@ def test_what_may_change_is_an_option_and_makes_no_other_run(path: str, school: 
     values |= {"device": "device=cpu", "directory": "directory=elsewhere", "data.val": "data.val=[others.jsonl]"}
     switches = ("train.activation_checkpointing", "train.compile", "train.offload")
     values |= {switch: f"{switch}=true" for switch in switches}
-    values |= {"mesh": "mesh={tensor: 3}", "cluster": "cluster=ray"}
-    beside: dict[str, Any] = {"steps": None} | ({"ranks": 3} if path == "mesh" else {})
+    values |= {"mesh": "mesh={tensor: 3}", "cluster": "cluster=ray", "train.weights": "train.weights=divided"}
+    beside: dict[str, Any] = {"steps": None} | ({"ranks": 3} if path in ("mesh", "train.weights") else {})
     name, _, value = values.get(path, f"{path}=3").partition("=")
     mine = run_of("sft", school, **beside)
     other = run_of("sft", school, **beside | {name: value})

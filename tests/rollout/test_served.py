@@ -385,17 +385,18 @@ def test_servers_that_are_there_are_joined_and_left(tmp_path: Path, monkeypatch:
         assert len(pids(tmp_path)) == 1
 
 
-def test_one_that_somebody_else_starts_again_is_brought_to_the_newest_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_somebody_else_starts_again_is_brought_to_the_newest_weights(tmp_path: Path) -> None:
+    """And goes on there with the answer that it was ended over."""
     new = weights(tmp_path / "new", 11)
-    with served(tmp_path, arguments=(SLOW,)) as owner, ThreadPoolExecutor() as pool:
-        config = joining(owner, monkeypatch)
-        with serve(config, tmp_path / "model", None, dtype="float32", device="cpu", logs=tmp_path / "b") as engine:
+    with theirs(tmp_path) as there, ThreadPoolExecutor() as pool:
+        there.be(pace=0.05)
+        config = VllmConfig(url=(there.url,))
+        with serve(config, tmp_path / "theirs", None, dtype="float32", device="cpu", logs=tmp_path / "b") as engine:
             asyncio.run(engine.load(new, 3))
             asked = pool.submit(ask, engine, [[2]], 40)
             until(lambda: engine.servers[0].new_tokens > 3)
-            os.kill(pids(tmp_path)[0], signal.SIGKILL)
+            there.end()
+            there.begin()
             (answer,) = asked.result(60)
             assert answer.ids.tolist() == expected([2], 40, salt=11) and set(answer.version.tolist()) == {3}
             assert ask(engine, [[4]], 4)[0].ids.tolist() == expected([4], 4, salt=11)
