@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
-from etude.rollout.connection import Connection
+from etude.rollout.connection import AwayError, Connection
 from etude.rollout.dialect import Dialect, Launch, Piece, refuse_bias
 from etude.rollout.figures import Figures
 
@@ -178,7 +178,14 @@ class Vllm(Dialect):
 
     async def rests(self, to: Connection) -> bool:
         """As /is_sleeping tells."""
-        return bool(json.loads(await to.get("/is_sleeping"))["is_sleeping"])
+        try:
+            return bool(json.loads(await to.get("/is_sleeping"))["is_sleeping"])
+        except AwayError:
+            raise
+        except EngineError as error:
+            raise EngineError(
+                f"{error} Start it with VLLM_SERVER_DEV_MODE=1, without which it takes no weights."
+            ) from error
 
     async def figures(self, to: Connection) -> Figures:
         """As its metrics tell."""

@@ -6,8 +6,9 @@ must write the same. Weights that come through shared memory are another salt. `
 each token, `--version` what it says it is, `--dies` makes it say something and end before it serves, `--poor` has every
 change of weights fail, and so does `/be` with `{"poor": true}`, until it is told otherwise; `{"deaf": true}` has it
 refuse to end answers, `{"gives_up": 2}` give two of them up half-way, `{"ill": true}` say that it is not well, and
-`{"hangs": true}` answer nothing that its engine is asked. Where its environment holds a key, it asks for that as vLLM
-does; `--tells` has it say which. `--child` has it start a process that outlives it.
+`{"hangs": true}` answer nothing that its engine is asked, and `{"closed": true}` know nothing of what is for training.
+Where its environment holds a key, it asks for that as vLLM does; `--tells` has it say which. `--child` has it start a
+process that outlives it.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         while self.path == "/is_sleeping" and self.state.asked.hangs:
             time.sleep(0.02)
-        if self.path == "/health" and self.state.asked.ill:
+        if self.path == "/is_sleeping" and self.state.asked.closed:
+            self.say(b"there is no such thing", 404)
+        elif self.path == "/health" and self.state.asked.ill:
             self.say(b"", 503)
         elif self.path == "/metrics":
             self.say(f'vllm:num_requests_running{{engine="0"}} {self.state.running}.0\n'.encode())
@@ -209,7 +212,7 @@ def main() -> None:
     parser.add_argument("--tells", action="store_true")
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--poor", action="store_true")
-    parser.set_defaults(gives_up=0, ill=False, deaf=False, hangs=False)
+    parser.set_defaults(gives_up=0, ill=False, deaf=False, hangs=False, closed=False)
     asked, _ = parser.parse_known_args()
     print("a server begins", flush=True)
     if asked.tells:

@@ -218,6 +218,17 @@ def test_one_that_is_joined_is_awake_when_it_is_joined_and_when_it_is_left(tmp_p
         assert not told["paused"] and not told["asleep"]
 
 
+def test_one_that_is_joined_and_not_open_for_training_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with theirs(tmp_path) as there:
+        there.be(closed=True)
+        config, model = VllmConfig(url=(there.url,)), tmp_path / "theirs"
+        with (
+            pytest.raises(EngineError, match=r"answered 404 to /is_sleeping.*Start it with VLLM_SERVER_DEV_MODE=1"),
+            serve(config, model, None, dtype="float32", device="cpu", logs=tmp_path),
+        ):
+            pass
+
+
 def test_one_that_was_away_when_new_weights_came_is_brought_to_them_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
