@@ -21,7 +21,6 @@ if sys.platform != "win32":
 
 __all__ = [
     "Appointed",
-    "Role",
     "a_token_for_ray",
     "appointed",
     "bound_kernel_caches",
