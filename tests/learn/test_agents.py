@@ -52,7 +52,7 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("strategy", ["shm", "cs"])
+@pytest.mark.parametrize("strategy", [pytest.param("shm", marks=pytest.mark.soak), "cs"])
 def test_an_agent_learns_to_look_things_up(strategy: str, speaker: Path) -> None:
     told = trained(speaker, strategy)
     first, last = told[0], told[-1]

@@ -72,7 +72,7 @@ def test_a_model_learns_to_call_a_tool_instead_of_guessing(tmp_path: Path) -> No
     assert said[-1]["tool_calls"] > 1.5 * said[0]["tool_calls"]
 
 
-@pytest.mark.parametrize("advantage", ["turn_baseline", "gigpo"])
+@pytest.mark.parametrize("advantage", ["turn_baseline", pytest.param("gigpo", marks=pytest.mark.soak)])
 def test_a_model_learns_a_game_by_what_each_turn_is_paid(advantage: str, tmp_path: Path) -> None:
     """From random weights: first that a digit is wanted, then which."""
     make_model(tmp_path / "model")

@@ -325,7 +325,10 @@ def peak(wanted: Export) -> int:
     return tracemalloc.get_traced_memory()[1]
 
 
-@pytest.mark.parametrize(("kind", "suffix"), [("sft", "parquet"), ("jsonl", "jsonl"), ("otlp", "jsonl")])
+@pytest.mark.parametrize(
+    ("kind", "suffix"),
+    [("sft", "parquet"), *(pytest.param(kind, "jsonl", marks=pytest.mark.soak) for kind in ("jsonl", "otlp"))],
+)
 def test_memory_does_not_grow_with_the_run(kind: str, suffix: str, world: Path, tmp_path: Path) -> None:
     model = None if kind == "otlp" else world / "model"
     peaks = []
