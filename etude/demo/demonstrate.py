@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from etude.demo.compare import Entry, entries, new_directory, report, train_entr
 from etude.demo.curves import Screen, draw
 from etude.errors import ConfigError
 from etude.observe import configure, make_console
+from etude.recipes.interrupt import Interrupt
 
 __all__ = ["NEXT", "demonstrate"]
 
@@ -39,10 +40,15 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None, *, sweep: bo
     directory = new_directory(run.directory)
     figure = directory / "curves.png"
     _introduce(console, run, compared)
-    with _one_thread(), Screen(console, compared) as screen:
+    with _one_thread(), _heard() as check, Screen(console, compared) as screen:
+
+        def stepped() -> None:
+            check()
+            screen.stepped()
+
         for entry in compared:
             if not entry.refused:
-                train_entry(entry, directory / entry.folder, screen.stepped)
+                train_entry(entry, directory / entry.folder, stepped)
             screen.finished(entry)
     trained = [entry for entry in compared if not entry.refused]
     if not trained:
@@ -61,6 +67,20 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def _heard() -> Iterator[Callable[[], None]]:
+    """A function that stops where somebody pressed Ctrl-C and a library swallowed it, as one does while it is imported:
+    the first optimizer brings sympy, whose imports are tried and given up whatever is raised."""
+    with Interrupt(lambda _: None) as interrupt:
+        interrupt.working = False  # there is nothing to save: any Ctrl-C stops at once
+
+        def check() -> None:
+            if interrupt.asked:
+                raise KeyboardInterrupt
+
+        yield check
 
 
 def _introduce(console: Console, run: DemoRun, compared: Sequence[Entry]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,14 @@ def test_a_secret_is_shown_nowhere(tmp_path: Path) -> None:
     assert "hunter2pass" not in done.stdout + done.stderr
     for path in files:
         assert b"hunter2pass" not in path.read_bytes() and "hunter2pass" not in str(path)
+
+
+def test_a_ctrl_c_that_a_library_swallows_is_heard_at_the_next_step() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with module._heard() as check:
+        check()
+        with suppress(KeyboardInterrupt):  # as modules do that try to import another, and go on whatever is raised
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            check()
+    assert signal.getsignal(signal.SIGINT) == before
