@@ -19,7 +19,7 @@ import httpx2
 from etude.config.secrets import MASK
 from etude.errors import DataError, EngineError
 
-__all__ = ["AwayError", "Connection"]
+__all__ = ["AbsentError", "AwayError", "Connection"]
 
 CONNECT = 10.0
 """Seconds to reach a server."""
@@ -32,6 +32,10 @@ _BETWEEN = re.compile(rb"\r?\n\r?\n")
 
 class AwayError(EngineError):
     """A server that cannot be reached, or broke off in the middle."""
+
+
+class AbsentError(EngineError):
+    """A server that knows nothing of what it was asked for."""
 
 
 class Connection:
@@ -111,6 +115,8 @@ class Connection:
                 told = f"The server at {self.url} answered {response.status_code} to {path}: {said}"
                 if response.status_code in KEYLESS:
                     told += " It wants another key: name the variable that holds it with `rollout.key_from`."
+                if response.status_code == 404:
+                    raise AbsentError(told)
                 raise DataError(told) if response.status_code in REFUSED else EngineError(told)
             yield response
         except httpx2.HTTPError as error:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
-from etude.rollout.connection import AwayError, Connection
+from etude.rollout.connection import AbsentError, Connection
 from etude.rollout.dialect import Dialect, Launch, Piece, refuse_bias
 from etude.rollout.figures import Figures
 
@@ -180,9 +180,7 @@ class Vllm(Dialect):
         """As /is_sleeping tells."""
         try:
             return bool(json.loads(await to.get("/is_sleeping"))["is_sleeping"])
-        except AwayError:
-            raise
-        except EngineError as error:
+        except AbsentError as error:
             raise EngineError(
                 f"{error} Start it with VLLM_SERVER_DEV_MODE=1, without which it takes no weights."
             ) from error
