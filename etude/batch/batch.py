@@ -13,7 +13,7 @@ did, however its turns were merged into rows. That one rule makes every statisti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,8 @@ from torch import Tensor
 from etude.batch import checks
 from etude.batch.columns import Column, Kind, join, move, pick, ranges
 from etude.batch.cut import cuts
-from etude.errors import BatchError, MissingColumnError, RewardError
+from etude.batch.form import Form
+from etude.errors import BatchError, MissingColumnError
 from etude.records import Rollout, Sample
 
 __all__ = ["COLUMNS", "Batch"]
@@ -283,9 +284,12 @@ class Batch:
         )
 
     @classmethod
-    def from_records(cls, samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> Batch:
-        """Rows in time order within each rollout; every rollout stays in its group, those without a row included."""
-        if not rollouts:
+    def from_records(cls, samples: Sequence[Sample], rollouts: Sequence[Rollout], form: Form | None = None) -> Batch:
+        """Rows in time order within each rollout; every rollout stays in its group, those without a row included.
+
+        form: that of the whole, where these are only some of its rollouts, or none.
+        """
+        if not rollouts and form is None:
             raise BatchError("A batch needs at least one rollout; none was given.")
         place = {rollout.id: u for u, rollout in enumerate(rollouts)}
         if len(place) < len(rollouts):
@@ -296,19 +300,9 @@ class Batch:
         for r, sample in enumerate(samples):
             if sample.rollout not in place:
                 raise BatchError(f"Row {r} belongs to rollout {sample.rollout}, which is not among the rollouts given.")
-        models = sorted({sample.model for sample in samples}) or ["policy"]
-        if len(models) > 1:
-            raise BatchError(
-                f"A batch trains one model; these rows are of {' and '.join(models)}. Make one batch each."
-            )
         ordered = sorted(samples, key=lambda sample: place[sample.rollout])
-        parts = tuple(sorted({name for rollout in rollouts for name in rollout.parts}))
-        for rollout in rollouts:
-            if parts and rollout.parts.keys() != set(parts):
-                raise RewardError(
-                    f"Rollout {rollout.id} has reward parts {sorted(rollout.parts)}; others have "
-                    f"{list(parts)}. Every rollout of a batch needs the same parts: give 0 where one has none."
-                )
+        if form is None:
+            form = Form.of([row.model for row in samples], [row.anchor is not None for row in ordered], rollouts)
         lengths = [len(sample.ids) for sample in ordered]
         paid = [np.zeros(len(row.ids)) if row.reward is None else row.reward for row in ordered]
         labels = np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1]
@@ -317,42 +311,34 @@ class Batch:
             columns = [getattr(sample, name) for sample in ordered]
             return torch.from_numpy(np.concatenate([np.empty(0, dtype), *columns]))
 
+        def each(values: Iterable[float | None], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype)
+
+        parts = np.array([[r.parts[name] for name in form.part_names] for r in rollouts], np.float64)
         return cls(
             offsets=torch.tensor([0, *np.cumsum(lengths).tolist()]),
-            unit=torch.tensor([place[sample.rollout] for sample in ordered], dtype=torch.int64),
+            unit=each(place[sample.rollout] for sample in ordered),
             group=torch.from_numpy(labels.astype(np.int64)),
-            model=models[0],
-            part_names=parts,
+            model=form.model,
+            part_names=form.part_names,
             ids=flat("ids", np.int32),
             action=flat("action", np.bool_),
             turn=flat("turn", np.int32),
             version=flat("version", np.int32),
             behavior_logp=flat("logp", np.float32),
             token_reward=torch.from_numpy(np.concatenate([np.empty(0), *paid])),
-            reward=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64),
-            reward_parts=torch.tensor([[r.parts[name] for name in parts] for r in rollouts], dtype=torch.float64)
-            if parts
+            reward=each((rollout.reward for rollout in rollouts), torch.float64),
+            reward_parts=torch.from_numpy(parts.reshape(len(rollouts), len(form.part_names)))
+            if form.part_names
             else None,
-            truncated=torch.tensor([rollout.truncated for rollout in rollouts]),
-            role=torch.tensor([rollout.role for rollout in rollouts]),
-            rollout_id=torch.tensor([rollout.id for rollout in rollouts]),
-            anchor=flat("anchor", np.int64) if _told("anchor", ordered) else None,
-            greedy_reward=torch.tensor([rollout.greedy_reward for rollout in rollouts], dtype=torch.float64)
-            if _told("greedy_reward", rollouts)
+            truncated=each((rollout.truncated for rollout in rollouts), torch.bool),
+            role=each(rollout.role for rollout in rollouts),
+            rollout_id=each(rollout.id for rollout in rollouts),
+            anchor=flat("anchor", np.int64) if form.anchored else None,
+            greedy_reward=each((rollout.greedy_reward for rollout in rollouts), torch.float64)
+            if form.compared
             else None,
         )
-
-
-def _told(name: str, records: Sequence[Sample | Rollout]) -> bool:
-    """Whether the records have what they may do without; refuses some that have it and some that have not."""
-    there = [getattr(record, name) is not None for record in records]
-    if any(there) and not all(there):
-        what = "row" if isinstance(records[0], Sample) else "rollout"
-        raise BatchError(
-            f"Of {len(there)} {what}s {sum(there)} have `{name}`, and {what} {there.index(False)} has none. Give it to "
-            f"all of them, or to none."
-        )
-    return any(there)
 
 
 COLUMNS: dict[str, Kind] = {f.name: f.metadata["kind"] for f in fields(Batch) if "kind" in f.metadata}

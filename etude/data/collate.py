@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
-from etude.batch import Batch
+from etude.batch import Batch, Form
 from etude.records import Rollout, Sample
 
 __all__ = ["collate"]
 
 
-def collate(samples: Sequence[Sample], rollouts: Sequence[Rollout]) -> Batch:
-    """The batch of these rollouts, in their order, those without a row included.
+def collate(samples: Sequence[Sample], rollouts: Sequence[Rollout], form: Form | None = None) -> Batch:
+    """The batch of these rollouts, in their order, those without a row included. form: see `Batch.from_records`.
 
     Beside what the records hold it has two columns. `metric` is all that a rollout was given, what its turns were paid
     included, so that what is later added to the reward (a penalty, a KL term) does not change which groups can teach.
     `observation` marks what a row was told after its first action: tool output, another player's words, and the
     template around them.
     """
-    batch = Batch.from_records(samples, rollouts)
+    batch = Batch.from_records(samples, rollouts, form)
     assert batch.reward is not None
     acted = batch.action.long().cumsum(0)
     before = torch.cat([acted.new_zeros(1), acted])[batch.offsets[:-1]]  # [R]: actions before the row
