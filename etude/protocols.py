@@ -24,7 +24,7 @@ from etude.records import Completion, Message, SamplingParams, Task, Turn
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from etude.batch import Batch
+    from etude.batch import Batch, Outline
 
 __all__ = [
     "Complete",
@@ -222,6 +222,26 @@ class Crew(Protocol):
     def hold(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """As `call`, of a method that gives a batch, which may stay where it was made: what is returned then stands
         for it. It has the batch's `split` and can be given to other calls, of this crew or of one beside it."""
+        ...
+
+    def keep(self, value: object) -> Any:
+        """Lay a value down where ranks can look at it, and return what stands for it, here or there; it stays for as
+        long as anybody has that."""
+        ...
+
+    def compose(
+        self,
+        outline: Outline,
+        kept: Sequence[Any],
+        make: Callable[[Sequence[Any], Sequence[Any]], Batch],
+        told: Sequence[Any],
+    ) -> Batch:
+        """The batch `make(values, told)` of values that were kept, one for each rollout, and of what the controller
+        knows of each. It is of this outline, and may be made only where it is needed, a part at a time."""
+        ...
+
+    def fetch(self, batch: Batch) -> Batch:
+        """A batch that stayed where it was made, here, for somebody to look at."""
         ...
 
     def close(self) -> None:

@@ -23,10 +23,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
+from etude.batch import Batch, Outline
 from etude.dispatch.config import CrewConfig
 from etude.dispatch.divide import Division, Share, divide
 from etude.dispatch.member import Member, Raised
-from etude.dispatch.messages import Ask, Begin, Drop, Job, Said, Sent, pack, unpack
+from etude.dispatch.messages import Ask, Begin, Drop, Job, Make, Said, Sent, pack, unpack
 from etude.errors import ConfigError, CrewError
 from etude.observe import LogLevel, format_seconds, get_log
 from etude.protocols import spread_of
@@ -135,6 +136,18 @@ class Joint(Generic[M]):
         """As `call`, of a method that gives a batch; where another rank can look at it, it may stay where it was made,
         and what is returned stands for it: it can be split, and given to other calls."""
         return self.call(method, *args, **kwargs)
+
+    def keep(self, value: object) -> Any:
+        """Lay a value down where ranks can look at it; what stands for it."""
+        return value
+
+    def compose(self, outline: Outline, kept: Sequence[Any], make: Make, told: Sequence[Any]) -> Batch:  # noqa: ARG002
+        """The batch that is made of values which were kept, one for each rollout, and of what else is told of them."""
+        return make(kept, told)
+
+    def fetch(self, batch: Batch) -> Batch:
+        """A batch that may have stayed with the ranks, here."""
+        return batch
 
     def _answers(self, method: Callable[..., Any], division: Division, *, keep: bool = False) -> list[Sent]:
         """What each rank answers to a call, as it came; or keeps, and tells of; nothing, where that does not count."""

@@ -5,6 +5,9 @@ long each rollout is, and where the rest lies. Ranks that are called with it loo
 
     held = crew.hold(Worker.annotate, batch)      # [0 1 2 3 4 5]  ──►  rank 0: [0 3 4]   rank 1: [1 2 5]
     crew.call(Worker.update, held.split(2))       # [0 1 2] and [3 4 5], each shared out anew
+
+A batch need not have been computed at all: where each piece is what one rollout is made of, whoever looks at some of
+them makes a batch of those, by what the controller knows of each.
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.batch import Batch, Outline
-from etude.dispatch.messages import Kept, Lent, Sent
+from etude.dispatch.messages import Kept, Lent, Make, Sent
 
-__all__ = ["Held", "held", "lend", "resolved"]
+__all__ = ["Held", "drafted", "held", "lend", "resolved"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +34,9 @@ class Held:
     """Where the pieces lie that ranks have answered."""
     places: NDArray[np.int64]
     """[U, 2]: the piece that each rollout is in, and which one of it."""
+    make: Make | None = None
+    """Makes a batch of pieces, each of which is one rollout, and of what is `told` of them; None: they are batches."""
+    told: tuple[Any, ...] = ()
 
     @property
     def rollouts(self) -> int:
@@ -44,7 +50,9 @@ class Held:
 
     def select(self, rollouts: Sequence[int]) -> Held:
         """These rollouts, in this order."""
-        return Held(self.outline.select(rollouts), self.parts, self.places[np.asarray(rollouts, np.int64)])
+        told = tuple(self.told[each] for each in rollouts) if self.make is not None else ()
+        places = self.places[np.asarray(rollouts, np.int64)]
+        return Held(self.outline.select(rollouts), self.parts, places, self.make, told)
 
     def split(self, parts: int, by: str = "rollout") -> list[Held]:
         """So many parts, of the very rollouts that `Batch.split` would put into each."""
@@ -54,7 +62,8 @@ class Held:
         """What a rank needs to look at it: the pieces that it has rollouts in."""
         used, part = np.unique(self.places[:, 0], return_inverse=True)
         pieces = tuple(self.parts[int(each)] for each in used) or self.parts[:1]
-        return Lent(pieces, np.stack([part, self.places[:, 1]], axis=1), self.outline.group.numpy())
+        places = np.stack([part, self.places[:, 1]], axis=1)
+        return Lent(pieces, places, self.outline.group.numpy(), self.make, self.told)
 
 
 def lend(value: object) -> Lent | None:
@@ -73,12 +82,24 @@ def held(batch: Batch | Held, shares: Sequence[Sequence[int]], kept: Sequence[Ke
     return Held(Outline.told(lengths[0], lengths[1], group), tuple(piece.sent for piece in kept), places)
 
 
-def resolved(lent: Lent, take: Callable[[Sent], Any]) -> Batch:
+def drafted(outline: Outline, pieces: Sequence[Sent], make: Make, told: Sequence[Any]) -> Held:
+    """A batch that is yet to be made: what each rollout is made of, and what else is known of it."""
+    places = np.stack([np.arange(outline.rollouts), np.zeros(outline.rollouts, np.int64)], axis=1)
+    return Held(outline, tuple(pieces), places, make, tuple(told))
+
+
+def resolved(lent: Lent, take: Callable[[Sequence[Sent]], list[Any]]) -> Batch:
     """The batch, for a rank that was called with it. One that is a whole piece is not copied."""
-    pieces: list[Batch] = [take(piece) for piece in lent.pieces]
-    starts = np.cumsum([0, *(piece.rollouts for piece in pieces)])
-    order = starts[lent.places[:, 0]] + lent.places[:, 1]
-    whole = pieces[0] if len(pieces) == 1 else Batch.concat([piece for piece in pieces if piece.rollouts] or pieces[:1])
-    if not np.array_equal(order, np.arange(whole.rollouts)):
-        whole = whole.select(order.tolist())
+    if lent.make is not None:
+        taken = take(lent.pieces) if len(lent.places) else []
+        whole = lent.make([taken[each] for each in lent.places[:, 0].tolist()], lent.told)
+    else:
+        whole = _joined(take(lent.pieces), lent.places)
     return whole.replace(group=whole.group.new_tensor(lent.group)) if whole.rollouts else whole
+
+
+def _joined(pieces: Sequence[Batch], places: NDArray[np.int64]) -> Batch:
+    starts = np.cumsum([0, *(piece.rollouts for piece in pieces)])
+    order = starts[places[:, 0]] + places[:, 1]
+    whole = pieces[0] if len(pieces) == 1 else Batch.concat([piece for piece in pieces if piece.rollouts] or pieces[:1])
+    return whole if np.array_equal(order, np.arange(whole.rollouts)) else whole.select(order.tolist())

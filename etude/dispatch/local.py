@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.protocols import Gather, spread_of
+
+if TYPE_CHECKING:
+    from etude.batch import Batch, Outline
+    from etude.dispatch.messages import Make
 
 __all__ = ["LocalCrew"]
 
@@ -35,6 +39,18 @@ class LocalCrew:
     def hold(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """As `call`: what stays here is here."""
         return self.call(method, *args, **kwargs)
+
+    def keep(self, value: object) -> Any:
+        """The value: it is here."""
+        return value
+
+    def compose(self, outline: Outline, kept: Sequence[Any], make: Make, told: Sequence[Any]) -> Batch:  # noqa: ARG002
+        """The batch that is made of values which were kept, and of what else is told of them."""
+        return make(kept, told)
+
+    def fetch(self, batch: Batch) -> Batch:
+        """The batch: it is here."""
+        return batch
 
     def close(self) -> None:
         """Let the worker go."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from etude.observe import LogLevel, Metrics
 
 __all__ = [
     *("Ask", "At", "Beat", "Begin", "Begun", "Body", "Channel", "Done", "Drop", "Failed", "Job", "Kept"),
-    *("Lent", "Line", "Said", "Sent", "pack", "unpack"),
+    *("Lent", "Line", "Make", "Said", "Sent", "pack", "unpack"),
 ]
 
 SMALL = 4096
@@ -49,6 +49,8 @@ class Body:
 
 Sent = Any
 """A `Body`, or where one lies: what a `Channel` makes of it."""
+Make = Callable[[Sequence[Any], Sequence[Any]], Batch]
+"""What makes a batch of values, one for each rollout, and of what else is known of each. It travels by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,9 @@ class Lent:
     """[U, 2]: the piece that each rollout is in, and which one of it."""
     group: NDArray[np.int64]
     """[U]: the group of each."""
+    make: Make | None = None
+    """Makes the batch of the pieces and what is `told` of each, where they are not batches."""
+    told: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

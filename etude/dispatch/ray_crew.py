@@ -29,14 +29,15 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from etude.batch import Batch, Outline
 from etude.config.env import for_ranks_elsewhere
 from etude.dispatch.config import CrewConfig
 from etude.dispatch.crew import AGAIN, TELL, TICK, Joint, Meeting
 from etude.dispatch.divide import Share, divide
-from etude.dispatch.held import held, lend
+from etude.dispatch.held import Held, drafted, held, lend, resolved
 from etude.dispatch.machine import machine
 from etude.dispatch.member import ENDING, Member, Raised, ending
-from etude.dispatch.messages import Body, Said, Sent, pack, unpack
+from etude.dispatch.messages import Body, Make, Said, Sent, pack, unpack
 from etude.dispatch.pools import Pool, lacking, places
 from etude.dispatch.ray_cluster import Cluster
 from etude.dispatch.ray_rank import Here, Rank
@@ -68,8 +69,12 @@ class Depot:
 
     def take(self, sent: Sent) -> Body:
         """Look at it: in place where it lies on this node, else in a copy that is fetched."""
-        body: Body = sent if isinstance(sent, Body) else _ray.get(sent)
-        return body
+        return self.take_all([sent])[0]
+
+    def take_all(self, sent: Sequence[Sent]) -> list[Body]:
+        """The same of several, which are fetched side by side."""
+        far = iter(_ray.get([each for each in sent if not isinstance(each, Body)]))
+        return [each if isinstance(each, Body) else next(far) for each in sent]
 
 
 class Placed:
@@ -182,6 +187,22 @@ class RayCrew(Joint["Actor"]):
         stays: Any = held(*division.cut, self._answers(method, division, keep=True)[:: self._repeats])
         return stays  # type: ignore[no-any-return]
 
+    def keep(self, value: object) -> Sent:
+        """Lay a value into the object store, for as long as anybody has what is returned."""
+        return self._stored(value, anyhow=True)
+
+    def compose(self, outline: Outline, kept: Sequence[Sent], make: Make, told: Sequence[Any]) -> Batch:
+        """A batch of values that were kept, which each rank makes of those that it is given."""
+        stays: Any = drafted(outline, kept, make, told)
+        return stays  # type: ignore[no-any-return]
+
+    def fetch(self, batch: Batch) -> Batch:
+        """A batch that stayed with the ranks, here."""
+        stays: Any = batch
+        if not isinstance(stays, Held):
+            return batch
+        return resolved(stays.lent(), lambda sent: [self._unpack(each) for each in sent])
+
     def close(self) -> None:
         """End every rank, whatever it is at; and Ray, where it was started for this crew."""
         super().close()
@@ -192,8 +213,11 @@ class RayCrew(Joint["Actor"]):
         self._cluster.close()
 
     def _pack(self, value: object) -> Sent:
+        return self._stored(value)
+
+    def _stored(self, value: object, *, anyhow: bool = False) -> Sent:
         try:
-            return self._depot.put(pack(value, lend))
+            return self._depot.put(pack(value, lend), anyhow=anyhow)
         except RayError as error:
             raise CrewError(
                 f"What the ranks of {self._role} are to be given could not be put into Ray's object store: "

@@ -40,6 +40,10 @@ class Depot(Protocol):
         """Look at it, wherever it lies."""
         ...
 
+    def take_all(self, sent: Sequence[Sent]) -> list[Body]:
+        """Look at all of these, which are fetched side by side."""
+        ...
+
 
 class Here(NamedTuple):
     """Where a rank came to stand."""
@@ -68,7 +72,10 @@ class _Outbox:
         return Kept(self._depot.put(pack(value), anyhow=True), Outline.of(value))
 
     def unpack(self, sent: Sent) -> Any:
-        return unpack(self._depot.take(sent), lambda lent: resolved(lent, self.unpack))
+        return unpack(self._depot.take(sent), lambda lent: resolved(lent, self._pieces))
+
+    def _pieces(self, sent: Sequence[Sent]) -> list[Any]:
+        return [unpack(body) for body in self._depot.take_all(sent)]
 
     def fetched(self, seconds: float) -> list[object]:
         """All there is; where there is nothing, what comes within so many seconds."""

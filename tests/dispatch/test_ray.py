@@ -93,9 +93,9 @@ def test_what_ranks_compute_together_is_stored_once(crew: RayCrew, monkeypatch: 
     batch = random_batch(3, (3, 2))
     put, sent = crew._depot.put, list[Body]()
 
-    def putting(body: Body) -> Any:
+    def putting(body: Body, **how: Any) -> Any:
         sent.append(body)
-        return put(body)
+        return put(body, **how)
 
     monkeypatch.setattr(crew, "_repeats", 2)
     monkeypatch.setattr(crew._depot, "put", putting)

@@ -210,3 +210,20 @@ class Maker:
         units = torch.repeat_interleave(torch.arange(batch.rollouts), batch.unit_tokens.diff())
         reward = torch.zeros(batch.rollouts, dtype=torch.float64).index_add(0, units, wide)
         return batch.replace(teacher_topk_ids=None, reward=reward)
+
+
+class Reader:
+    """Looks at batches, and says what is in them."""
+
+    @spread(Split.GROUPS, Gather.METRICS)
+    def look(self, batch: Batch) -> Metrics:
+        """How much of it there is on all ranks, and what it adds up to."""
+        place = torch.arange(batch.tokens) - batch.unit_tokens[:-1].repeat_interleave(batch.unit_tokens.diff())
+        found = {"ids": (batch.ids.double() * (place + 1)).sum(), "reward": batch.need("reward").sum()}
+        found |= {"tokens": batch.tokens, "rollouts": batch.rollouts, "version": batch.need("trainer_version").sum()}
+        return Metrics({name: Sum.of(float(value)) for name, value in found.items()})
+
+    @spread(Split.GROUPS, Gather.CONCAT)
+    def mark(self, batch: Batch) -> Batch:
+        """The batch with a column more."""
+        return batch.replace(advantage=batch.ids.double())
