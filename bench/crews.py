@@ -4,13 +4,14 @@
 
 Each step makes the calls that a step of `etude train` makes, with the batch of a small one (96 rollouts, about 12,000
 tokens): annotate and estimate, whose batch is cut, shared out and put together or held; update, with what came of them;
-publish, and what is measured. Then, where engines stand with the ranks, every answer is a question of its own: 96 are
-asked at once, each as long as such a rollout, through the router that a run asks by. What the ranks do with any of it
-takes no time, so what is left is packing, sending, waking up and joining. Alone in this process, as two processes, and
-as two Ray actors; the median step counts.
+publish, and what is measured. Before that, what each rollout is trained on as is laid where ranks look at it, one after
+another. And where engines stand with the ranks, every answer is a question of its own: 96 are asked at once, each as
+long as such a rollout, through the router that a run asks by. What the ranks do with any of it takes no time, so what
+is left is packing, sending, waking up and joining. Alone in this process, as two processes, and as two Ray actors; the
+median step counts.
 
-The calls are held to the aim. The answers stand beside it: while a model draws them, asking for others takes the run no
-time.
+The calls are held to the aim. The rest stands beside it: while a model draws answers, asking for others and laying down
+those that are there takes the run no time.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ from etude.dispatch import CrewConfig, LocalCrew, crew_of
 from etude.errors import MissingPackageError
 from etude.observe import make_console
 from etude.protocols import Crew, Generate, Ids
+from etude.recipes.batching import collated
+from etude.recipes.rows import Rows
 from etude.records import Completion, Rollout, Sample, SamplingParams
 from etude.rollout.router import Router
 
 AIMS = {"local": 1.0, "processes": 10.0, "ray": 30.0}
 """Milliseconds a step."""
-CALLS, ANSWERS = "calls of a step", "96 answers"
+CALLS, LAID, ANSWERS = "calls of a step", "96 rollouts laid down", "96 answers"
 GROUPS, GROUP_SIZE, TOKENS = 12, 8, 128
 WARMING = 5
 SAMPLING = SamplingParams(max_tokens=TOKENS // 2)
@@ -94,11 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_argument("--only", nargs="*", choices=AIMS, default=list(AIMS), help="time these alone")
     arguments.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     asked = arguments.parse_args(argv)
-    console, batch, kinds = make_console("auto"), _batch(), _kinds()
+    console, records, kinds = make_console("auto"), _records(), _kinds()
     found: list[Timed] = []
     for name in asked.only:
         try:
-            found += _timed(name, kinds[name], batch, asked.steps)
+            found += _timed(name, kinds[name], *records, asked.steps)
         except MissingPackageError as error:
             console.print(f"{name} is left out. {error}", soft_wrap=True)
     table = Table(title="What the controller adds to a step", box=SIMPLE_HEAD, title_justify="left")
@@ -115,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _batch() -> Batch:
+def _records() -> tuple[list[Sample], list[Rollout]]:
     rng = np.random.default_rng(0)
     rollouts = [Rollout(u, u // GROUP_SIZE, u, 0.0) for u in range(GROUPS * GROUP_SIZE)]
     rows = [
@@ -129,7 +132,7 @@ def _batch() -> Batch:
         )
         for u in range(len(rollouts))
     ]
-    return Batch.from_records(rows, rollouts)
+    return rows, rollouts
 
 
 def _kinds() -> dict[str, Callable[[Path], Crew]]:
@@ -141,16 +144,21 @@ def _kinds() -> dict[str, Callable[[Path], Crew]]:
     }
 
 
-def _timed(name: str, start: Callable[[Path], Crew], batch: Batch, steps: int) -> list[Timed]:
-    """The median step, of its calls and of its answers."""
-    calls, answers = [], []
+def _timed(
+    name: str, start: Callable[[Path], Crew], samples: Sequence[Sample], rollouts: Sequence[Rollout], steps: int
+) -> list[Timed]:
+    """The median step, of each kind of work."""
+    told: dict[str, list[float]] = {CALLS: [], LAID: [], ANSWERS: []}
+    prompts = [sample.ids[: TOKENS // 2] for sample in samples[::GROUP_SIZE]]
     with tempfile.TemporaryDirectory() as logs, closing(start(Path(logs))) as crew, asyncio.Runner() as runner:
         ranks = 1 if isinstance(crew, LocalCrew) else 2
         engine: Generate = Idle() if ranks == 1 else Router([Engine(crew, rank) for rank in range(ranks)])
         for step in range(WARMING + steps):
-            calls.append(_seconds(lambda step=step: _call(crew, batch, step)))  # type: ignore[misc]
-            answers.append(_seconds(lambda: runner.run(_ask(engine, batch))))
-    told = {CALLS: calls, ANSWERS: answers}
+            rows: list[Rows] = []
+            told[LAID].append(_seconds(lambda rows=rows: rows.extend(Rows.of([s], crew.keep) for s in samples)))  # type: ignore[misc]
+            batch = collated(crew, rows, rollouts, step)
+            told[CALLS].append(_seconds(lambda batch=batch, step=step: _call(crew, batch, step)))  # type: ignore[misc]
+            told[ANSWERS].append(_seconds(lambda: runner.run(_ask(engine, prompts))))
     return [Timed(name, ranks, what, 1000 * median(each[WARMING:]), AIMS[name]) for what, each in told.items()]
 
 
@@ -163,9 +171,8 @@ def _call(crew: Crew, batch: Batch, step: int) -> None:
     crew.call(Idle.measure)
 
 
-async def _ask(engine: Generate, batch: Batch) -> None:
+async def _ask(engine: Generate, prompts: Sequence[Ids]) -> None:
     """The answers of a step: those of a group are to one prompt."""
-    prompts = batch.ids.numpy().astype(np.int32).reshape(GROUPS, GROUP_SIZE, TOKENS)[:, 0, : TOKENS // 2]
     begun: list[int] = []
     asked = [
         engine.generate(prompt, SAMPLING, begun=lambda: begun.append(1))

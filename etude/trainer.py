@@ -232,15 +232,10 @@ def _not_while_loaded() -> None:
 
 def shown(parts: Parts, groups: Groups, console: Console) -> None:
     """Rollouts for a person to read: what was said, what it earned, and what would be learned from it."""
-    batch = parts.learners.estimate(parts.learners.annotate(parts.collate(groups)), 1)
-    per_token = batch.need("advantage").tolist()
-    advantages: dict[int, list[float]] = {}
-    at = 0
-    for sample in groups.samples:  # a batch has its rows in this order, one after another
-        chosen = zip(per_token[at : at + len(sample.ids)], sample.action.tolist(), strict=True)
-        advantages.setdefault(sample.rollout, []).extend(value for value, acts in chosen if acts)
-        at += len(sample.ids)
-    for rollout in groups.rollouts:
+    learners = parts.learners
+    batch = learners.crew.fetch(learners.estimate(learners.annotate(parts.collate(groups)), 1))
+    advantage, rows, ends = batch.need("advantage"), batch.unit_rows.tolist(), batch.offsets.tolist()
+    for place, rollout in enumerate(groups.rollouts):
         fields = parts.store.task(rollout.task).fields
         asked = ", ".join(f"{name}={_short(value)}" for name, value in fields.items() if name not in ADDED)
         console.rule(Text(f"task {rollout.task}, try {rollout.id % 2 + 1}", style="bold"))
@@ -248,12 +243,13 @@ def shown(parts: Parts, groups: Groups, console: Console) -> None:
         _conversation(parts, rollout.id, console)
         named = ", ".join(f"{name} {value:g}" for name, value in rollout.parts.items())
         console.print(Text(f"reward {rollout.reward:g}{f' ({named})' if named else ''}", style="bold"))
-        samples = [sample for sample in groups.samples if sample.rollout == rollout.id]
-        for number, sample in enumerate(samples, start=1):
-            learned = int(sample.action.sum())
-            row = f"row {number} of {len(samples)}: {len(sample.ids)} tokens, {learned} of them written by the model"
-            console.print(Text(row))
-        console.print(Text(_lesson(advantages.get(rollout.id, []))))
+        first, last = rows[place], rows[place + 1]
+        for row in range(first, last):
+            learned = int(batch.action[ends[row] : ends[row + 1]].sum())
+            told = f"{ends[row + 1] - ends[row]} tokens, {learned} of them written by the model"
+            console.print(Text(f"row {row - first + 1} of {last - first}: {told}"))
+        whole = slice(ends[first], ends[last])
+        console.print(Text(_lesson(advantage[whole][batch.action[whole]].tolist())))
 
 
 def failed(parts: Parts, others: Collection[int], console: Console) -> None:

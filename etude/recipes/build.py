@@ -104,7 +104,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     longest = crew.call(PolicyWorker.longest)
     order = run.data.sampler.start(len(train), run.seed, train.sources)
     common: dict[str, Any] = {"seed": run.seed, "dataset": train, "order": order, "judge": judge, "store": store}
-    common["runner"] = runner
+    common |= {"runner": runner, "keep": crew.keep}
     source: AgentSource | EngineSource
     client: Callable[[], Desk] | None = None
     if agentic:

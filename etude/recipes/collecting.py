@@ -25,6 +25,7 @@ from etude.errors import CollectionError, RunError
 from etude.observe import Bar, Mean, Metrics, unwatched
 from etude.recipes.agents import SCORED
 from etude.recipes.play import Played
+from etude.recipes.rows import Keep, Rows
 from etude.recipes.scheduler import Admit, Decision, Drop, Failed, Finished, Issue, Opened, Scheduler
 from etude.recipes.tally import Notices, Tally
 from etude.records import Outcome, Rollout, Sample, Task, Turn
@@ -59,7 +60,8 @@ class Collection(Config):
 class Groups:
     """What a step trains on: whole groups, scored."""
 
-    samples: Sequence[Sample]
+    rows: Sequence[Rows]
+    """Of each rollout, what it is trained on as."""
     rollouts: Sequence[Rollout]
     metrics: Metrics
     replayed: bool = False
@@ -87,7 +89,8 @@ class Ended:
 class Scored:
     """A rollout that a step may train on."""
 
-    turns: Sequence[Turn]
+    turns: int
+    rows: Rows
     rollout: Rollout
     total: float
     """All that it earned, what its turns were paid included."""
@@ -113,13 +116,14 @@ class Collector(ABC):
         retries: int,
         episodic: bool,
         greedy: bool = False,
+        keep: Keep = tuple,
     ) -> None:
         """runner: the run's one event loop. retries: further attempts that the scheduler asks for. episodic: whether
         attempts may have several turns. greedy: whether each task is answered greedily too, for the others to be
-        compared with."""
+        compared with. keep: where the tokens of rollouts are laid that a step may train on; here, by default."""
         self._config, self._seed, self._greedy, self._retries = collection, seed, greedy, retries
         self._dataset, self._order, self._store, self._judge = dataset, order, store, judge
-        self._episodic = episodic
+        self._episodic, self._lay = episodic, keep
         self._tasks: dict[int, Task] = {}
         self._scored: dict[int, Scored] = {}
         self._baselines: dict[int, float] = {}
@@ -385,18 +389,22 @@ class Collector(ABC):
         """A rollout that a step may train on, by how it was played."""
         verdict = played.verdict
         told = verdict.reward, verdict.parts, Outcome.SUCCEEDED, played.truncated, played.role
-        return Scored(played.turns, Rollout(id, task, task, *told), played.total)
+        return self._laid(played.turns, Rollout(id, task, task, *told), played.total)
 
-    def _rows(self, scored: Scored) -> list[Sample]:
+    def _laid(self, turns: Sequence[Turn], rollout: Rollout, total: float) -> Scored:
+        """A rollout that a step may train on, whose tokens are laid down: its turns need not be had any more."""
+        return Scored(len(turns), Rows.of(self._samples(turns, rollout.id), self._lay), rollout, total)
+
+    def _samples(self, turns: Sequence[Turn], rollout: int) -> list[Sample]:
         """The token sequences that a rollout is trained on as."""
-        return rows_of_turns(scored.turns, scored.rollout.id)
+        return rows_of_turns(turns, rollout)
 
     def _from_journal(self, state: RolloutState) -> Scored:
         """A scored rollout as the journal has it."""
         last = state.last
         assert last is not None and last.reward is not None and last.total is not None
         told = last.reward, last.parts, Outcome.SUCCEEDED, last.truncated, last.role
-        return Scored(self._store.turns(state.id), Rollout(state.id, state.task, state.task, *told), last.total)
+        return self._laid(self._store.turns(state.id), Rollout(state.id, state.task, state.task, *told), last.total)
 
     def _replayed(self, step: int, ids: Sequence[int]) -> Groups:
         """A step that was admitted before, with the same rollouts; the order hears of it as it did then."""
@@ -416,21 +424,19 @@ class Collector(ABC):
 
     def _groups(self, scored: Sequence[Scored], metrics: Metrics, *, replayed: bool = False) -> Groups:
         """The records of an admission. The order is told what its rows earned."""
-        samples: list[Sample] = []
         earned: dict[int, list[float]] = {}
         rollouts = self._notices.alike([each.rollout for each in scored])
         for each in scored:
-            samples += self._rows(each)
             earned.setdefault(each.rollout.task, []).append(each.total)
         if self._episodic:
-            metrics.add("turns", Mean.over(sum(len(each.turns) for each in scored), len(scored)))
+            metrics.add("turns", Mean.over(sum(each.turns for each in scored), len(scored)))
         if self._greedy:
             baselines = {task: self._baselines.pop(task) for task in earned}
             rollouts = [replace(each, greedy_reward=baselines[each.task]) for each in rollouts]
             metrics.add("greedy_reward", Mean.over(sum(baselines.values()), len(baselines)))
         for task, rewards in earned.items():
             self._order.saw(row_of(self._tasks.pop(task)), rewards)
-        return Groups(samples, rollouts, metrics, replayed)
+        return Groups([each.rows for each in scored], rollouts, metrics, replayed)
 
 
 def row_of(task: Task) -> int:

@@ -36,15 +36,14 @@ def practise(parts: Parts) -> None:
             with at.timer("collect"):
                 groups = parts.source.next(step)  # scored and filtered; every wait in it is bounded
             with at.timer("annotate"):
-                collated = parts.collate(groups)
-                batch = parts.learners.annotate(collated)
+                batch = parts.learners.annotate(parts.collate(groups))
             with at.timer("estimate"):
                 batch = parts.learners.estimate(batch, step)
             with at.timer("update"):
                 at.add(parts.learners.update(batch))
             with at.timer("publish"):
                 at.add(parts.publish(step))
-            at.add(parts.measure(groups, collated))
+            at.add(parts.measure(groups))
             with at.timer("evaluate"):
                 at.add(parts.evaluate.maybe_run(step))
         parts.checkpoint.maybe_save(step)  # what the step measured is written by now

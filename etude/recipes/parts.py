@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from etude.batch import Batch
 from etude.checkpoint import Checkpoint, Checkpoints
-from etude.data.collate import collate
 from etude.observe import Last, Max, Mean, Metrics, RunLog, Sum, get_log
 from etude.protocols import Crew, Generate, Ids
+from etude.recipes.batching import collated
 from etude.recipes.collecting import Collector, Groups, Watch
 from etude.recipes.evaluate import Answer, Evaluator, scores, write_answers
 from etude.recipes.saving import Saver
 from etude.recipes.workers import PolicyWorker
-from etude.records import Sample
 from etude.store import Journal, events
 from etude.store.desk import Desk
 
@@ -193,9 +191,8 @@ class Parts:
                 self.evaluate.raise_failed()
 
     def collate(self, groups: Groups) -> Batch:
-        """One batch of a step's groups."""
-        batch = collate(groups.samples, groups.rollouts)
-        return batch.replace(trainer_version=batch.group.new_full((batch.rollouts,), self.checkpoint.step))
+        """One batch of a step's groups, which ranks make where its tokens do not lie here."""
+        return collated(self.learners.crew, groups.rows, groups.rollouts, self.checkpoint.step)
 
     def publish(self, version: int) -> Metrics:
         """Hand the weights to every engine, under a new version."""
@@ -203,11 +200,12 @@ class Parts:
             return self.publisher(version)
         return self.learners.crew.call(PolicyWorker.publish, version)
 
-    def measure(self, groups: Groups, batch: Batch) -> Metrics:
-        """What is seen of a step's rollouts, of the engine that drew them, and of the device. batch: as it was
-        collated, since what was made of it may lie elsewhere."""
-        prompts, answers = _lengths(groups.samples)
-        rewards = batch.need("metric").tolist()
+    def measure(self, groups: Groups) -> Metrics:
+        """What is seen of a step's rollouts, of the engine that drew them, and of the device."""
+        spoken = [rows for rows in groups.rows if rows.models]
+        prompts, answers = [rows.prompt for rows in spoken], [rows.answered for rows in spoken]
+        pairs = zip(groups.rows, groups.rollouts, strict=True)
+        rewards = [rows.metric(rollout.reward) for rows, rollout in pairs]
         metrics = Metrics(
             {
                 "reward": Mean.over(sum(rewards), len(rewards)),
@@ -216,7 +214,7 @@ class Parts:
                 "answer_length_max": Max.of(max(answers, default=0)),
                 "truncated": Mean.over(sum(r.truncated for r in groups.rollouts), len(rewards)),
                 "rollouts": Last.of(len(rewards)),
-                "tokens": Last.of(batch.tokens),
+                "tokens": Last.of(sum(rows.tokens for rows in groups.rows)),
                 "overlong_prompts": Last.of(self.overlong),
                 "replayed": Last.of(float(groups.replayed)),
             }
@@ -224,8 +222,8 @@ class Parts:
         for rollout in groups.rollouts:
             for name, value in rollout.parts.items():
                 metrics.add(f"reward/{name}", Mean.of(value))
-        if batch.observation is not None and "turns" in groups.metrics:
-            metrics.add("observation_length", Mean.over(int(batch.observation.sum()), batch.rollouts))
+        if "turns" in groups.metrics:
+            metrics.add("observation_length", Mean.over(sum(rows.observed for rows in groups.rows), len(rewards)))
         metrics.merge(groups.metrics)
         seen = self.engine.stats()
         drawn, busy = (seen[f"engine/{name}"].value() or 0.0 for name in ("new_tokens", "busy_seconds"))
@@ -234,14 +232,3 @@ class Parts:
         metrics.merge(self.learners.crew.call(PolicyWorker.utilisation))
         metrics.merge(self.checkpoint.spent())
         return metrics
-
-
-def _lengths(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
-    """Of each rollout that has rows: the tokens of its prompt, and those of all its answers."""
-    prompts: dict[int, int] = {}
-    answers: Counter[int] = Counter()
-    for sample in samples:
-        acted = int(sample.action.sum())
-        prompts.setdefault(sample.rollout, int(sample.action.argmax()) if acted else len(sample.ids))
-        answers[sample.rollout] += acted
-    return list(prompts.values()), list(answers.values())

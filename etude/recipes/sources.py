@@ -14,9 +14,10 @@ from etude.recipes.agents import Agents, rewarded
 from etude.recipes.collecting import Collection, Collector, Ended, Scored, row_of
 from etude.recipes.episodes import Episodes
 from etude.recipes.play import Player, PromptIds
+from etude.recipes.rows import Keep
 from etude.recipes.sampling import Sampling, derived_seed
 from etude.recipes.scheduler import Issue
-from etude.records import Outcome, Sample
+from etude.records import Outcome, Sample, Turn
 from etude.rewards import Judge
 from etude.store import Journal, Phase, RolloutState, Status, events
 from etude.store.ledger import INTERRUPTED
@@ -47,6 +48,7 @@ class EngineSource(Collector):
         at_once: int,
         episodes: Episodes | None = None,
         greedy: bool = False,
+        keep: Keep = tuple,
     ) -> None:
         """prompt_ids: the ids of a task's prompt, as it is asked. episodes: who plays rollouts of several turns."""
         super().__init__(
@@ -60,6 +62,7 @@ class EngineSource(Collector):
             retries=collection.retries,
             episodic=episodes is not None,
             greedy=greedy,
+            keep=keep,
         )
         self._sampling = sampling
         self._attempts: dict[int, list[Status]] = {}
@@ -152,6 +155,7 @@ class AgentSource(Collector):
         judge: Judge,
         store: Journal,
         runner: asyncio.Runner,
+        keep: Keep = tuple,
     ) -> None:
         super().__init__(
             collection,
@@ -163,6 +167,7 @@ class AgentSource(Collector):
             runner=runner,
             retries=0,
             episodic=True,
+            keep=keep,
         )
         self._agents = agents
 
@@ -192,8 +197,8 @@ class AgentSource(Collector):
         played = self._agents.replayed(state, self._store.turns(state.id))
         return self._scored_by(played, state.id, state.task)
 
-    def _rows(self, scored: Scored) -> list[Sample]:
-        return samples(scored.turns, scored.rollout.id, self._agents.tags)
+    def _samples(self, turns: Sequence[Turn], rollout: int) -> list[Sample]:
+        return samples(turns, rollout, self._agents.tags)
 
     def _lapsed(self, left: RolloutState) -> int:  # noqa: ARG002
         return 0

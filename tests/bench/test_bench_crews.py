@@ -1,4 +1,4 @@
-"""The benchmark of crews, for a few steps: each kind has its calls and its answers, and the file tells of both."""
+"""The benchmark of crews, for a few steps: each kind has its calls and what stands beside them; so has the file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.crews import AIMS, ANSWERS, CALLS, Timed, main
+from bench.crews import AIMS, ANSWERS, CALLS, LAID, Timed, main
 
 
 def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,15 +15,15 @@ def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.Capt
     assert main(["--steps", "3", "--only", "local", "processes", "--json", str(file)]) == 0
     told = json.loads(file.read_text())
     assert {"machine", "versions", "cases", "ratios"} <= told.keys()
-    asked = [(crew, what) for crew in ("local", "processes") for what in (CALLS, ANSWERS)]
+    asked = [(crew, what) for crew in ("local", "processes") for what in (CALLS, LAID, ANSWERS)]
     assert [(case["name"], case["what"]) for case in told["cases"]] == asked
     assert set(told["ratios"]) == {f"{crew}: {what}" for crew, what in asked}
     assert all(case["milliseconds"] > 0 for case in told["cases"])
     shown = capsys.readouterr().out
-    assert shown.count(CALLS) == shown.count(ANSWERS) == 2
+    assert shown.count(CALLS) == shown.count(LAID) == shown.count(ANSWERS) == 2
 
 
-def test_calls_are_held_to_the_aim_and_answers_stand_beside_it() -> None:
+def test_calls_are_held_to_the_aim_and_the_rest_stands_beside_them() -> None:
     assert Timed("ray", 2, CALLS, AIMS["ray"] - 1, AIMS["ray"]).met is True
     assert Timed("ray", 2, CALLS, AIMS["ray"] + 1, AIMS["ray"]).met is False
     assert Timed("ray", 2, ANSWERS, AIMS["ray"] + 1, AIMS["ray"]).met is None

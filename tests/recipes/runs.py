@@ -14,8 +14,10 @@ from etude.cli import main
 from etude.config.compose import compose
 from etude.models import Model
 from etude.recipes.build import policy
+from etude.recipes.collecting import Groups
 from etude.recipes.folder import read_run
 from etude.recipes.run import Run
+from etude.records import Sample
 from etude.train import load_weights
 
 Captured = pytest.CaptureFixture[str]
@@ -68,6 +70,11 @@ def refused(capsys: Captured, *words: str) -> str:
 def refused_run(capsys: Captured, world: Path, directory: Path, *words: str, **changes: Any) -> str:
     """The sentence that a run is refused with."""
     return refused(capsys, "train", *words, *options(world, directory=directory, **changes))
+
+
+def rows_of(groups: Groups) -> list[Sample]:
+    """The token sequences of a step, where they lie here."""
+    return [sample for rows in groups.rows for sample in rows.kept]
 
 
 def measured(directory: Path) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from etude.store.client import RemoteDesk
 from etude.store.keys import Keyring
 from tests.recipes import players
 from tests.recipes.players import TALKS
-from tests.recipes.runs import Captured, measured, refused_run, run_of, same, train, weights
+from tests.recipes.runs import Captured, measured, refused_run, rows_of, run_of, same, train, weights
 
 
 def journal(run: Path) -> Journal:
@@ -195,8 +195,8 @@ def test_failures_count_for_what_is_said_and_so_when_they_are_read_back(world: P
         after = parts.source.next(1)
     assert after.replayed and before.rollouts == after.rollouts and len(before.rollouts) == 16
     assert {rollout.reward for rollout in before.rollouts if rollout.id % 2} == {-1.0}
-    assert all(row.reward is None for row in before.samples if row.rollout % 2)
-    assert [row.ids.tolist() for row in before.samples] == [row.ids.tolist() for row in after.samples]
+    assert all(row.reward is None for row in rows_of(before) if row.rollout % 2)
+    assert [row.ids.tolist() for row in rows_of(before)] == [row.ids.tolist() for row in rows_of(after)]
 
 
 def test_runners_and_what_they_play_at_once(world: Path, tmp_path: Path) -> None:

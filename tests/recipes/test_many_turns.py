@@ -13,7 +13,7 @@ from etude.cli import main
 from etude.recipes.build import build
 from etude.store import open_store
 from tests.recipes import partners
-from tests.recipes.runs import Captured, measured, options, refused, run_of, same, train, weights
+from tests.recipes.runs import Captured, measured, options, refused, rows_of, run_of, same, train, weights
 
 ECHO = {
     "env.path": f"{partners.__name__}:Echo",
@@ -63,8 +63,8 @@ def test_what_the_journal_has_beyond_a_checkpoint_is_not_played_again(
         after = [parts.source.next(step) for step in (1, 2)]
     assert all(groups.replayed for groups in after)
     for one, other in zip(before, after, strict=True):
-        assert one.rollouts == other.rollouts and len(one.samples) == len(other.samples)
-        for a, b in zip(one.samples, other.samples, strict=True):
+        assert one.rollouts == other.rollouts
+        for a, b in zip(rows_of(one), rows_of(other), strict=True):
             assert (a.ids == b.ids).all() and (a.reward == b.reward).all()
 
 

@@ -24,11 +24,13 @@ from etude.protocols import Ids
 from etude.recipes.collecting import Collection, Groups
 from etude.recipes.environment import EnvConfig
 from etude.recipes.episodes import Episodes
+from etude.recipes.rows import Keep
 from etude.recipes.sampling import Sampling
 from etude.recipes.sources import EngineSource
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, Judging
 from etude.store import Event, Journal, Phase, Rewarded, Status, TaskDropped, TurnRecorded, open_store
+from tests.recipes.runs import rows_of
 from tests.worlds import make_tokenizer
 
 TASKS = [{"prompt": f"{row}+1=", "answer": str(row + 1), "data_source": "sums"} for row in range(12)]
@@ -95,6 +97,7 @@ def sourced(
     at_once: int = 64,
     greedy: bool = False,
     env: EnvConfig | None = None,
+    keep: Keep = tuple,
     **collection: Any,
 ) -> Iterator[EngineSource]:
     """A source over twelve tasks, two groups of three a step."""
@@ -114,6 +117,7 @@ def sourced(
             at_once=at_once,
             episodes=Episodes(env, CHAT, 200) if env is not None else None,
             greedy=greedy,
+            keep=keep,
         )
         source.take_up(state, position)
         yield source
@@ -126,7 +130,7 @@ def told(groups: Groups) -> list[Any]:
             *(s.rollout, s.ids.tolist(), s.action.tolist(), np.nan_to_num(s.logp).tolist(), s.turn.tolist()),
             *(None if s.reward is None else s.reward.tolist(), None if s.anchor is None else s.anchor.tolist()),
         )
-        for s in groups.samples
+        for s in rows_of(groups)
     ]
     return [rows, groups.rollouts]
 
@@ -269,7 +273,7 @@ def test_an_answer_without_tokens_is_a_rollout_like_any_other() -> None:
     store = open_store()
     with sourced(Scripted(tokens=0), store) as source:
         groups = source.next(1)
-    batch = collate(groups.samples, groups.rollouts)
+    batch = collate(rows_of(groups), groups.rollouts)
     assert batch.rollouts == 6 and not bool(batch.action.any())
     turns = [event for _, event in store.read(kinds=(TurnRecorded,))]
     assert len(turns) == 6 and {r.outcome for r in groups.rollouts} == {Outcome.SUCCEEDED}
@@ -307,13 +311,13 @@ def test_each_task_is_answered_greedily_and_its_rollouts_know_what_that_earned()
         groups = source.next(1)
     assert len(engine.asked) == 8 and engine.greedily == 2
     assert [r.id for r in groups.rollouts] == [0, 1, 2, 4, 5, 6], "rollouts 3 and 7 are the greedy ones"
-    assert store.admitted() == {1: (0, 1, 2, 4, 5, 6)} and len(groups.samples) == 6
+    assert store.admitted() == {1: (0, 1, 2, 4, 5, 6)} and len(rows_of(groups)) == 6
     for id in (3, 7):
         assert store.rollout(id).phase is Phase.DROPPED and len(store.turns(id)) == 1
     for task, id in ((0, 3), (1, 7)):
         last = store.rollout(id).last
         assert last is not None and {r.greedy_reward for r in groups.rollouts if r.group == task} == {last.reward}
-    batch = collate(groups.samples, groups.rollouts)
+    batch = collate(rows_of(groups), groups.rollouts)
     assert batch.greedy_reward is not None and groups.metrics.reduce()["greedy_reward"] >= 0
     assert groups.metrics.reduce()["sampled_tokens"] == 24
 
@@ -358,7 +362,7 @@ def test_turns_are_journaled_with_what_they_were_paid() -> None:
     assert all(each.paid == 1.125 for each in rewarded.values())
     last = store.rollout(0).last
     assert last is not None and last.total == last.reward + 1.125  # type: ignore[operator]
-    batch = collate(groups.samples, groups.rollouts)
+    batch = collate(rows_of(groups), groups.rollouts)
     assert batch.rows == 6 and batch.metric is not None and batch.reward is not None
     assert batch.metric.tolist() == [reward + 1.125 for reward in batch.reward.tolist()]
     assert batch.anchor is not None and batch.observation is not None and int(batch.observation.sum()) == 6 * 2 * 4
@@ -383,7 +387,7 @@ def test_which_player_a_rollout_was_is_kept() -> None:
         again = source.next(1)
     assert [r.role for r in first.rollouts] == [1, 1, 1, 2, 2, 2] and again.replayed and told(again) == told(first)
     assert len({turn.anchor for id in range(6) for turn in store.turns(id)[:1]}) == 1, "a named state is the same"
-    batch = collate(again.samples, again.rollouts)
+    batch = collate(rows_of(again), again.rollouts)
     assert batch.role is not None and batch.role.tolist() == [1, 1, 1, 2, 2, 2]
 
 
@@ -394,7 +398,7 @@ def test_a_group_is_level_only_if_its_turns_were_paid_alike() -> None:
     with sourced(Scripted(), store, lambda task, answer: 0.5, env=odd, refill=3) as source:
         groups = source.next(1)
     assert groups.metrics.reduce()["level_groups"] == 0
-    batch = collate(groups.samples, groups.rollouts)
+    batch = collate(rows_of(groups), groups.rollouts)
     assert batch.metric is not None and set(batch.reward.tolist()) == {0.5}  # type: ignore[union-attr]
     for group in batch.group.unique():
         assert len(set(batch.metric[batch.group == group].tolist())) > 1

@@ -1,0 +1,68 @@
+"""The token sequences that rollouts are trained on as, and what the controller knows of them without having them.
+
+As soon as a rollout is over, its sequences are laid where the ranks can look at them (`Crew.keep`). On a cluster that
+is the object store: the controller keeps a few numbers of each, and puts a step together by those (`batching`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from etude.records import Sample
+
+__all__ = ["Keep", "Rows"]
+
+Keep = Callable[[Sequence[Sample]], Any]
+"""Lays sequences down; what stands for them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The sequences of one rollout."""
+
+    kept: Any
+    """They themselves, or what stands for them."""
+    models: tuple[str, ...]
+    """Of each, whose tokens it has."""
+    anchored: tuple[bool, ...]
+    """Of each, whether it names states."""
+    tokens: int
+    """Of all of them."""
+    before: int
+    """Of those, the ones before the first that the model said."""
+    prompt: int
+    """Those before it in the first sequence."""
+    answered: int
+    """Those that the model said."""
+    observed: int
+    """Those that it was told after it had begun to speak, in each sequence."""
+    paid: tuple[float, ...]
+    """What turns were paid, one after another."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], keep: Keep) -> Rows:
+        """Those that are laid down now."""
+        acted = [np.flatnonzero(sample.action) for sample in samples]
+        first = [int(at[0]) if len(at) else len(sample.ids) for sample, at in zip(samples, acted, strict=True)]
+        lengths = [len(sample.ids) for sample in samples]
+        spoke = next((row for row, at in enumerate(acted) if len(at)), None)
+        answered = sum(map(len, acted))
+        return cls(
+            kept=keep(samples),
+            models=tuple(sample.model for sample in samples),
+            anchored=tuple(sample.anchor is not None for sample in samples),
+            tokens=sum(lengths),
+            before=sum(lengths) if spoke is None else sum(lengths[:spoke]) + first[spoke],
+            prompt=first[0] if first else 0,
+            answered=answered,
+            observed=sum(lengths) - sum(first) - answered,
+            paid=tuple(float(each) for s in samples if s.reward is not None for each in s.reward[s.reward != 0]),
+        )
+
+    def metric(self, reward: float) -> float:
+        """All that a rollout was given which earned so much; see `collate`."""
+        return sum(self.paid, reward)

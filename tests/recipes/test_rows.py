@@ -1,0 +1,179 @@
+"""What the controller knows of a step without its tokens is what the tokens say; and those do not stay with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.batch import Batch, Outline
+from etude.data.adapt import samples
+from etude.data.collate import collate
+from etude.data.share import shares
+from etude.dispatch import CrewConfig, LocalCrew, crew_of
+from etude.dispatch.held import Held, drafted, resolved
+from etude.errors import BatchError, RewardError
+from etude.observe import Metrics
+from etude.protocols import Crew
+from etude.recipes.batching import collated
+from etude.recipes.collecting import Groups
+from etude.recipes.rows import Rows
+from etude.records import Completion, Rollout, Sample, Turn
+from etude.store import open_store
+from tests.batches import same
+from tests.dispatch.workers import Reader
+from tests.processes import heap_rise_of
+from tests.recipes.test_sources import Scripted, sourced
+
+TOKENS = 50_000
+"""Of an answer that is large."""
+BYTES = 17
+"""Of each, as it is trained on: the token, its log-prob, its version, its turn, and whether the model said it."""
+
+
+@st.composite
+def played(draw: st.DrawFn) -> list[tuple[list[Sample], Rollout]]:
+    """Rollouts of several turns, some of which say nothing, are paid, or begin anew; some have no turn at all."""
+    anchored, greedy = draw(st.booleans()), draw(st.booleans())
+    found = []
+    for id in range(draw(st.integers(1, 7))):
+        turns: list[Turn] = []
+        whole: list[int] = []
+        for index in range(draw(st.integers(0, 4))):
+            told = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+            said = draw(st.lists(st.integers(0, 9), max_size=4))
+            prompt = told if draw(st.booleans()) else whole + told
+            whole = prompt + said
+            ids = np.array(said, np.int32)
+            completion = Completion(ids, -0.5 * np.ones(len(ids)), np.zeros(len(ids), np.int32), "stop")
+            reward = draw(st.sampled_from([None, 0.1, 0.2, 0.7]))
+            turns.append(
+                Turn(np.array(prompt, np.int32), completion, index, reward=reward, anchor=index if anchored else None)
+            )
+        rollout = Rollout(10 + id, 0, id // 3, draw(st.sampled_from([0.0, 0.3, 1.0])), parts={"a": 0.5})
+        rollout = Rollout(10 + id, 0, id // 3, rollout.reward, parts={"a": 0.5}, greedy_reward=0.25 if greedy else None)
+        found.append((samples(turns, rollout.id), rollout))
+    return found
+
+
+def kept(told: list[tuple[list[Sample], Rollout]]) -> tuple[list[Rows], list[Rollout]]:
+    """Their rows, which are here."""
+    return [Rows.of(rows, tuple) for rows, _ in told], [rollout for _, rollout in told]
+
+
+@given(played())
+def test_what_is_known_without_the_tokens_is_what_they_say(told: list[tuple[list[Sample], Rollout]]) -> None:
+    rows, rollouts = kept(told)
+    batch = collated(LocalCrew(Reader()), rows, rollouts, 5)
+    assert same(batch.replace(trainer_version=None), collate([s for each, _ in told for s in each], rollouts))
+    assert batch.need("trainer_version").tolist() == [5] * len(rollouts)
+    outline = Outline.of(batch)
+    assert outline.tokens_of.tolist() == [each.tokens for each in rows]
+    assert outline.prompt_of.tolist() == [each.before for each in rows]
+    assert batch.need("metric").tolist() == [e.metric(r.reward) for e, r in zip(rows, rollouts, strict=True)]
+    assert int(batch.action.sum()) == sum(each.answered for each in rows)
+    assert int(batch.need("observation").sum()) == sum(each.observed for each in rows)
+
+
+class Lending(LocalCrew):
+    """A crew of one that makes nothing before somebody looks at it."""
+
+    def compose(self, outline: Outline, *how: Any) -> Batch:
+        """What stands for the batch."""
+        lent: Any = drafted(outline, *how)
+        return lent  # type: ignore[no-any-return]
+
+
+@given(played(), st.integers(1, 4), st.randoms())
+def test_a_share_is_made_as_if_it_was_cut_from_the_whole(
+    told: list[tuple[list[Sample], Rollout]], ranks: int, chance: Any
+) -> None:
+    rows, rollouts = kept(told)
+    whole = collated(LocalCrew(Reader()), rows, rollouts, 5)
+    lent: Any = collated(Lending(Reader()), rows, rollouts, 5)
+    assert isinstance(lent, Held) and (lent.rollouts, lent.tokens) == (whole.rollouts, whole.tokens)
+    order = chance.sample(range(whole.rollouts), whole.rollouts)
+    cuts = [*shares(whole, ranks), order, order[:1]]
+    assert shares(lent.outline, ranks) == cuts[:ranks]
+    for places in cuts:
+        assert same(resolved(lent.select(places).lent(), list), whole.select(places))
+    for one, other in zip(lent.split(2, by="group"), whole.split(2, by="group"), strict=True):
+        assert same(resolved(one.lent(), list), other)
+
+
+def test_what_does_not_go_together_is_refused_before_any_rank_is_asked() -> None:
+    def rollout(id: int, **more: Any) -> Rollout:
+        return Rollout(id, 0, 0, 1.0, **more)
+
+    def of(id: int, **more: Any) -> Rows:
+        return Rows.of([Sample([1], [True], [-0.5], [0], [0], id, **more)], tuple)
+
+    crew = Lending(Reader())
+    with pytest.raises(BatchError, match=r"trains one model; these rows are of judge and policy"):
+        collated(crew, [of(0), of(1, model="judge")], [rollout(0), rollout(1)], 0)
+    with pytest.raises(BatchError, match=r"Of 2 rows 1 have `anchor`, and row 0 has none"):
+        collated(crew, [of(0), of(1, anchor=[3])], [rollout(0), rollout(1)], 0)
+    with pytest.raises(RewardError, match=r"Rollout 1 has reward parts \['b'\]"):
+        collated(crew, [of(0), of(1)], [rollout(0, parts={"a": 1.0, "b": 0.0}), rollout(1, parts={"b": 1.0})], 0)
+
+
+# -- over Ray ---------------------------------------------------------------------------------------------------------
+
+
+def reader() -> Reader:
+    """The worker of a rank."""
+    return Reader()
+
+
+@pytest.fixture(scope="module")
+def crew(a_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two ranks on Ray."""
+    config = CrewConfig(silence=120, timeout=240)
+    logs = tmp_path_factory.mktemp("readers")
+    with closing(crew_of("ray")(reader, ranks=2, share=shares, logs=logs, config=config)) as made:
+        yield made
+
+
+def collect(crew: Crew, journal: Path, tasks: int = 8) -> tuple[Groups, Metrics, Metrics]:
+    """Groups of eight large answers as a step collects them, a few at a time, and lays them where this crew looks at
+    them; and what its ranks see there, before and after they have added to them."""
+    engine = Scripted(tokens=TOKENS)
+    asked: dict[str, Any] = {"tasks": tasks, "group_size": 8, "at_once": 2, "keep": crew.keep}
+    with closing(open_store(journal)) as store, sourced(engine, store, **asked) as source:
+        groups = source.next(1)
+        batch = collated(crew, groups.rows, groups.rollouts, 7)
+        return groups, crew.call(Reader.look, batch), crew.call(Reader.look, crew.hold(Reader.mark, batch))
+
+
+@pytest.mark.xdist_group("ray")
+def test_the_tokens_of_a_step_do_not_stay_in_the_controller(crew: Any, tmp_path: Path) -> None:
+    """Each answer is judged and written down by it, and laid into the object store; ranks read them there."""
+    here: list[tuple[Groups, Metrics, Metrics]] = []
+    there: list[tuple[Groups, Metrics, Metrics]] = []
+    collect(crew, tmp_path / "first.sqlite", tasks=1)  # whatever is loaded at the first time, and what few answers take
+    local = LocalCrew(Reader())
+    risen = heap_rise_of(lambda: there.append(collect(crew, tmp_path / "there.sqlite")))
+    whole = heap_rise_of(lambda: here.append(collect(local, tmp_path / "here.sqlite")))
+    ((ours, seen, again),), ((theirs, read, reread),) = here, there
+    assert ours.rollouts == theirs.rollouts
+    assert seen.reduce() == again.reduce() == read.reduce() == reread.reduce()
+    size = BYTES * int(seen.reduce()["tokens"])
+    assert whole > size and risen < size / 8, (size, whole, risen)
+
+
+@pytest.mark.xdist_group("ray")
+def test_what_was_held_can_be_had_to_be_looked_at(crew: Any, tmp_path: Path) -> None:
+    with closing(open_store(tmp_path / "j.sqlite")) as store, sourced(Scripted(), store, keep=crew.keep) as source:
+        groups = source.next(1)
+    with closing(open_store(tmp_path / "k.sqlite")) as store, sourced(Scripted(), store) as source:
+        wanted = collated(LocalCrew(Reader()), source.next(1).rows, groups.rollouts, 3)
+    lent = collated(crew, groups.rows, groups.rollouts, 3)
+    assert same(crew.fetch(lent), wanted)
+    marked = Reader().mark(wanted)
+    assert same(crew.fetch(crew.hold(Reader.mark, lent)), marked) and same(crew.fetch(marked), marked)
