@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -69,6 +70,18 @@ def memory_is_given_back() -> Iterator[None]:
     gc.collect()
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What is logged, also where a test of the same process has left Etude's log to itself, or to errors alone."""
+    root = logging.getLogger("etude")
+    before = root.level, root.propagate
+    root.setLevel(logging.NOTSET)
+    root.propagate = True
+    yield caplog
+    root.setLevel(before[0])
+    root.propagate = before[1]
 
 
 @pytest.fixture(scope="session")
