@@ -5,10 +5,10 @@
 Each step makes the calls that a step of `etude train` makes, with the batch of a small one (96 rollouts, about 12,000
 tokens): annotate and estimate, whose batch is cut, shared out and put together or held; update, with what came of them;
 publish, and what is measured. Before that, what each rollout is trained on as is laid where ranks look at it, one after
-another. And where engines stand with the ranks, every answer is a question of its own: 96 are asked at once, each as
-long as such a rollout, through the router that a run asks by. What the ranks do with any of it takes no time, so what
-is left is packing, sending, waking up and joining. Alone in this process, as two processes, and as two Ray actors; the
-median step counts.
+another, and a batch is made of all of them, or named. And where engines stand with the ranks, every answer is a
+question of its own: 96 are asked at once, each as long as such a rollout, through the router that a run asks by. What
+the ranks do with any of it takes no time, so what is left is packing, sending, waking up and joining. Alone in this
+process, as two processes, and as two Ray actors; the median step counts.
 
 The calls are held to the aim. The rest stands beside it: while a model draws answers, asking for others and laying down
 those that are there takes the run no time.
@@ -46,7 +46,7 @@ from etude.rollout.router import Router
 
 AIMS = {"local": 1.0, "processes": 10.0, "ray": 30.0}
 """Milliseconds a step."""
-CALLS, LAID, ANSWERS = "calls of a step", "96 rollouts laid down", "96 answers"
+CALLS, LAID, ANSWERS = "calls of a step", "96 rollouts put together", "96 answers"
 GROUPS, GROUP_SIZE, TOKENS = 12, 8, 128
 WARMING = 5
 SAMPLING = SamplingParams(max_tokens=TOKENS // 2)
@@ -154,9 +154,9 @@ def _timed(
         ranks = 1 if isinstance(crew, LocalCrew) else 2
         engine: Generate = Idle() if ranks == 1 else Router([Engine(crew, rank) for rank in range(ranks)])
         for step in range(WARMING + steps):
-            rows: list[Rows] = []
-            told[LAID].append(_seconds(lambda rows=rows: rows.extend(Rows.of([s], crew.keep) for s in samples)))  # type: ignore[misc]
-            batch = collated(crew, rows, rollouts, step)
+            began = time.perf_counter()
+            batch = collated(crew, [Rows.of([sample]).laid(crew.keep) for sample in samples], rollouts, step)
+            told[LAID].append(time.perf_counter() - began)
             told[CALLS].append(_seconds(lambda batch=batch, step=step: _call(crew, batch, step)))  # type: ignore[misc]
             told[ANSWERS].append(_seconds(lambda: runner.run(_ask(engine, prompts))))
     return [Timed(name, ranks, what, 1000 * median(each[WARMING:]), AIMS[name]) for what, each in told.items()]

@@ -301,8 +301,8 @@ class Batch:
             if sample.rollout not in place:
                 raise BatchError(f"Row {r} belongs to rollout {sample.rollout}, which is not among the rollouts given.")
         ordered = sorted(samples, key=lambda sample: place[sample.rollout])
-        if form is None:
-            form = Form.of([row.model for row in samples], [row.anchor is not None for row in ordered], rollouts)
+        found = Form.of([row.model for row in samples], [row.anchor is not None for row in ordered], rollouts)
+        form = found if form is None else form.of_part(found, rows=bool(ordered), rollouts=bool(rollouts))
         lengths = [len(sample.ids) for sample in ordered]
         paid = [np.zeros(len(row.ids)) if row.reward is None else row.reward for row in ordered]
         labels = np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1]
@@ -311,13 +311,13 @@ class Batch:
             columns = [getattr(sample, name) for sample in ordered]
             return torch.from_numpy(np.concatenate([np.empty(0, dtype), *columns]))
 
-        def each(values: Iterable[float | None], dtype: torch.dtype = torch.int64) -> Tensor:
+        def column(values: Iterable[float | None], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(list(values), dtype=dtype)
 
         parts = np.array([[r.parts[name] for name in form.part_names] for r in rollouts], np.float64)
         return cls(
             offsets=torch.tensor([0, *np.cumsum(lengths).tolist()]),
-            unit=each(place[sample.rollout] for sample in ordered),
+            unit=column(place[sample.rollout] for sample in ordered),
             group=torch.from_numpy(labels.astype(np.int64)),
             model=form.model,
             part_names=form.part_names,
@@ -327,15 +327,15 @@ class Batch:
             version=flat("version", np.int32),
             behavior_logp=flat("logp", np.float32),
             token_reward=torch.from_numpy(np.concatenate([np.empty(0), *paid])),
-            reward=each((rollout.reward for rollout in rollouts), torch.float64),
+            reward=column((rollout.reward for rollout in rollouts), torch.float64),
             reward_parts=torch.from_numpy(parts.reshape(len(rollouts), len(form.part_names)))
             if form.part_names
             else None,
-            truncated=each((rollout.truncated for rollout in rollouts), torch.bool),
-            role=each(rollout.role for rollout in rollouts),
-            rollout_id=each(rollout.id for rollout in rollouts),
+            truncated=column((rollout.truncated for rollout in rollouts), torch.bool),
+            role=column(rollout.role for rollout in rollouts),
+            rollout_id=column(rollout.id for rollout in rollouts),
             anchor=flat("anchor", np.int64) if form.anchored else None,
-            greedy_reward=each((rollout.greedy_reward for rollout in rollouts), torch.float64)
+            greedy_reward=column((rollout.greedy_reward for rollout in rollouts), torch.float64)
             if form.compared
             else None,
         )

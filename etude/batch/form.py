@@ -40,6 +40,14 @@ class Form:
         compared = [rollout.greedy_reward is not None for rollout in rollouts]
         return cls(found[0], parts, _all("row", "anchor", anchored), _all("rollout", "greedy_reward", compared))
 
+    def of_part(self, part: Form, *, rows: bool, rollouts: bool) -> Form:
+        """This one, as that of a part which has rows, or rollouts, or neither; refuses a part of another whole."""
+        said = (self.model, self.anchored) if rows else (part.model, part.anchored)
+        told = (self.part_names, self.compared) if rollouts else (part.part_names, part.compared)
+        if said != (part.model, part.anchored) or told != (part.part_names, part.compared):
+            raise BatchError(f"These rows and rollouts are {part}, and no part of a batch that is {self}.")
+        return self
+
 
 def _all(what: str, name: str, there: Sequence[bool]) -> bool:
     """Whether the records have what they may do without; refuses some that have it and some that have not."""

@@ -31,7 +31,7 @@ class Held:
 
     outline: Outline
     parts: tuple[Sent, ...]
-    """Where the pieces lie that ranks have answered."""
+    """Where the pieces lie: what ranks have answered, or what rollouts are made of."""
     places: NDArray[np.int64]
     """[U, 2]: the piece that each rollout is in, and which one of it."""
     make: Make | None = None
@@ -61,7 +61,9 @@ class Held:
     def lent(self) -> Lent:
         """What a rank needs to look at it: the pieces that it has rollouts in."""
         used, part = np.unique(self.places[:, 0], return_inverse=True)
-        pieces = tuple(self.parts[int(each)] for each in used) or self.parts[:1]
+        pieces = tuple(self.parts[int(each)] for each in used)
+        if not pieces and self.make is None:
+            pieces = self.parts[:1]  # it has the columns that a batch of no rollout has too
         places = np.stack([part, self.places[:, 1]], axis=1)
         return Lent(pieces, places, self.outline.group.numpy(), self.make, self.told)
 
@@ -91,7 +93,7 @@ def drafted(outline: Outline, pieces: Sequence[Sent], make: Make, told: Sequence
 def resolved(lent: Lent, take: Callable[[Sequence[Sent]], list[Any]]) -> Batch:
     """The batch, for a rank that was called with it. One that is a whole piece is not copied."""
     if lent.make is not None:
-        taken = take(lent.pieces) if len(lent.places) else []
+        taken = take(lent.pieces)
         whole = lent.make([taken[each] for each in lent.places[:, 0].tolist()], lent.told)
     else:
         whole = _joined(take(lent.pieces), lent.places)

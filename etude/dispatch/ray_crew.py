@@ -69,12 +69,13 @@ class Depot:
 
     def take(self, sent: Sent) -> Body:
         """Look at it: in place where it lies on this node, else in a copy that is fetched."""
-        return self.take_all([sent])[0]
+        body: Body = sent if isinstance(sent, Body) else _ray.get(sent)
+        return body
 
     def take_all(self, sent: Sequence[Sent]) -> list[Body]:
-        """The same of several, which are fetched side by side."""
-        far = iter(_ray.get([each for each in sent if not isinstance(each, Body)]))
-        return [each if isinstance(each, Body) else next(far) for each in sent]
+        """The same of several that were put there anyhow, which are fetched side by side."""
+        bodies: list[Body] = _ray.get(list(sent)) if sent else []
+        return bodies
 
 
 class Placed:

@@ -25,14 +25,14 @@ from etude.errors import CollectionError, RunError
 from etude.observe import Bar, Mean, Metrics, unwatched
 from etude.recipes.agents import SCORED
 from etude.recipes.play import Played
-from etude.recipes.rows import Keep, Rows
+from etude.recipes.rows import Keep, Rows, Scored
 from etude.recipes.scheduler import Admit, Decision, Drop, Failed, Finished, Issue, Opened, Scheduler
 from etude.recipes.tally import Notices, Tally
 from etude.records import Outcome, Rollout, Sample, Task, Turn
 from etude.rewards import Judge
 from etude.store import Journal, Phase, RolloutState, TaskState, events
 
-__all__ = ["Collection", "Collector", "Ended", "Groups", "Scored", "Source", "Watch", "row_of"]
+__all__ = ["Collection", "Collector", "Ended", "Groups", "Source", "Watch", "row_of"]
 
 Watch = Callable[[str, float], AbstractContextManager[Bar]]
 
@@ -85,17 +85,6 @@ class Ended:
     played: Played
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scored:
-    """A rollout that a step may train on."""
-
-    turns: int
-    rows: Rows
-    rollout: Rollout
-    total: float
-    """All that it earned, what its turns were paid included."""
-
-
 class Collector(ABC):
     """Collects the groups of a step; who is derived from it says how an attempt is made and what is written of it.
 
@@ -126,6 +115,8 @@ class Collector(ABC):
         self._episodic, self._lay = episodic, keep
         self._tasks: dict[int, Task] = {}
         self._scored: dict[int, Scored] = {}
+        self._to_lay: list[int] = []
+        """Of those, the ones whose tokens are still here."""
         self._baselines: dict[int, float] = {}
         """What the greedy answer to each open task earned."""
         self._replay: dict[int, tuple[int, ...]] = {}
@@ -239,7 +230,7 @@ class Collector(ABC):
                 found = self._from_journal(left)
                 scored.setdefault(left.task, {})[left.sample] = found.total
                 if left.sample < self._config.group_size:
-                    self._scored[left.id] = found
+                    self._scored[left.id] = found.laid(self._lay)
                 else:
                     self._baselines[left.task] = found.total
             elif (failed := self._lapsed(left)) is not None:
@@ -265,6 +256,8 @@ class Collector(ABC):
                 written += self._decided(step, decisions)
                 if written:
                     self._store.append(written)
+                written = []
+                self._lay_down()
                 issues = [decision for decision in decisions if isinstance(decision, Issue)]
                 if issues:
                     await self._issue(issues)
@@ -285,6 +278,7 @@ class Collector(ABC):
                     if end.played.verdict.outcome is Outcome.SUCCEEDED:
                         told()
                 decisions, written = self._settled(sorted(results, key=lambda end: (end.task, end.sample)))
+                del done, results  # whose tokens are written and laid down next
         finally:
             for task in running:
                 task.cancel()
@@ -304,7 +298,7 @@ class Collector(ABC):
                 self._tally.failed[failed] += 1
                 self._tally.error = verdict.error
             if verdict.outcome is Outcome.SUCCEEDED:
-                self._keep(end)
+                self._count(end)
                 follows = self._scheduler.on(Finished(end.task, end.sample, played.total))
             else:
                 follows = self._scheduler.on(Failed(end.task, end.sample, verdict.error))
@@ -312,13 +306,21 @@ class Collector(ABC):
             decisions += follows
         return decisions, written
 
-    def _keep(self, end: Ended) -> None:
-        """Keep what a rollout earned: to be trained on, or to be compared with."""
+    def _count(self, end: Ended) -> None:
+        """Remember what a rollout earned: to be trained on, or to be compared with."""
         played, id = end.played, self._id(end.task, end.sample)
         if end.sample == self._config.group_size:
             self._baselines[end.task] = played.total
             return
         self._scored[id] = self._scored_by(played, id, end.task)
+        self._to_lay.append(id)
+
+    def _lay_down(self) -> None:
+        """Lay down the tokens of the rollouts that were written since this was done last, and let go of them here."""
+        for id in self._to_lay:
+            if id in self._scored:  # else its task was dropped
+                self._scored[id] = self._scored[id].laid(self._lay)
+        self._to_lay.clear()
 
     def _decided(self, step: int, decisions: Sequence[Decision]) -> list[events.Event]:
         """What is to be written of decisions: tasks first asked for, attempts begun, tasks left out."""
@@ -389,11 +391,10 @@ class Collector(ABC):
         """A rollout that a step may train on, by how it was played."""
         verdict = played.verdict
         told = verdict.reward, verdict.parts, Outcome.SUCCEEDED, played.truncated, played.role
-        return self._laid(played.turns, Rollout(id, task, task, *told), played.total)
+        return self._of_turns(played.turns, Rollout(id, task, task, *told), played.total)
 
-    def _laid(self, turns: Sequence[Turn], rollout: Rollout, total: float) -> Scored:
-        """A rollout that a step may train on, whose tokens are laid down: its turns need not be had any more."""
-        return Scored(len(turns), Rows.of(self._samples(turns, rollout.id), self._lay), rollout, total)
+    def _of_turns(self, turns: Sequence[Turn], rollout: Rollout, total: float) -> Scored:
+        return Scored(len(turns), Rows.of(self._samples(turns, rollout.id)), rollout, total)
 
     def _samples(self, turns: Sequence[Turn], rollout: int) -> list[Sample]:
         """The token sequences that a rollout is trained on as."""
@@ -404,7 +405,7 @@ class Collector(ABC):
         last = state.last
         assert last is not None and last.reward is not None and last.total is not None
         told = last.reward, last.parts, Outcome.SUCCEEDED, last.truncated, last.role
-        return self._laid(self._store.turns(state.id), Rollout(state.id, state.task, state.task, *told), last.total)
+        return self._of_turns(self._store.turns(state.id), Rollout(state.id, state.task, state.task, *told), last.total)
 
     def _replayed(self, step: int, ids: Sequence[int]) -> Groups:
         """A step that was admitted before, with the same rollouts; the order hears of it as it did then."""
@@ -420,7 +421,8 @@ class Collector(ABC):
             last = self._store.rollout(self._id(task, self._config.group_size)).last
             assert last is not None and last.total is not None, "a task without its greedy answer is dropped"
             self._baselines[task] = last.total
-        return self._groups([self._from_journal(state) for state in states], Metrics(), replayed=True)
+        scored = [self._from_journal(state).laid(self._lay) for state in states]
+        return self._groups(scored, Metrics(), replayed=True)
 
     def _groups(self, scored: Sequence[Scored], metrics: Metrics, *, replayed: bool = False) -> Groups:
         """The records of an admission. The order is told what its rows earned."""

@@ -44,6 +44,7 @@ def practise(parts: Parts) -> None:
             with at.timer("publish"):
                 at.add(parts.publish(step))
             at.add(parts.measure(groups))
+            del groups, batch  # what lies elsewhere is let go of before there is more
             with at.timer("evaluate"):
                 at.add(parts.evaluate.maybe_run(step))
         parts.checkpoint.maybe_save(step)  # what the step measured is written by now

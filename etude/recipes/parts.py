@@ -202,8 +202,8 @@ class Parts:
 
     def measure(self, groups: Groups) -> Metrics:
         """What is seen of a step's rollouts, of the engine that drew them, and of the device."""
-        spoken = [rows for rows in groups.rows if rows.models]
-        prompts, answers = [rows.prompt for rows in spoken], [rows.answered for rows in spoken]
+        there = [rows for rows in groups.rows if rows.models]
+        prompts, answers = [rows.prompt for rows in there], [rows.answered for rows in there]
         pairs = zip(groups.rows, groups.rollouts, strict=True)
         rewards = [rows.metric(rollout.reward) for rows, rollout in pairs]
         metrics = Metrics(

@@ -7,14 +7,14 @@ is the object store: the controller keeps a few numbers of each, and puts a step
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from etude.records import Sample
+from etude.records import Rollout, Sample
 
-__all__ = ["Keep", "Rows"]
+__all__ = ["Keep", "Rows", "Scored"]
 
 Keep = Callable[[Sequence[Sample]], Any]
 """Lays sequences down; what stands for them."""
@@ -44,15 +44,15 @@ class Rows:
     """What turns were paid, one after another."""
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], keep: Keep) -> Rows:
-        """Those that are laid down now."""
+    def of(cls, samples: Sequence[Sample]) -> Rows:
+        """Those that are here."""
         acted = [np.flatnonzero(sample.action) for sample in samples]
         first = [int(at[0]) if len(at) else len(sample.ids) for sample, at in zip(samples, acted, strict=True)]
         lengths = [len(sample.ids) for sample in samples]
         spoke = next((row for row, at in enumerate(acted) if len(at)), None)
         answered = sum(map(len, acted))
         return cls(
-            kept=keep(samples),
+            kept=samples,
             models=tuple(sample.model for sample in samples),
             anchored=tuple(sample.anchor is not None for sample in samples),
             tokens=sum(lengths),
@@ -63,6 +63,28 @@ class Rows:
             paid=tuple(float(each) for s in samples if s.reward is not None for each in s.reward[s.reward != 0]),
         )
 
+    def laid(self, keep: Keep) -> Rows:
+        """The same, laid down."""
+        return replace(self, kept=keep(self.kept))
+
     def metric(self, reward: float) -> float:
-        """All that a rollout was given which earned so much; see `collate`."""
-        return sum(self.paid, reward)
+        """All that a rollout was given which earned so much; see `collate`, where it is added up in the same way."""
+        for each in self.paid:  # `sum` makes up for what rounding loses, since Python 3.12
+            reward += each
+        return reward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """A rollout that a step may train on."""
+
+    turns: int
+    """How many it had."""
+    rows: Rows
+    rollout: Rollout
+    total: float
+    """All that it earned, what its turns were paid included."""
+
+    def laid(self, keep: Keep) -> Scored:
+        """The same, its sequences laid down."""
+        return replace(self, rows=self.rows.laid(keep))

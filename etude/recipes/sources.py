@@ -11,10 +11,10 @@ from etude.data.adapt import samples
 from etude.observe import Metrics
 from etude.protocols import Generate
 from etude.recipes.agents import Agents, rewarded
-from etude.recipes.collecting import Collection, Collector, Ended, Scored, row_of
+from etude.recipes.collecting import Collection, Collector, Ended, row_of
 from etude.recipes.episodes import Episodes
 from etude.recipes.play import Player, PromptIds
-from etude.recipes.rows import Keep
+from etude.recipes.rows import Keep, Scored
 from etude.recipes.sampling import Sampling, derived_seed
 from etude.recipes.scheduler import Issue
 from etude.records import Outcome, Sample, Turn

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -18,17 +20,20 @@ from etude.data.collate import collate
 from etude.data.share import shares
 from etude.dispatch import CrewConfig, LocalCrew, crew_of
 from etude.dispatch.held import Held, drafted, resolved
-from etude.errors import BatchError, RewardError
+from etude.errors import BatchError, CrewError, RewardError
 from etude.observe import Metrics
 from etude.protocols import Crew
 from etude.recipes.batching import collated
+from etude.recipes.build import build
 from etude.recipes.collecting import Groups
+from etude.recipes.loop import practise
 from etude.recipes.rows import Rows
 from etude.records import Completion, Rollout, Sample, Turn
-from etude.store import open_store
+from etude.store import RolloutState, Status, open_store
 from tests.batches import same
 from tests.dispatch.workers import Reader
 from tests.processes import heap_rise_of
+from tests.recipes.runs import run_of
 from tests.recipes.test_sources import Scripted, sourced
 
 TOKENS = 50_000
@@ -64,7 +69,7 @@ def played(draw: st.DrawFn) -> list[tuple[list[Sample], Rollout]]:
 
 def kept(told: list[tuple[list[Sample], Rollout]]) -> tuple[list[Rows], list[Rollout]]:
     """Their rows, which are here."""
-    return [Rows.of(rows, tuple) for rows, _ in told], [rollout for _, rollout in told]
+    return [Rows.of(rows) for rows, _ in told], [rollout for _, rollout in told]
 
 
 @given(played())
@@ -112,7 +117,7 @@ def test_what_does_not_go_together_is_refused_before_any_rank_is_asked() -> None
         return Rollout(id, 0, 0, 1.0, **more)
 
     def of(id: int, **more: Any) -> Rows:
-        return Rows.of([Sample([1], [True], [-0.5], [0], [0], id, **more)], tuple)
+        return Rows.of([Sample([1], [True], [-0.5], [0], [0], id, **more)])
 
     crew = Lending(Reader())
     with pytest.raises(BatchError, match=r"trains one model; these rows are of judge and policy"):
@@ -121,6 +126,63 @@ def test_what_does_not_go_together_is_refused_before_any_rank_is_asked() -> None
         collated(crew, [of(0), of(1, anchor=[3])], [rollout(0), rollout(1)], 0)
     with pytest.raises(RewardError, match=r"Rollout 1 has reward parts \['b'\]"):
         collated(crew, [of(0), of(1)], [rollout(0, parts={"a": 1.0, "b": 0.0}), rollout(1, parts={"b": 1.0})], 0)
+
+
+class Laid(list[Sample]):
+    """Rows that were laid down, as somebody holds them."""
+
+
+def test_a_rollout_is_written_down_before_its_tokens_are_laid(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path / "journal.sqlite")) as store:
+        found: list[RolloutState] = []
+
+        def keep(rows: Sequence[Sample]) -> Laid:
+            found.append(store.rollout(rows[0].rollout))
+            return Laid(rows)
+
+        with sourced(Scripted(), store, keep=keep) as source:
+            assert {type(rows.kept) for rows in source.next(1).rows} == {Laid}
+        assert len(found) == 6 and {state.status for state in found} == {Status.SUCCEEDED}
+
+
+def test_what_could_not_be_laid_down_is_not_drawn_again(tmp_path: Path) -> None:
+    def full(rows: Sequence[Sample]) -> None:
+        if rows[0].rollout == 3:
+            raise CrewError("The object store is full.")
+
+    with closing(open_store(tmp_path / "journal.sqlite")) as store:
+        with sourced(Scripted(), store, keep=full) as source, pytest.raises(CrewError, match="is full"):
+            source.next(1)
+        written = {state.id for state in store.rollouts() if state.status is Status.SUCCEEDED}
+        engine = Scripted()
+        with sourced(engine, store, keep=Laid) as source:
+            groups = source.next(1)
+    assert 3 in written and len(engine.asked) == 6 - len(written) and len(groups.rollouts) == 6
+    assert {type(rows.kept) for rows in groups.rows} == {Laid}
+
+
+def test_a_step_is_let_go_of_before_the_next_is_collected(world: Path, tmp_path: Path) -> None:
+    laid: dict[int, list[ref[Laid]]] = {}
+    left: dict[int, int] = {}
+    with build(run_of(world, directory=tmp_path / "run", steps=3)) as parts:
+        collect = parts.source.next
+
+        def collected(step: int) -> Groups:
+            gc.collect()
+            left[step] = sum(each() is not None for refs in laid.values() for each in refs)
+            laid[step] = []
+
+            def keep(rows: Sequence[Sample]) -> Laid:
+                kept = Laid(rows)
+                laid[step].append(ref(kept))
+                return kept
+
+            parts.source._lay = keep
+            return collect(step)
+
+        parts.source.next = collected  # type: ignore[method-assign]
+        practise(parts)
+    assert left == {1: 0, 2: 0, 3: 0} and all(len(refs) == 12 for refs in laid.values())
 
 
 # -- over Ray ---------------------------------------------------------------------------------------------------------
