@@ -1,8 +1,7 @@
 """Real servers for tests: one of each kind is shared by all tests of a process that ask for it (tests/conftest.py).
 
 What they serve has a head of its own, because a server of vLLM on a CPU that was joined by its URL does not bring a
-tied one up to date. Tests that use one name its group, so that those of a kind run in one process
-(which pytest-xdist 3.8 does not see to under pytest 9.2: its issue 1386).
+tied one up to date. Tests that use one name its group, so that those of a kind run in one process.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from tests.chaos.agents import Act, Company, Played, some_acts
 from tests.chaos.scenario import Life, make_world
 from tests.processes import gone
 
+pytestmark = pytest.mark.xdist_group("agent kills")  # which are held to one run that takes long
+
 
 @pytest.fixture(scope="module")
 def company() -> Company:

@@ -10,6 +10,8 @@ from etude.errors import CheckpointError
 from etude.recipes.build import build
 from tests.chaos.scenario import POINTS, Life, Story, Theatre, make_world, run_of, some_ends
 
+pytestmark = pytest.mark.xdist_group("kills")  # which are held to one run that takes long
+
 
 @pytest.fixture(scope="module")
 def theatre() -> Theatre:

@@ -23,6 +23,8 @@ from tests.recipes.ranked import Pupil
 from tests.recipes.test_ranks import EVERYTHING, alone, apart, practised, same
 from tests.train.tasks import model, rollouts
 
+pytestmark = pytest.mark.xdist_group("divided")  # what its tests share takes long to make
+
 TENSOR, BOTH = MeshConfig(tensor=2), MeshConfig(tensor=2, sequence=2)
 LEARNERS: dict[str, dict[str, Any]] = {
     "everything": {"algorithm": EVERYTHING, "epochs": 2, "micro_tokens": 60},

@@ -27,6 +27,8 @@ from tests.recipes.test_ranks import EVERYTHING, TIMES, alone, apart, practised,
 from tests.train.tasks import model, rollouts
 from tests.train.test_scoring import pairs
 
+pytestmark = pytest.mark.xdist_group("mesh")  # what its tests share takes long to make
+
 TENSOR, SEQUENCE = MeshConfig(tensor=2), MeshConfig(sequence=2)
 BOTH, PARTS, STRANDS = MeshConfig(tensor=2, sequence=2), MeshConfig(tensor=4), MeshConfig(sequence=4)
 SHAPES = {

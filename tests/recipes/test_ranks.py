@@ -27,6 +27,8 @@ from etude.train import load_weights
 from tests.recipes.ranked import Pupil
 from tests.train.tasks import answered, model, rollouts
 
+pytestmark = pytest.mark.xdist_group("ranks")  # what its tests share takes long to make
+
 EVERYTHING = Algorithm(
     loss=PPO(reduction="seq-mean-token-mean"),
     advantage=ADVANTAGES["reinforce++"](),
