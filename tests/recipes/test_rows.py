@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ from etude.dispatch import CrewConfig, LocalCrew, crew_of
 from etude.dispatch.held import Held, drafted, resolved
 from etude.errors import BatchError, CrewError, RewardError
 from etude.observe import Metrics
-from etude.protocols import Crew
+from etude.protocols import Crew, Ids
 from etude.recipes.batching import collated
 from etude.recipes.build import build
 from etude.recipes.collecting import Groups
 from etude.recipes.loop import practise
 from etude.recipes.rows import Rows
-from etude.records import Completion, Rollout, Sample, Turn
+from etude.records import Completion, Rollout, Sample, SamplingParams, Turn
 from etude.store import RolloutState, Status, open_store
 from tests.batches import same
 from tests.dispatch.workers import Reader
@@ -202,11 +203,30 @@ def crew(a_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
         yield made
 
 
+class Steady(Scripted):
+    """An engine that draws an answer when those before it were looked at, but for a few."""
+
+    laid = 0
+
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+    ) -> Completion:
+        """A large answer."""
+        while len(self.asked) > self.laid + 3:
+            await asyncio.sleep(0.001)
+        return await super().generate(prompt, sampling, begun=begun)
+
+
 def collect(crew: Crew, journal: Path, tasks: int = 8) -> tuple[Groups, Metrics, Metrics]:
     """Groups of eight large answers as a step collects them, a few at a time, and lays them where this crew looks at
     them; and what its ranks see there, before and after they have added to them."""
-    engine = Scripted(tokens=TOKENS)
-    asked: dict[str, Any] = {"tasks": tasks, "group_size": 8, "at_once": 2, "keep": crew.keep}
+    engine = Steady(tokens=TOKENS)
+
+    def keep(rows: Sequence[Sample]) -> Any:
+        engine.laid += 1
+        return crew.keep(rows)
+
+    asked: dict[str, Any] = {"tasks": tasks, "group_size": 8, "at_once": 2, "keep": keep}
     with closing(open_store(journal)) as store, sourced(engine, store, **asked) as source:
         groups = source.next(1)
         batch = collated(crew, groups.rows, groups.rollouts, 7)
