@@ -18,27 +18,43 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 
 # How many processes share the tests.
 WORKERS ?= auto
-PYTEST  := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadgroup --durations 10
+PYTEST  := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadgroup
+# The tiers, by the markers of pyproject.toml: `test` holds what `check` does, `soak` holds all.
+CHECK   := not slow and not integration and not soak and not gpu
+TEST    := not integration and not soak and not gpu
+SERVERS := integration and not soak and not gpu
 
 # How often `make chaos` kills a run, and what `make bench` measures.
 KILLS ?= 50
 BENCH ?= algorithms train_step adapters rollout agents grpo_vs_trl growth sync crews plan
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak chaos lint bench docs clean
+.PHONY: help demo check test integration soak durations environments chaos lint bench docs clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(CORE) ## watch a language model learn, from nothing, in about two minutes
 	$(BIN)/python -m etude demo
 
-test: $(DEV) ## run the tests, and hold the coverage of the rooms that must be exact
-	$(PYTEST) -m "not soak and not gpu" --cov --cov-report=json:coverage.json
+check: $(DEV) ## run the tests that are quick, with a few random examples, in under two minutes: while you work
+	$(PYTEST) -m "$(CHECK)" --hypothesis-profile check
+
+test: $(DEV) ## run all that a user would notice, and hold the coverage of the rooms that must be exact: before a commit
+	$(PYTEST) -m "$(TEST)" --cov --cov-report=json:coverage.json
 	$(BIN)/python -m tests.coverage_floor coverage.json
 
-soak: $(DEV) ## run the tests with ten times the random examples, and the long ones too
-	$(PYTEST) -m "(soak or not soak) and not gpu" --hypothesis-profile soak --timeout 1800
+integration: $(DEV) ## run the tests with PostgreSQL, Ray, vLLM, SGLang, real clients, kills and learning
+	$(PYTEST) -m "$(SERVERS)" --timeout 900
+
+soak: $(DEV) ## run all of these with ten times the random examples, and the long tests too: before a release
+	$(PYTEST) -m "not gpu" --hypothesis-profile soak --timeout 1800
+
+durations: $(DEV) ## record how long the tests take, on a machine that does nothing else (tests/durations.json)
+	$(PYTEST) -m "not soak and not gpu" --timeout 900 --record-durations
+
+environments: $(DEV) ## make the environments of the servers and clients that ETUDE_REQUIRE names, for the tests
+	$(BIN)/python -m tests.environments
 
 chaos: $(DEV) ## kill runs fifty times, of agents too, resume them, and print whether anything was lost (KILLS=… for more)
 	$(BIN)/python -m tests.chaos.table --kills $(KILLS)

@@ -1,4 +1,4 @@
-"""What every test shares: one thread a process, a headless plot backend, and the two hypothesis profiles."""
+"""What every test shares: one thread a process, a headless plot backend, the hypothesis profiles, and the tiers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import Phase, is_hypothesis_test, settings
 
-from tests.rays import joined
+from tests.durations import Record, Watch
+from tests.tiers import is_left_out, longest_first, mark
 
 if TYPE_CHECKING:
     from etude.rollout import Served
@@ -25,31 +26,50 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 # `default` derives its examples from the tests, not from the day, so that a failure is the change's; the same selection
-# of tests draws the same examples, and another one may draw others. `soak` draws new ones each time, and more of them.
-# Chosen with --hypothesis-profile.
-EXAMPLES, SOAK_FACTOR = 25, 10
+# of tests draws the same examples, and another one may draw others. `check` draws a few of them, `soak` new ones each
+# time, and more of them. Chosen with --hypothesis-profile.
+EXAMPLES, SOAK_FACTOR, CHECK_SHARE = 25, 10, 5
+FACTORS = {"soak": SOAK_FACTOR, "check": 1 / CHECK_SHARE}
+"""What a test's own number of examples is multiplied by."""
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)  # explaining can take minutes
 settings.register_profile(
     "default", max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, phases=PHASES
 )
+settings.register_profile("check", settings.get_profile("default"))
 settings.register_profile(
     "soak", max_examples=EXAMPLES, derandomize=False, deadline=None, print_blob=True, phases=PHASES
 )
 settings.load_profile("default")
 
+RECORD = pytest.StashKey[Record]()
 
 # Whose tests are traced where coverage is asked for: those of the rooms that have a floor (tests/coverage_floor.py).
 # Tracing the others makes them half as slow again, and shows nothing.
 TRACED = {Path(__file__).parent / room for room in ("algorithms", "batch", "config", "conformance")}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Trace the rooms that have a floor alone. Under `soak`, give every property test ten times its examples, also
-    where it names a number of its own."""
-    for item in items:
-        if TRACED.isdisjoint(item.path.parents):
-            item.add_marker(pytest.mark.no_cover)
-    if settings.get_current_profile_name() != "soak":
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help="record how long the tests take that are run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[RECORD] = Record.read()
+    config.pluginmanager.register(Watch(config.stash[RECORD]))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import what the marker expression leaves out as a whole."""
+    return True if is_left_out(collection_path, config.option.markexpr) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what follows from a test's place, let the longest begin, and give property tests the profile's examples,
+    also where a test names a number of its own."""
+    mark(items, config.stash[RECORD])
+    longest_first(items, config.stash[RECORD])
+    factor = FACTORS.get(settings.get_current_profile_name())
+    if factor is None:
         return
     tests = {item.obj for item in items if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj)}
     for test in tests:
@@ -59,7 +79,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not hasattr(test, name):
             holder, name = type(test.__self__), "settings"
         own = getattr(holder, name)
-        setattr(holder, name, settings(own, max_examples=SOAK_FACTOR * own.max_examples))
+        setattr(holder, name, settings(own, max_examples=max(1, round(factor * own.max_examples))))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is loaded by now out of every later collection of garbage, each of which would look through it all."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Trace the rooms that have a floor alone; of the others neither tests nor fixtures."""
+    tracing: Any = getattr(item.config.pluginmanager.getplugin("_cov"), "cov_controller", None)
+    if tracing is None or not TRACED.isdisjoint(item.path.parents):
+        return (yield)
+    tracing.pause()
+    try:
+        return (yield)
+    finally:
+        tracing.resume()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Send a file's tests to one process, so that what they share is made once, in the order of `longest_first`."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Files(LoadGroupScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            group = str(super()._split_scope(nodeid))
+            return nodeid.partition("::")[0] if group == nodeid else group
+
+    config.option.loadscopereorder = False
+    return Files(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,14 +137,16 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     root.propagate = before[1]
 
 
+# What follows loads much, and only where a test asks for it.
+
+
 @pytest.fixture(scope="session")
 def a_ray() -> Iterator[None]:
     """One Ray for every test of this process that wants it."""
+    from tests.rays import joined
+
     with joined():
         yield
-
-
-# What follows loads much, and only where a test asks for it.
 
 
 @pytest.fixture(scope="session")

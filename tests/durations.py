@@ -1,0 +1,191 @@
+"""How long tests take: recorded, checked in, and compared with at the end of every run.
+
+The record (`tests/durations.json`, made by `make durations`) holds each test and each shared fixture of half a second
+or more. A test over two seconds, or one that needs a fixture over two seconds, is `slow`: `tests/tiers.py` marks it.
+A test that takes longer and has no marker is printed, and so is one that takes twice what was recorded.
+Neither fails the run, because a busy machine proves nothing.
+
+Seconds are those of the clock, without the time that the process waited for a core. A test's seconds are its own: the
+time of a fixture that other tests use too counts for that fixture.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECORD = Path(__file__).with_name("durations.json")
+LEAST_S = 0.5
+"""What takes less is not recorded."""
+SLOW_S = 2.0
+"""What takes longer needs a marker."""
+SHOWN = 25
+"""So many lines at most, the longest first."""
+
+
+def clock() -> float:
+    """The seconds of the clock, without those that the main thread waited for a core, where the system counts them."""
+    try:
+        waited = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        waited = 0.0
+    return time.monotonic() - waited
+
+
+def key_of(nodeid: str) -> str:
+    """A test's name in the record: its path below `tests/`, without the group that pytest-xdist appends."""
+    if nodeid.rfind("@") > nodeid.rfind("]"):
+        nodeid = nodeid.rpartition("@")[0]
+    return nodeid.removeprefix("tests/")
+
+
+def fixture_key(place: str, name: str) -> str:
+    """A fixture's name in the record: the file or the folder below `tests/` that it is for, and its own."""
+    return f"{place.removeprefix('tests').lstrip('/')}::{name}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """The seconds of tests and of shared fixtures, by their names."""
+
+    tests: Mapping[str, float] = field(default_factory=dict)
+    fixtures: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path = RECORD) -> Record:
+        """The record of a file; an empty one where there is none."""
+        if not path.exists():
+            return cls()
+        stored = json.loads(path.read_text())
+        return cls(_joined(stored["tests"]), _joined(stored["fixtures"]))
+
+    def write(self, path: Path = RECORD) -> None:
+        """Write it, a test a line, so that a change of one is a line of a diff."""
+        path.write_text(json.dumps({"fixtures": _split(self.fixtures), "tests": _split(self.tests)}, indent=1) + "\n")
+
+    def is_slow(self, test: str, fixtures: Iterable[str] = ()) -> bool:
+        """Whether a test takes over two seconds, or a fixture that it needs does."""
+        return self.tests.get(test, 0.0) > SLOW_S or any(self.fixtures.get(name, 0.0) > SLOW_S for name in fixtures)
+
+    def updated(self, tests: Mapping[str, float], fixtures: Mapping[str, float], root: Path) -> Record:
+        """The record after a run: what ran is replaced, what is no longer there is dropped."""
+        return Record(_merged(self.tests, tests, root), _merged(self.fixtures, fixtures, root))
+
+
+class Watch:
+    """The plug-in of pytest that measures, compares, and records where `--record-durations` is given."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self._own, self._shared = 0.0, 0.0
+        self._made: dict[str, float] = {}
+        self.tests: dict[str, float] = {}
+        self.fixtures: dict[str, float] = {}
+        self.unmarked: set[str] = set()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: pytest.FixtureRequest) -> Generator[None, object, object]:
+        if fixturedef.scope == "function":
+            return (yield)
+        began, before = clock(), self._shared
+        try:
+            return (yield)
+        finally:
+            took, inner = clock() - began, self._shared - before
+            self._made[fixture_key(fixturedef.baseid, fixturedef.argname)] = took - inner
+            self._shared = before + took
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._own, self._shared, self._made = 0.0, 0.0, {}
+        return (yield from self._timed())
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        return (yield from self._timed())
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if call.when == "call":
+            marked = any(item.get_closest_marker(name) for name in ("slow", "integration", "soak", "gpu"))
+            report.user_properties.append(("seconds", [max(0.0, self._own - self._shared), self._made, marked]))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Gather what was measured, here or in another process of pytest-xdist."""
+        for name, value in report.user_properties if report.when == "call" else ():
+            if name == "seconds":
+                own, made, marked = value
+                test = key_of(report.nodeid)
+                self.tests[test] = own
+                self.fixtures |= {each: max(took, self.fixtures.get(each, 0.0)) for each, took in made.items()}
+                self.unmarked |= set() if marked else {test}
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        if config.getoption("record_durations"):
+            self.record.updated(self.tests, self.fixtures, config.rootpath / "tests").write()
+            terminalreporter.write_line(f"durations: {len(self.tests)} tests are recorded in {RECORD.name}.")
+            return
+        if lines := self.lines():
+            terminalreporter.section("durations")
+            for line in lines:
+                terminalreporter.write_line(line)
+
+    def lines(self) -> list[str]:
+        """A sentence for each test that takes long without a marker, or twice what was recorded."""
+        return [*self._unmarked(), *self._doubled()]
+
+    def _unmarked(self) -> list[str]:
+        over = {test: self.tests[test] for test in self.unmarked if self.tests[test] > SLOW_S}
+        return [
+            f"{took:.1f} s, and no marker: {test}. Make it quicker, or mark it `slow`." for test, took in _longest(over)
+        ]
+
+    def _doubled(self) -> list[str]:
+        known = self.record.tests
+        over = {test: took for test, took in self.tests.items() if test in known and took > 2 * known[test]}
+        return [f"{took:.1f} s, and {known[test]:.1f} s when it was recorded: {test}." for test, took in _longest(over)]
+
+    def _timed(self) -> Generator[None, object, object]:
+        began = clock()
+        try:
+            return (yield)
+        finally:
+            self._own += clock() - began
+
+
+def _longest(tests: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(tests.items(), key=lambda pair: -pair[1])[:SHOWN]
+
+
+def _merged(before: Mapping[str, float], found: Mapping[str, float], root: Path) -> dict[str, float]:
+    kept = {name: took for name, took in before.items() if name not in found and _is_there(name, root)}
+    return kept | {name: round(took, 1) for name, took in found.items() if took >= LEAST_S}
+
+
+def _is_there(name: str, root: Path) -> bool:
+    """Whether the file of a test or fixture still defines it; a fixture of a conftest is known by its folder."""
+    place, _, function = name.partition("::")
+    path = root / place if place.endswith(".py") else root / place / "conftest.py"
+    return path.is_file() and f"def {function.partition('[')[0].rpartition('::')[2]}(" in path.read_text()
+
+
+def _split(seconds: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    files: dict[str, dict[str, float]] = {}
+    for name in sorted(seconds):
+        place, _, function = name.partition("::")
+        files.setdefault(place, {})[function] = seconds[name]
+    return files
+
+
+def _joined(files: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {f"{place}::{function}": took for place, found in files.items() for function, took in found.items()}

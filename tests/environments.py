@@ -1,0 +1,34 @@
+"""Make the environments that integration tests need and ETUDE_REQUIRE names, one after another.
+
+Usage: python -m tests.environments
+
+Each takes minutes to install; made beforehand, no test waits for it. One that cannot be made keeps no other from it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from etude.config.env import required_components
+from etude.errors import EtudeError
+from tests.components import ENVIRONMENTS, require_environment
+
+
+def main() -> int:
+    """Make those that are missing; exit with 1 where one cannot be made."""
+    failed = 0
+    for name in sorted(ENVIRONMENTS.keys() & required_components()):
+        began = time.monotonic()
+        try:
+            made = require_environment(name)
+        except EtudeError as error:
+            failed += 1
+            print(f"environments: {name} could not be made. {error}", flush=True)
+        else:
+            print(f"environments: {name} is in {made.directory}, after {time.monotonic() - began:.0f} s.", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

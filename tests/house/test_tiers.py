@@ -1,0 +1,113 @@
+"""The tiers of the tests: the marker each gets, what is recorded of its duration, and what is printed of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.durations import SLOW_S, Record, Watch, fixture_key, key_of
+from tests.tiers import MARKERS, fixtures_of, is_left_out, names_of
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_every_test_that_is_recorded_over_two_seconds_is_marked(request: pytest.FixtureRequest) -> None:
+    record = Record.read()
+    assert record.tests, "tests/durations.json is empty: run `make durations`."
+    unmarked = [
+        item.nodeid
+        for item in request.session.items
+        if record.is_slow(key_of(item.nodeid), fixtures_of(item)) and MARKERS.isdisjoint(names_of(item))
+    ]
+    assert not unmarked
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "key"),
+    [
+        ("tests/store/test_sql.py::test_a", "store/test_sql.py::test_a"),
+        ("tests/store/test_sql.py::test_a[x@y]", "store/test_sql.py::test_a[x@y]"),
+        ("tests/store/test_sql.py::test_a[x@y]@ray", "store/test_sql.py::test_a[x@y]"),
+    ],
+)
+def test_a_test_has_one_name_in_every_process(nodeid: str, key: str) -> None:
+    assert key_of(nodeid) == key
+
+
+def test_a_fixture_is_known_by_its_place() -> None:
+    assert fixture_key("tests", "a_ray") == "::a_ray"
+    assert fixture_key("tests/store/test_sql.py", "store") == "store/test_sql.py::store"
+
+
+def test_a_test_is_slow_by_itself_or_by_what_it_needs() -> None:
+    record = Record({"test_a.py::long": SLOW_S + 0.1, "test_a.py::short": SLOW_S}, {"::server": 9.0, "::file": 0.5})
+    assert record.is_slow("test_a.py::long") and not record.is_slow("test_a.py::short")
+    assert record.is_slow("test_a.py::new", ["::file", "::server"]) and not record.is_slow("test_a.py::new", ["::file"])
+
+
+def test_a_record_is_written_and_read_and_forgets_what_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text("def test_one(): ...\n\ndef test_two(): ...\n")
+    before = Record({"test_a.py::test_one[3]": 4.0, "test_a.py::gone": 3.0, "test_b.py::test_one": 3.0})
+    after = before.updated({"test_a.py::test_two": 0.54321, "test_a.py::test_quick": 0.1}, {}, tmp_path)
+    assert after.tests == {"test_a.py::test_one[3]": 4.0, "test_a.py::test_two": 0.5}
+    after.write(tmp_path / "record.json")
+    assert Record.read(tmp_path / "record.json") == after
+    assert Record.read(tmp_path / "none.json") == Record()
+
+
+TESTS_OF_A_FILE = """
+import pytest, time
+
+@pytest.fixture(scope="module")
+def shared():
+    time.sleep(0.6)
+
+def test_first(shared): time.sleep(0.3)
+def test_second(shared): pass
+@pytest.mark.slow
+def test_marked(): pass
+"""
+
+
+def test_the_time_of_a_shared_fixture_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "test_shared.py").write_text(TESTS_OF_A_FILE)
+    watch = Watch(Record())
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    plain = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov", f"--rootdir={tmp_path}"]
+    assert pytest.main([*plain, str(tmp_path)], plugins=[Options(), watch]) == 0
+    assert 0.25 < watch.tests["test_shared.py::test_first"] < 0.55
+    assert watch.tests["test_shared.py::test_second"] < 0.25
+    assert watch.fixtures["test_shared.py::shared"] > 0.55
+    assert watch.unmarked == {"test_shared.py::test_first", "test_shared.py::test_second"}
+
+
+def test_what_has_no_marker_or_takes_twice_its_time_is_printed() -> None:
+    watch = Watch(Record({"test_a.py::grown": 1.0, "test_a.py::steady": 3.0}))
+    watch.tests = {"test_a.py::grown": 2.1, "test_a.py::steady": 5.9, "test_a.py::new": 2.5, "test_a.py::quick": 0.1}
+    watch.unmarked = {"test_a.py::new", "test_a.py::quick"}
+    assert watch.lines() == [
+        "2.5 s, and no marker: test_a.py::new. Make it quicker, or mark it `slow`.",
+        "2.1 s, and 1.0 s when it was recorded: test_a.py::grown.",
+    ]
+
+
+def test_what_is_integration_as_a_whole_is_not_imported_for_other_tiers() -> None:
+    without = "not slow and not integration and not soak and not gpu"
+    assert is_left_out(TESTS / "chaos", without) and is_left_out(TESTS / "chaos" / "test_kills.py", without)
+    assert not is_left_out(TESTS / "store", without)
+    assert not is_left_out(TESTS / "chaos", "integration and not soak") and not is_left_out(TESTS / "chaos", "")
+
+
+def test_every_test_of_a_server_is_integration(request: pytest.FixtureRequest) -> None:
+    for item in request.session.items:
+        place = item.nodeid
+        if "[vllm" in place or "[postgres]" in place or place.startswith(("tests/chaos/", "tests/learn/")):
+            assert "integration" in names_of(item), place
+
+
+class Options:
+    """The option that the tests' conftest adds."""
+
+    def pytest_addoption(self, parser: pytest.Parser) -> None:
+        parser.addoption("--record-durations", action="store_true")

@@ -1,0 +1,107 @@
+"""The tiers of the tests, by marker; CONTRIBUTING.md says which command runs which.
+
+A test without a marker is in `make check`. The markers `slow`, `integration`, `soak` and `gpu` are written at the test,
+except where one follows from the test's place, its needs or its recorded seconds: then it is given here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.durations import Record, fixture_key, key_of
+
+TESTS = Path(__file__).parent
+MARKERS = frozenset({"slow", "integration", "soak", "gpu"})
+
+INTEGRATION_PATHS = (
+    "bench",
+    "chaos",
+    "learn",
+    "agents/proxy/test_unmodified.py",
+    "dispatch/test_ray.py",
+    "dispatch/test_ray_cluster.py",
+    "dispatch/test_ray_machines.py",
+    "dispatch/test_ray_nodes.py",
+    "recipes/test_divided.py",
+    "recipes/test_divided_run.py",
+    "recipes/test_mesh.py",
+    "recipes/test_mesh_run.py",
+    "recipes/test_orphans.py",
+    "recipes/test_ray_nodes_run.py",
+    "recipes/test_ray_run.py",
+    "recipes/test_served_adapters.py",
+    "rollout/test_real_servers.py",
+    "store/test_postgres.py",
+    "store/test_server_killed.py",
+    "store/test_sql_killed.py",
+)
+"""Folders and files in which every test is integration. Where that marker is left out, they are not even imported."""
+
+INTEGRATION_NEEDS = frozenset({"postgres", "ray", "vllm", "sglang"})
+"""A test with one of these as a parameter, or as its group of `xdist_group`, is integration."""
+
+INTEGRATION_FIXTURES = frozenset({"a_ray", "vllm_server", "sglang_server"})
+"""A test that uses one of these is integration."""
+
+WITHOUT_INTEGRATION = "not integration"
+"""What a marker expression says that leaves them out."""
+
+
+def mark(items: Sequence[pytest.Item], record: Record) -> None:
+    """Give each test the markers that follow from its place, its needs and its recorded seconds."""
+    for item in items:
+        if _is_integration(item):
+            item.add_marker(pytest.mark.integration)
+        elif MARKERS.isdisjoint(names_of(item)) and record.is_slow(key_of(item.nodeid), fixtures_of(item)):
+            item.add_marker(pytest.mark.slow)
+
+
+def longest_first(items: list[pytest.Item], record: Record) -> None:
+    """Order files by what they take, the longest first: no process then begins a long one when the others are done."""
+    seconds: dict[str, float] = {}
+    for item in items:
+        unit = unit_of(item)
+        seconds[unit] = seconds.get(unit, 0.0) + record.tests.get(key_of(item.nodeid), 0.0)
+    items.sort(key=lambda item: (-seconds[unit_of(item)], unit_of(item)))
+
+
+def unit_of(item: pytest.Item) -> str:
+    """The tests that run in one process, because they share what takes long: those of a group, else of a file."""
+    group = item.get_closest_marker("xdist_group")
+    return str(group.args[0]) if group is not None else item.nodeid.partition("::")[0]
+
+
+def is_left_out(path: Path, expression: str) -> bool:
+    """Whether every test under a path is left out by a marker expression."""
+    return WITHOUT_INTEGRATION in expression and _is_integration_path(path)
+
+
+def names_of(item: pytest.Item) -> set[str]:
+    """The names of a test's markers."""
+    return {marker.name for marker in item.iter_markers()}
+
+
+def fixtures_of(item: pytest.Item) -> Iterator[str]:
+    """The fixtures that a test shares with others, as the record names them."""
+    known = getattr(item, "_fixtureinfo", None)
+    for name, found in () if known is None else known.name2fixturedefs.items():
+        if found[-1].scope != "function":
+            yield fixture_key(found[-1].baseid, name)
+
+
+def _is_integration(item: pytest.Item) -> bool:
+    groups = {str(value) for marker in item.iter_markers("xdist_group") for value in marker.args}
+    call = getattr(item, "callspec", None)
+    values = set() if call is None else {value for value in call.params.values() if isinstance(value, str)}
+    return (
+        not INTEGRATION_NEEDS.isdisjoint(groups | values)
+        or not INTEGRATION_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
+        or _is_integration_path(item.path)
+    )
+
+
+def _is_integration_path(path: Path) -> bool:
+    return any(path.is_relative_to(TESTS / name) for name in INTEGRATION_PATHS)
