@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.durations import Record, fixture_key, key_of
+from tests.durations import Record, allowed, fixture_key, key_of
 
 TESTS = Path(__file__).parent
-MARKERS = frozenset({"slow", "integration", "soak", "gpu"})
 
 INTEGRATION_PATHS = (
     "bench",
@@ -55,7 +54,7 @@ def mark(items: Sequence[pytest.Item], record: Record) -> None:
     for item in items:
         if _is_integration(item):
             item.add_marker(pytest.mark.integration)
-        elif MARKERS.isdisjoint(names_of(item)) and record.is_slow(key_of(item.nodeid), fixtures_of(item)):
+        elif record.is_slow(key_of(item.nodeid), fixtures_of(item), allowed(item)):
             item.add_marker(pytest.mark.slow)
 
 

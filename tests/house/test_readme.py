@@ -15,6 +15,7 @@ from etude.errors import EtudeError
 from etude.recipes.presets import PRESETS
 from tests.commands import composed
 from tests.house.documents import ROOT, blocks, commands, documents
+from tests.sweeps import sweep
 
 EXAMPLES = [(page.name, example) for page in documents() for example in blocks(page.read_text(), "python")]
 SHOWN = sorted({(page.name, tuple(words)) for page in documents() for words in commands(page)})
@@ -32,7 +33,7 @@ def test_an_example_runs(page: str, example: str, tmp_path: Path) -> None:
     assert done.returncode == 0, f"An example of {page} fails:\n{done.stderr}"
 
 
-@pytest.mark.parametrize(("page", "words"), SHOWN, ids=[f"{page}: {' '.join(words)}" for page, words in SHOWN])
+@sweep(("page", "words"), SHOWN)
 def test_a_command_that_is_shown_exists(page: str, words: tuple[str, ...]) -> None:
     if words[0] == "make":
         asked = {word for word in words[1:] if "=" not in word}
