@@ -84,10 +84,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         setattr(holder, name, settings(own, max_examples=max(1, round(factor * own.max_examples))))
 
 
-def pytest_collection_finish() -> None:
-    """Keep what is loaded by now out of every later collection of garbage, each of which would look through it all."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while modules are loaded, and keep them out of every later collection: each would look through
+    them all, for most of a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
