@@ -69,6 +69,7 @@ def before(run: Run) -> None:
     of_agents(run)
     of_servers(run)
     _environment(run)
+    _observations(run)
     algorithm(run)
     refuse(run, frozenset(ROLES) - roles(run), together="full_kl" in run.outputs())
     for warning in _idle_options(run):
@@ -277,6 +278,17 @@ def _environment(run: Run) -> None:
             "own. Choose `data.overlong=filter`."
         )
     run.env.prepare()
+
+
+def _observations(run: Run) -> None:
+    """Refuse to learn from what an environment shows between answers, where there is one answer."""
+    if run.echo and run.agent.path is None and (not run.env.asked or run.env.max_turns == 1):
+        which = "`env.max_turns=1` allows one answer" if run.env.asked else "neither `env` nor `agent.path` is set"
+        raise ConfigError(
+            f"`echo={run.echo:g}` learns to predict what an environment shows between two answers, and a rollout of "
+            f"this run is a single answer ({which}): it would do nothing. Leave `echo` out, or give an environment, "
+            f"tools or an agent."
+        )
 
 
 def room(run: Run, model: Model) -> None:
