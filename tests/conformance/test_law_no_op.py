@@ -156,8 +156,6 @@ def run(algorithm: Algorithm) -> Found:
     """Two steps' worth of estimating, so that what is carried from step to step can show."""
     data = batch()
     leaves = said(data)
-    seen = data.need("observation") & ~data.action
-    leaves["logp"] = torch.where(seen, -1.0, leaves["logp"].detach())
     first = algorithm.estimate(data, State(), seed=1, step=1)
     second = algorithm.estimate(data, first.following, seed=1, step=2)
     return gradient(algorithm, second, leaves)
