@@ -12,6 +12,7 @@ copied: a record is a fact. Those that hold arrays are equal only to themselves.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, KeysView, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -32,9 +33,20 @@ __all__ = [
     "Task",
     "ToolCall",
     "Turn",
+    "level",
 ]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+
+def level(low: Any, high: Any, precision: float = sys.float_info.epsilon) -> Any:
+    """Whether rewards between these two, the least and the largest of a group, are all one reward, but for the rounding
+    of sums that were added up in another order. Numbers, or arrays or tensors of them, entry by entry.
+
+    The one rule by which a group of two or more teaches nothing: its advantages are 0, and it is replaced where
+    `collect.refill` has groups replaced.
+    """
+    return high - low <= 4 * precision * (abs(high) + abs(low))
 
 
 def _frozen(values: ArrayLike, dtype: type[np.generic], name: str, dimensions: int = 1) -> NDArray[Any]:

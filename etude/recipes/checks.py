@@ -70,6 +70,7 @@ def before(run: Run) -> None:
     of_servers(run)
     _environment(run)
     _observations(run)
+    _metric(run)
     algorithm(run)
     refuse(run, frozenset(ROLES) - roles(run), together="full_kl" in run.outputs())
     for warning in _idle_options(run):
@@ -288,6 +289,22 @@ def _observations(run: Run) -> None:
             f"`echo={run.echo:g}` learns to predict what an environment shows between two answers, and a rollout of "
             f"this run is a single answer ({which}): it would do nothing. Leave `echo` out, or give an environment, "
             f"tools or an agent."
+        )
+
+
+def _metric(run: Run) -> None:
+    """Refuse a part of the reward that nothing compares, or that there is none of."""
+    name, reward = run.collect.metric, run.reward
+    if name and not run.collect.refill:
+        raise ConfigError(
+            f"`collect.metric={name}` says what `collect.refill` compares groups by, and `collect.refill=0` replaces "
+            f"none. Set `collect.refill` (10 is usual), or leave `collect.metric` out."
+        )
+    alone = run.env.path is None and run.agent.path is None
+    if name and alone and isinstance(reward, Combined) and name not in reward.parts:
+        raise ConfigError(
+            f"`collect.metric={name}` names no part of this reward, which has {', '.join(reward.parts)}. Name one of "
+            f"them, or leave it out."
         )
 
 

@@ -84,6 +84,8 @@ class Scored:
     rollout: Rollout
     total: float
     """All that it earned, what its turns were paid included."""
+    metric: float
+    """What its group is compared by: all of that, or the part that `collect.metric` names."""
 
     def laid(self, keep: Keep) -> Scored:
         """The same, its sequences laid down."""

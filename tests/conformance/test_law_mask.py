@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.algorithms import Algorithm, State
+from etude.algorithms import Algorithm, State, View
+from etude.algorithms.advantages.rewards import Rewards
 from etude.batch import COLUMNS, Batch, Kind
 from tests.conformance.laws import every_algorithm, fixture, gradient, observed, said, taught, through
 
@@ -71,5 +72,7 @@ def test_a_reward_paid_on_tool_output_belongs_to_the_action_before() -> None:
     for token in (at, at + 1):
         paid = torch.zeros(batch.tokens, dtype=torch.float64)
         paid[token] = 2.0
+        told = View(batch.replace(token_reward=paid, reward=torch.zeros_like(batch.need("reward"))))
+        assert told.index[Rewards(told).of_tokens(torch.float64).nonzero()[:, 0]].tolist() == [at]
         columns.append(algorithm.estimate(batch.replace(token_reward=paid), State()).batch.need("advantage"))
     assert torch.equal(columns[0], columns[1])

@@ -69,7 +69,12 @@ FLIPS: dict[str, dict[str, Flip]] = {
     "loss=cispo": {"low": Flip(0.9), "high": Flip(1.1)},
     "loss=sapo": {"tau_positive": Flip(2.0), "tau_negative": Flip(2.0)},
     "loss=gmpo": {"clip": Flip(0.05)},
-    "loss=dppo": {"divergence": Flip("kl"), "threshold": Flip(0.01), "cap": Flip(0.8)},
+    "loss=dppo": {
+        "divergence": Flip("kl"),
+        "threshold_low": Flip(0.01),
+        "threshold_high": Flip(0.01),
+        "cap": Flip(0.8),
+    },
     "loss=clip_cov": {
         "clip_low": Flip(0.5),
         "clip_high": Flip(0.5),

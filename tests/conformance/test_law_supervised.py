@@ -68,9 +68,11 @@ def test_supervised_losses_do_not_depend_on_micro_batches_or_their_order() -> No
     for seed in SEEDS:
         batch = pairs(seed)
         for name, loss in LOSSES.items():
-            order = np.random.default_rng(seed).permutation(batch.groups if loss.split_unit == "group" else batch.rollouts)
+            order = np.random.default_rng(seed).permutation(
+                batch.groups if loss.split_unit == "group" else batch.rollouts
+            )
             places = [[2 * g, 2 * g + 1] for g in order] if loss.split_unit == "group" else [[u] for u in order]
-            cuts = [sum(some, []) for some in (places[:1], places[1:4], places[4:])]
+            cuts = [[u for place in some for u in place] for some in (places[:1], places[1:4], places[4:])]
             leaves = said(batch, loss)
             parts = [batch.select(cut) for cut in cuts]
             assert gradient(loss, batch, leaves, parts).close_to(gradient(loss, batch, leaves), 1e-10), name

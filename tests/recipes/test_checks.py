@@ -40,6 +40,18 @@ def test_the_sampler_is_compared_with_the_policy_at_every_step(world: Path) -> N
     assert from_the_models(run_of(world, kl="full")) == {"old_logp", "ref_logp"}
 
 
+def test_a_part_of_the_reward_that_nothing_compares_is_refused(world: Path) -> None:
+    parts = {"reward": "combined", "reward.path": None, "reward.parts.right": "exact", "reward.parts.form": "format"}
+    named = parts | {"reward.parts.form.tags": "[a]", "collect.metric": "right"}
+    with pytest.raises(ConfigError, match=r"`collect\.refill=0` replaces none"):
+        before(run_of(world, **named))
+    with pytest.raises(
+        ConfigError, match=r"`collect\.metric=left` names no part of this reward, which has right, form"
+    ):
+        before(run_of(world, **named | {"collect.refill": 2, "collect.metric": "left"}))
+    before(run_of(world, **named | {"collect.refill": 2}))
+
+
 @pytest.mark.parametrize(("change", "named"), [({}, "neither `env` nor"), ({"env.max_turns": 1}, "`env.max_turns=1`")])
 def test_learning_what_is_shown_between_answers_is_refused_where_there_is_one(
     world: Path, change: dict[str, int], named: str

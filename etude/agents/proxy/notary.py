@@ -88,9 +88,7 @@ class Notary:
 
     async def turn(self, call: Call, completion: Completion) -> int:
         """Write a turn; its index. Returns once it is acknowledged."""
-        turn = Turn(
-            call.shown, completion, 0, self._model, call.tags, anchor=call.anchor, observed=call.observed
-        )
+        turn = Turn(call.shown, completion, 0, self._model, call.tags, anchor=call.anchor, observed=call.observed)
         index = await self._written(call, self._desk.turn(call.sitting.key, turn))
         counts = self._meter.counts
         counts["turns"] += 1
