@@ -80,6 +80,12 @@ class Algorithm(Config):
                 "This loss compares π_old with the sampler, and `correction.policies=two` makes them one, so that "
                 "it would do nothing of its own. Set `correction.policies=three`, or choose another loss."
             )
+        if self.correction.policies == "two" and "sum_pi_squared" in self.advantage.needs():
+            raise ConfigError(
+                "This advantage compares π_old's probability of a token with Σπ_old² over the vocabulary. With "
+                "`correction.policies=two` the first would be the sampler's, and the second the trainer's, which only "
+                "the pass tells that `two` leaves out. Set `correction.policies=three`, or choose another advantage."
+            )
         if weighs and self.correction.level not in self.loss.weight_levels:
             allowed = " or ".join(sorted(self.loss.weight_levels)) or "none"
             raise ConfigError(

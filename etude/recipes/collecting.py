@@ -16,14 +16,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from pydantic import Field
-
-from etude.config import Config
 from etude.data import Dataset, Order
 from etude.data.adapt import samples as rows_of_turns
 from etude.errors import CollectionError, RunError
 from etude.observe import Bar, Mean, Metrics, unwatched
 from etude.recipes.agents import SCORED
+from etude.recipes.collection import Collection
 from etude.recipes.play import Played
 from etude.recipes.rows import Keep, Rows, Scored
 from etude.recipes.scheduler import Admit, Decision, Drop, Failed, Finished, Issue, Opened, Scheduler
@@ -32,28 +30,9 @@ from etude.records import Outcome, Rollout, Sample, Task, Turn
 from etude.rewards import Judge
 from etude.store import Journal, Phase, RolloutState, TaskState, events
 
-__all__ = ["Collection", "Collector", "Ended", "Groups", "Source", "Watch", "row_of"]
+__all__ = ["Collector", "Ended", "Groups", "Source", "Watch", "row_of"]
 
 Watch = Callable[[str, float], AbstractContextManager[Bar]]
-
-
-class Collection(Config):
-    """Which rollouts a step trains on."""
-
-    tasks: int = Field(32, ge=1, description="tasks a step, each answered by a group")
-    group_size: int = Field(8, ge=1, description="rollouts of a task, compared with each other")
-    refill: int = Field(
-        0,
-        ge=0,
-        description="replace groups in which all earned the same, with at most this many times `tasks` new ones; 0 "
-        "keeps them",
-    )
-    retries: int = Field(1, ge=0, description="further attempts at a rollout that failed")
-    timeout: float = Field(
-        1800.0,
-        gt=0,
-        description="seconds to draw an answer in; neither its wait in line nor judging counts",
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +207,7 @@ class Collector(ABC):
                 continue
             if left.phase is Phase.FINISHED and self._counts(left):
                 found = self._from_journal(left)
-                scored.setdefault(left.task, {})[left.sample] = found.total
+                scored.setdefault(left.task, {})[left.sample] = found.metric
                 if left.sample < self._config.group_size:
                     self._scored[left.id] = found.laid(self._lay)
                 else:
@@ -299,7 +278,8 @@ class Collector(ABC):
                 self._tally.error = verdict.error
             if verdict.outcome is Outcome.SUCCEEDED:
                 self._count(end)
-                follows = self._scheduler.on(Finished(end.task, end.sample, played.total))
+                metric = self._config.compared(end.task, verdict.parts, played.total, verdict.error)
+                follows = self._scheduler.on(Finished(end.task, end.sample, metric))
             else:
                 follows = self._scheduler.on(Failed(end.task, end.sample, verdict.error))
             written += self._over(end, Issue(end.task, end.sample) in follows)
@@ -391,10 +371,11 @@ class Collector(ABC):
         """A rollout that a step may train on, by how it was played."""
         verdict = played.verdict
         told = verdict.reward, verdict.parts, Outcome.SUCCEEDED, played.truncated, played.role
-        return self._of_turns(played.turns, Rollout(id, task, task, *told), played.total)
+        return self._of_turns(played.turns, Rollout(id, task, task, *told), played.total, verdict.error)
 
-    def _of_turns(self, turns: Sequence[Turn], rollout: Rollout, total: float) -> Scored:
-        return Scored(len(turns), Rows.of(self._samples(turns, rollout.id)), rollout, total)
+    def _of_turns(self, turns: Sequence[Turn], rollout: Rollout, total: float, error: str) -> Scored:
+        metric = self._config.compared(rollout.task, rollout.parts, total, error)
+        return Scored(len(turns), Rows.of(self._samples(turns, rollout.id)), rollout, total, metric)
 
     def _samples(self, turns: Sequence[Turn], rollout: int) -> list[Sample]:
         """The token sequences that a rollout is trained on as."""
@@ -405,7 +386,8 @@ class Collector(ABC):
         last = state.last
         assert last is not None and last.reward is not None and last.total is not None
         told = last.reward, last.parts, Outcome.SUCCEEDED, last.truncated, last.role
-        return self._of_turns(self._store.turns(state.id), Rollout(state.id, state.task, state.task, *told), last.total)
+        rollout = Rollout(state.id, state.task, state.task, *told)
+        return self._of_turns(self._store.turns(state.id), rollout, last.total, last.error)
 
     def _replayed(self, step: int, ids: Sequence[int]) -> Groups:
         """A step that was admitted before, with the same rollouts; the order hears of it as it did then."""

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from etude.records import level
+
 __all__ = ["Admit", "Decision", "Drop", "Event", "Failed", "Finished", "Issue", "Opened", "Scheduler"]
 
 
@@ -39,7 +41,7 @@ class Finished:
     task: int
     sample: int
     metric: float
-    """What the filter compares: the task metric, before any penalty."""
+    """What groups are compared by: all that it earned or one part of it, before any penalty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,9 @@ class _Group:
     @property
     def level(self) -> bool:
         """Whether its rollouts cannot be told apart, nor from the greedy answer where there is one. One alone compares
-        with nothing, and is not level."""
-        return len(self.metrics) > 1 and len(set(self.metrics.values())) == 1
+        with nothing, and is not level. DAPO's filter (2503.14476), where a refill acts by it."""
+        values = self.metrics.values()
+        return len(values) > 1 and bool(level(min(values), max(values)))
 
     def sampled(self, size: int) -> tuple[int, ...]:
         """The rollouts of the group that were scored."""

@@ -156,6 +156,7 @@ class TurnRead(BaseModel):
     tags: list[str]
     reward: float | None
     anchor: int | None
+    observed: int | None
     finish: str
     text: str
     arrays: str = Field(json_schema_extra={"contentEncoding": "base64"}, description="the packed arrays")

@@ -313,6 +313,7 @@ class TurnForm(Writing):
         tags: list[str] = Field([])
         reward: float | None = None
         anchor: Number | None = None
+        observed: Id | None = None
         finish: Literal["stop", "length", "abort"]
         text: str = ""
         arrays: str = Field(json_schema_extra={"contentEncoding": "base64"}, description="see `etude.store.blobs`")

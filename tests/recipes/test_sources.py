@@ -21,7 +21,8 @@ from etude.data.collate import collate
 from etude.envs import Observation, TextEnv
 from etude.errors import CollectionError, EngineError, RewardError
 from etude.protocols import Ids
-from etude.recipes.collecting import Collection, Groups
+from etude.recipes.collecting import Groups
+from etude.recipes.collection import Collection
 from etude.recipes.environment import EnvConfig
 from etude.recipes.episodes import Episodes
 from etude.recipes.rows import Keep
