@@ -103,7 +103,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "peft": ("models/lora.py",),
     "ray": ("dispatch/ray_crew.py", "dispatch/ray_cluster.py"),
     "megatron": ("train/megatron.py",),
-    "sqlalchemy": ("store/sql.py",),
+    "sqlalchemy": ("store/sql.py", "store/tables.py"),
     "fastapi": ("store/server.py", "agents/proxy/app.py", "dashboard"),
     "tensorboardX": ("observe/tensorboard.py",),
     "wandb": ("observe/wandb.py",),
