@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from etude.data import Dataset, Order
 from etude.data.adapt import samples as rows_of_turns
-from etude.errors import CollectionError, RunError
+from etude.errors import CollectionError
 from etude.observe import Bar, Mean, Metrics, unwatched
 from etude.recipes.agents import SCORED
 from etude.recipes.collection import Collection
@@ -28,7 +28,7 @@ from etude.recipes.scheduler import Admit, Decision, Drop, Failed, Finished, Iss
 from etude.recipes.tally import Notices, Tally
 from etude.records import Outcome, Rollout, Sample, Task, Turn
 from etude.rewards import Judge
-from etude.store import Journal, Phase, RolloutState, TaskState, events
+from etude.store import Journal, Mark, Phase, RolloutState, TaskState, events
 
 __all__ = ["Collector", "Ended", "Groups", "Source", "Watch", "row_of"]
 
@@ -173,18 +173,14 @@ class Collector(ABC):
         """What a checkpoint keeps: how far the order of tasks has come."""
         return self._order.state()
 
-    def take_up(self, state: Mapping[str, Any] | None, position: int) -> None:
-        """Stand where the checkpoint of this state and position stood (None: at the beginning), and take up what the
+    def take_up(self, state: Mapping[str, Any] | None, mark: Mark) -> None:
+        """Stand where the checkpoint of this state and mark stood (None: at the beginning), and take up what the
         journal has beyond it: admitted steps will be replayed, scored rollouts used, unfinished ones issued again."""
-        if self._store.position < position:
-            raise RunError(
-                f"The checkpoint speaks of {position} events, and the journal beside it holds {self._store.position}: "
-                f"it is older, or another run's. Bring back the journal.sqlite that belongs to it, with its -wal file."
-            )
+        self._store.check(mark)
         if state is not None:
             self._order.restore(state)
         first = self._order.position
-        for _, event in self._store.read(position, kinds=(events.TaskIssued, events.TaskDropped, events.Admitted)):
+        for _, event in self._store.read(mark.position, kinds=(events.TaskIssued, events.TaskDropped, events.Admitted)):
             match event:
                 case events.TaskIssued(task=task) if task < SCORED:
                     first = max(first, task + 1)

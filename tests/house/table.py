@@ -25,7 +25,7 @@ def _room(floor: int, *rooms: frozenset[str] | str) -> Room:
     return Room(floor, frozenset().union(*({part} if isinstance(part, str) else part for part in rooms)))
 
 
-WORDS = frozenset({"records", "errors", "batch", "protocols", "config", "observe"})
+WORDS = frozenset({"records", "errors", "integrity", "batch", "protocols", "config", "observe"})
 INSTRUMENTS = frozenset({"algorithms", "models", "chat", "data", "rewards", "store", "checkpoint", "dispatch"})
 MACHINES = frozenset({"train", "rollout", "sync", "agents"})
 SCORES = frozenset({"recipes", "envs"})
@@ -36,6 +36,7 @@ ROOMS: dict[str, Room] = {
     # floor 0: words
     "errors": _room(0),
     "records": _room(0),
+    "integrity": _room(0, "errors"),
     "batch": _room(0, "records", "errors"),
     "protocols": _room(0, "records"),
     "config": _room(0, "records", "errors"),
@@ -102,7 +103,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "peft": ("models/lora.py",),
     "ray": ("dispatch/ray_crew.py", "dispatch/ray_cluster.py"),
     "megatron": ("train/megatron.py",),
-    "sqlalchemy": ("store/sql.py",),
+    "sqlalchemy": ("store/sql.py", "store/tables.py"),
     "fastapi": ("store/server.py", "agents/proxy/app.py", "dashboard"),
     "tensorboardX": ("observe/tensorboard.py",),
     "wandb": ("observe/wandb.py",),
