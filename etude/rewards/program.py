@@ -21,8 +21,9 @@ from etude.errors import ConfigError, RewardError
 from etude.observe import get_log
 from etude.records import Task
 from etude.rewards.base import RewardFunction
-from etude.rewards.box import PROTECTIONS, Box, BoxLostError, Limits, Protection, protections
+from etude.rewards.box import Box, BoxLostError, Limits
 from etude.rewards.line import Line
+from etude.rewards.probe import PROTECTIONS, Protection, protections
 from etude.rewards.trials import trial_of
 
 __all__ = ["Program", "program_of"]
