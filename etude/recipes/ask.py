@@ -69,6 +69,8 @@ READ = {
         *("agent.failed", "agent.parameters", "agent.calls", *SHARED),
     ),
     "generate": ("sampling", *SHARED),
+    "chat": ("sampling", *SHARED),
+    "serve": ("sampling", *SHARED),
 }
 """The options that each command reads; any other would do nothing there."""
 ALIKE = ("model", "lora", "chat", "train", "checkpoint", "observe", "seed", "device", "threads")
@@ -282,6 +284,8 @@ def _refuse_unread(run: Run, options: Sequence[str], command: str) -> None:
             remedy = "Tasks to score on are given by `data.val`."
         elif command == "generate" and name.startswith("evaluate."):
             remedy = "How answers are drawn is said by `sampling`, how many by -n."
+        elif name.startswith("evaluate."):
+            remedy = "How answers are drawn is said by `sampling`."
         raise ConfigError(f"`etude {command}` does not read `{name}`: it would change nothing here. {remedy}")
 
 
