@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "agents_evaluator",
+    "agents_of",
     "build",
     "chat_of",
     "episodes_of",
@@ -108,7 +109,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     source: AgentSource | EngineSource
     client: Callable[[], Desk] | None = None
     if agentic:
-        agents = _agents(run, chat, engine, judge, store, directory, longest, stack, runner, agent)
+        agents = agents_of(run, chat, engine, judge, store, directory, longest, stack, runner, agent)
         source, client = AgentSource(run.collect, agents, **common), agents.client
         evaluator = scorer_of(run, agents, judge, store, runner)
     else:
@@ -166,7 +167,7 @@ def _engine_source(
     )
 
 
-def _agents(
+def agents_of(
     run: Run,
     chat: Chat,
     engine: Any,
@@ -216,7 +217,7 @@ def agents_evaluator(
     store = stack.enter_context(closing(open_store()))
     here = {"store": None, "listen": "127.0.0.1:0", "runners": run.agent.runners or 1}
     run = run.model_copy(update={"agent": run.agent.model_copy(update=here)})
-    agents = _agents(run, chat, engine, judge, store, place, longest, stack, runner, None)
+    agents = agents_of(run, chat, engine, judge, store, place, longest, stack, runner, None)
     return scorer_of(run, agents, judge, store, runner)
 
 

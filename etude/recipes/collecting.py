@@ -164,6 +164,10 @@ class Collector(ABC):
         metrics.merge(self._metrics())
         return self._groups(scored, metrics)
 
+    def replace_none(self) -> None:
+        """Have each step ask its first `collect.tasks` tasks alone, and no other in place of one that failed."""
+        self._scheduler.bound = self._config.tasks
+
     @property
     def replays(self) -> int:
         """The last step that was admitted before and is read back from the journal; 0 if none is."""
@@ -266,9 +270,7 @@ class Collector(ABC):
         for end in ended:
             played, verdict = end.played, end.played.verdict
             self._tally.of(played)
-            if (
-                verdict.error
-            ):  # with a success it failed, and `judging.error_score` stands for what it would have earned
+            if verdict.error:  # beside a success, `judging.error_score` stands for what it would have earned
                 failed = "given_error_score" if verdict.outcome is Outcome.SUCCEEDED else verdict.outcome.value
                 self._tally.failed[failed] += 1
                 self._tally.error = verdict.error

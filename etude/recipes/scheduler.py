@@ -123,7 +123,8 @@ class Scheduler:
         greedily too.
         """
         self._tasks, self._size, self._refill, self._retries = tasks, group_size, refill, retries
-        self._bound = tasks * (1 + max(refill, 1))
+        self.bound = tasks * (1 + max(refill, 1))
+        """How many tasks a step may issue in all."""
         self._next = first
         self._greedy = greedy
         self._groups: dict[int, _Group] = {}
@@ -155,7 +156,7 @@ class Scheduler:
         open had dropped already; one that dropped all it may has failed, and begins anew.
         """
         assert not self._groups, "only a new scheduler takes up an old run"
-        self._issued = dropped % self._bound
+        self._issued = dropped % self.bound
         for task, metrics in scored.items():
             self._groups[task] = _Group(metrics=dict(metrics))
         again = sorted(unfinished)
@@ -202,7 +203,7 @@ class Scheduler:
                 decisions.append(Drop(task, failed))
             elif self._refill and group.level:
                 self._spare[task] = self._groups.pop(task)
-        while len(self._groups) < self._tasks and self._issued < self._bound:
+        while len(self._groups) < self._tasks and self._issued < self.bound:
             decisions += self._issue()
         if not any(group.running for group in self._groups.values()):
             decisions += self._admit()

@@ -132,5 +132,5 @@ def _bound(host: str, port: int) -> socket.socket:
             ears.close()
             raise
     except OSError as error:
-        raise StoreError(f"The store cannot listen on {host}, port {port}: {error}. Choose another port.") from error
+        raise StoreError(f"The server cannot listen on {host}, port {port}: {error}. Choose another port.") from error
     return ears

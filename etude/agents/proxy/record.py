@@ -53,6 +53,8 @@ class Sitting:
         self.calls = 0
         """How many there were."""
         self.under_way: set[asyncio.Task[None]] = set()
+        self.refused: set[str] = set()
+        """Why calls were refused, as far as that is noted."""
         self.spoke = time.monotonic()
         """When it last called."""
         self._chat = chat
