@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +21,10 @@ import pytest
 
 from etude.records import Outcome
 from etude.rewards import Judge, Program, Verdict
-from etude.rewards.box import Box, BoxLostError, Limits
+from etude.rewards.box import Box, BoxBrokenError, Limits
 from etude.rewards.inside.kernel import numbers_of
 from etude.rewards.probe import PROTECTIONS, protections
-from tests.rewards.boxed import WAYS, needs, run
+from tests.rewards.boxed import NAMED, WAYS, left, needs, run
 from tests.rewards.tasks import task
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the calls are Linux's")
@@ -230,6 +232,28 @@ def test_a_program_does_not_lose_its_sandbox_where_it_is_asked() -> None:
     code = f"{NEIGHBOURS}\ndef add(a, b):\n    spoils()\n    return 0"
     verdict = judged(code, tests, total=2.0)
     assert (verdict.outcome, verdict.reward) == (Outcome.SUCCEEDED, 0.0)
+
+
+@pytest.mark.parametrize(("times", "earned"), [(1, 1.0), (2, 0.0)])
+def test_a_box_that_ends_under_its_program_is_had_once_more(times: int, earned: float) -> None:
+    """Whether the machine did that or the program: what ends two boxes earns nothing, and is no failure of judging."""
+    name = f"etude-ends-{times}"
+    done = threading.Thread(target=_end_keepers, args=(name, times))
+    done.start()
+    code = NAMED.format(name=name) + "import time; time.sleep(1); print(3)"
+    verdict = judged(code, {"inputs": [""], "outputs": ["3"]})
+    done.join()
+    assert (verdict.outcome, verdict.reward) == (Outcome.SUCCEEDED, earned)
+
+
+def _end_keepers(name: str, times: int) -> None:
+    """Kill the process that keeps a program, as often as it is had."""
+    for _ in range(times):
+        while not (found := left(name, within=0.0)):
+            time.sleep(0.01)
+        stat = Path(f"/proc/{found[0]}/stat").read_text()
+        os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        left(name)
 
 
 STEALS = """
@@ -487,7 +511,7 @@ def test_what_leaves_the_sandbox_is_bounded() -> None:
             pipe = subprocess.PIPE
             process = await asyncio.create_subprocess_exec(sys.executable, "-c", talks, stdin=pipe, stdout=pipe)
             box._process = process
-            with pytest.raises(BoxLostError, match=r"a message of 16777216 bytes"):
+            with pytest.raises(BoxBrokenError, match=r"a message of 16777216 bytes"):
                 await box.prints("", "1", 5.0)
             process.kill()
 
