@@ -8,7 +8,7 @@ with open_run_log(config.observe, run, headline=["reward", "loss"]) as log:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -86,18 +86,29 @@ def __getattr__(name: str) -> Any:
 
 
 def open_run_log(
-    config: Observe, run: RunInfo, headline: Sequence[str] = (), console: Console | None = None, written: int = -1
+    config: Observe,
+    run: RunInfo,
+    headline: Sequence[str] = (),
+    console: Console | None = None,
+    written: int = -1,
+    failures: Mapping[str, str] | None = None,
 ) -> RunLog:
-    """The log of a run, with the sinks that the configuration asks for, open; up to `written` its steps are there."""
+    """The log of a run, with the sinks that the configuration asks for, open; up to `written` its steps are there.
+    failures: which metric counts the failures that one of the headline leaves out."""
     from etude.observe.console import ConsoleSink
     from etude.observe.logger import RunLog
 
-    sinks = choose_sinks(config, headline, console)
+    sinks = choose_sinks(config, headline, console, failures)
     display = next((sink for sink in sinks if isinstance(sink, ConsoleSink)), None)
     return RunLog(sinks, run, config.every, written=written, display=display)
 
 
-def choose_sinks(config: Observe, headline: Sequence[str] = (), console: Console | None = None) -> list[Sink]:
+def choose_sinks(
+    config: Observe,
+    headline: Sequence[str] = (),
+    console: Console | None = None,
+    failures: Mapping[str, str] | None = None,
+) -> list[Sink]:
     """The sinks that the configuration asks for, not yet opened. `console` replaces the one on standard output."""
     from etude.observe.console import ConsoleSink, make_console
     from etude.observe.jsonl import JsonlSink
@@ -105,7 +116,7 @@ def choose_sinks(config: Observe, headline: Sequence[str] = (), console: Console
 
     sinks: list[Sink] = [JsonlSink()]
     if config.console != "off":
-        sinks.append(ConsoleSink(make_console(config.console) if console is None else console, headline))
+        sinks.append(ConsoleSink(make_console(config.console) if console is None else console, headline, failures))
     if config.tensorboard:
         try:
             from etude.observe.tensorboard import TensorboardSink

@@ -123,7 +123,8 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     folder.settle(directory, run)
     written = last_step(directory)
     info = RunInfo(directory.name, directory, run.steps, mask(to_tree(run)))
-    log = stack.enter_context(open_run_log(run.observe, info, _headline(run), written=written))
+    failures = {"reward": "failed_attempts", f"eval/mean@{run.evaluate.samples}": "eval/failed"}
+    log = stack.enter_context(open_run_log(run.observe, info, _headline(run), written=written, failures=failures))
     measured = inputs.yardstick(run, run.evaluate.yardstick(run.sampling))
     source.watch = log.progress
     scoring = Scoring(evaluator, directory, run.steps, store, engine, measured, log.progress)

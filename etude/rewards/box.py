@@ -30,7 +30,7 @@ from etude.rewards.inside.confine import Rules
 from etude.rewards.inside.examiner import PASSED, UNFIT
 from etude.rewards.inside.frames import HEAD, packed, unpacked
 
-__all__ = ["Box", "BoxLostError", "Ended", "Found", "Limits"]
+__all__ = ["Box", "BoxBrokenError", "BoxLostError", "Ended", "Found", "Limits"]
 
 CLOSING = 4.0
 """Seconds that a box has to end all that its program started; then its process group is killed."""
@@ -52,7 +52,11 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class BoxLostError(Exception):
-    """The box itself ended: the program is to blame for nothing that is known."""
+    """There is no box: the program is to blame for nothing that is known."""
+
+
+class BoxBrokenError(BoxLostError):
+    """A box that was there ended when its program could run: by the machine, or by the program."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,8 @@ class Found(NamedTuple):
 
 
 class Box:
-    """One program, kept. Open it once; runs follow each other. `BoxLostError` where the box itself fails.
+    """One program, kept. Open it once; runs follow each other. `BoxLostError` where the box cannot be had, and
+    `BoxBrokenError` where it ends before it is closed.
 
     without: means of protection that are left out, to try what holds without them.
     """
@@ -122,7 +127,10 @@ class Box:
                 cwd=self._directory,
                 start_new_session=True,
             )
-            await self._send(_start(self._code, self._limits, self._directory, self._without))
+            await self._asked(_start(self._code, self._limits, self._directory, self._without), 0.0)
+        except BoxBrokenError as error:
+            await self.__aexit__()
+            raise BoxLostError(str(error)) from error
         except BaseException:
             await self.__aexit__()
             raise
@@ -175,12 +183,12 @@ class Box:
                     await self._send(message)
                 length = int.from_bytes(await self._process.stdout.readexactly(HEAD), "big")
                 if length > most:
-                    raise BoxLostError(f"it sent a message of {length} bytes")
+                    raise BoxBrokenError(f"it sent a message of {length} bytes")
                 return unpacked(await self._process.stdout.readexactly(length))
         except (asyncio.IncompleteReadError, ValueError) as error:
-            raise BoxLostError(f"it ended{await self._last_words()}") from error
+            raise BoxBrokenError(f"it ended{await self._last_words()}") from error
         except TimeoutError as error:
-            raise BoxLostError(f"it did not answer within {STARTING + seconds:g} seconds") from error
+            raise BoxBrokenError(f"it did not answer within {STARTING + seconds:g} seconds") from error
 
     async def _last_words(self) -> str:
         """What a box said in the end, to be put behind a sentence."""
@@ -197,7 +205,7 @@ class Box:
             self._process.stdin.write(packed(message))
             await self._process.stdin.drain()
         except ConnectionError as error:
-            raise BoxLostError(f"it ended{await self._last_words()}") from error
+            raise BoxBrokenError(f"it ended{await self._last_words()}") from error
 
 
 def _command() -> list[str]:

@@ -106,13 +106,13 @@ def _statements(asking: Line, found: int, tests: Any) -> None:
             names[name] = asking.named(known_as)
     for text, counts in tests["statements"]:
         asking.begin()
-        passed = _holds(lambda: _runs(text, names, asking, imports=not counts))  # noqa: B023
+        passed = _holds(lambda: _runs(text, names, asking, imports=not counts)) and not asking.left  # noqa: B023
         if asking.gone:
             return
         if asking.unfit:
             _write(found, UNFIT + asking.unfit)
             return
-        _write(found, PASSED if passed and not asking.left else FAILED)
+        _write(found, PASSED if passed else FAILED)
         if not (passed or counts):
             return
 

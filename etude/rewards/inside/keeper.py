@@ -80,6 +80,7 @@ def _keep(apart: Apart, code: str, usual: Mapping[int, Any]) -> NoReturn:
     sys.path += apart.rules.readable
     keeper = _Keeper(apart, code, usual)
     try:
+        send(OUT, {})  # it is there, and nothing of the program has run
         while True:
             send(OUT, keeper.do(keeper.next()))
     except ClosedError:
