@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from pydantic import Field
 
 from etude.checkpoint.files import (
     Checkpoint,
@@ -29,11 +28,10 @@ from etude.checkpoint.files import (
     sync_directory,
     write_tensors,
 )
-from etude.config import Config
 from etude.errors import CheckpointError
 from etude.observe import get_log
 
-__all__ = ["CheckpointConfig", "Checkpoints"]
+__all__ = ["Checkpoints"]
 
 T = TypeVar("T")
 
@@ -45,14 +43,6 @@ _log = get_log("checkpoint")
 
 def _nothing(_point: str) -> None:
     """What happens at a point of a save, where nobody wants anything."""
-
-
-class CheckpointConfig(Config):
-    """How often a run is saved, and how much of that stays."""
-
-    every: int = Field(10, ge=1, description="steps from one checkpoint to the next; the last step is always saved")
-    keep: int = Field(2, ge=1, description="how many of the newest checkpoints stay; the best one stays besides")
-    fall_back: bool = Field(False, description="where the newest is damaged, resume from the newest that is whole")
 
 
 class Checkpoints:
