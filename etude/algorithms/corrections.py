@@ -25,18 +25,20 @@ Rules compare without cutting, since nothing is multiplied by what they compare.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from etude.algorithms.base import CLAMP
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import Ranks, Unit, View
 from etude.config import Config
 from etude.errors import ConfigError
+from etude.lazy import torch
 from etude.observe import Max, Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "Corrected",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from etude.algorithms.view import View
-from etude.batch import Batch
 from etude.config import Config
 from etude.errors import ConfigError
 from etude.observe import Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from etude.batch import Batch
 
 __all__ = ["Overlong", "overlong_penalty"]
 

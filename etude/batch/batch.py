@@ -172,6 +172,10 @@ class Batch:
                 yield name, Column(kind, values)
         yield from self.extra.items()
 
+    def is_token(self, name: str) -> bool:
+        """Whether Etude itself knows a column of this name, with one entry for each token."""
+        return COLUMNS.get(name) is Kind.TOKEN
+
     def need(self, name: str, by: str = "") -> Tensor:
         """The column, or an error that names it and whoever declared that it is needed."""
         values = self.__dict__[name] if name in COLUMNS else self.extra[name].tensor if name in self.extra else None

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from pydantic import Field
 
 from etude.checkpoint.files import (
     Checkpoint,
@@ -26,12 +25,11 @@ from etude.checkpoint.files import (
     read_facts,
     write_tensors,
 )
-from etude.config import Config
 from etude.errors import CheckpointError, EtudeError
 from etude.integrity import read_json, sync_directory, write_json
 from etude.observe import get_log
 
-__all__ = ["CheckpointConfig", "Checkpoints"]
+__all__ = ["Checkpoints"]
 
 T = TypeVar("T")
 
@@ -47,14 +45,6 @@ _log = get_log("checkpoint")
 
 def _nothing(_point: str) -> None:
     """What happens at a point of a save, where nobody wants anything."""
-
-
-class CheckpointConfig(Config):
-    """How often a run is saved, and how much of that stays."""
-
-    every: int = Field(10, ge=1, description="steps from one checkpoint to the next; the last step is always saved")
-    keep: int = Field(2, ge=1, description="how many of the newest checkpoints stay; the best one stays besides")
-    fall_back: bool = Field(False, description="where the newest is damaged, resume from the newest that is whole")
 
 
 class Checkpoints:

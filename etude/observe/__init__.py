@@ -9,10 +9,10 @@ with open_run_log(config.observe, run, headline=["reward", "loss"]) as log:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from etude.errors import MissingPackageError
+from etude.lazy import names_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,26 +63,19 @@ __all__ = [
     "unwatched",
 ]
 
-# Which file each public name is in. They load when they are asked for: whoever only wants the log need not wait for a
-# terminal's colours.
-_PLACES = {
-    "config": ("ConsoleStyle", "MlflowConfig", "Observe", "WandbConfig"),
-    "console": ("Bar", "ConsoleSink", "format_number", "format_seconds", "make_console", "progress"),
-    "jsonl": ("JsonlSink", "last_step"),
-    "log": ("LogLevel", "configure", "get_log"),
-    "logger": ("Display", "RunLog", "Step", "unwatched"),
-    "metrics": ("Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum", "WireMetrics"),
-    "sinks": ("Background", "Guarded", "RunInfo", "Sink"),
-    "timer": ("Timer",),
-}
-_FILES = {name: file for file, names in _PLACES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    """The public names, from the files they are in."""
-    if name in _FILES:
-        return getattr(import_module(f"etude.observe.{_FILES[name]}"), name)
-    raise AttributeError(f"module 'etude.observe' has no attribute '{name}'")
+__getattr__ = names_of(
+    __name__,
+    {
+        "config": ("ConsoleStyle", "MlflowConfig", "Observe", "WandbConfig"),
+        "console": ("Bar", "ConsoleSink", "format_number", "format_seconds", "make_console", "progress"),
+        "jsonl": ("JsonlSink", "last_step"),
+        "log": ("LogLevel", "configure", "get_log"),
+        "logger": ("Display", "RunLog", "Step", "unwatched"),
+        "metrics": ("Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum", "WireMetrics"),
+        "sinks": ("Background", "Guarded", "RunInfo", "Sink"),
+        "timer": ("Timer",),
+    },
+)
 
 
 def open_run_log(

@@ -21,6 +21,7 @@ from etude.config.tree import to_tree
 from etude.data import Dataset
 from etude.dispatch import LocalCrew
 from etude.errors import ConfigError, DataError
+from etude.lazy import loading
 from etude.observe import RunInfo, get_log, last_step, open_run_log
 from etude.protocols import Crew, Generate, Ids
 from etude.recipes.episodes import Episodes
@@ -69,15 +70,22 @@ def build(
     `interrupt`: who listens for that already, where several runs follow each other. `agent`: who plays rollouts, in
     place of what `agent.path` names. `tasks`: see `folder.take_tasks`.
     """
-    from etude.recipes import checks, folder
-    from etude.recipes.frame import framed
+    from etude.recipes import folder
+
+    folder.check_before(run)
 
     def assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack) -> Parts:
         folder.take_tasks(directory, tasks or {})
         return _assembled(run, directory, interrupt, stack, agent)
 
-    kept = "; the answers drawn since are kept"
-    with framed(run, assembled, interrupt, checked=checks.before, looks=("plot", "answers"), kept=kept) as parts:
+    with ExitStack() as stack:
+        with loading():
+            from etude.recipes import checks
+            from etude.recipes.frame import framed
+
+            kept = "; the answers drawn since are kept"
+            frame = framed(run, assembled, interrupt, checked=checks.before, looks=("plot", "answers"), kept=kept)
+            parts = stack.enter_context(frame)
         yield parts
 
 

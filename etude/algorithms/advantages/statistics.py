@@ -7,13 +7,15 @@ batch goes through `Ranks` in two phases, first counts and sums, then squared de
 from __future__ import annotations
 
 from functools import cached_property
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from etude.algorithms.view import Ranks
+from etude.lazy import torch
 from etude.observe import Max, Mean, Metrics, Min
 from etude.records import level
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["EPSILON", "Groups", "compared", "described", "moments", "whiten"]
 

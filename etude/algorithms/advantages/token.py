@@ -6,9 +6,9 @@ from one action token to the next of the same rollout, whatever stands between t
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from pydantic import Field
-from torch import Tensor
 
 from etude.algorithms.advantages.rewards import Rewards
 from etude.algorithms.advantages.statistics import Groups, described, moments, whiten
@@ -16,7 +16,11 @@ from etude.algorithms.base import Advantage, Estimate, State, log_ratio
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import Ranks, View
 from etude.errors import BatchError
+from etude.lazy import torch
 from etude.observe import Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "GAE",

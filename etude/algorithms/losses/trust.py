@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from etude.algorithms.base import PolicyLoss, log_ratio
 from etude.algorithms.losses.plain import capped_ratio, reinforce
 from etude.algorithms.view import Ranks, View
+from etude.lazy import torch
 from etude.observe import Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["DPPO", "M2PO", "Divergence", "dppo_drops", "m2po", "outliers"]
 
@@ -19,7 +21,6 @@ Divergence = Literal["tv", "kl"]
 THRESHOLDS: dict[Divergence, float] = {"tv": 0.2, "kl": 0.05}
 
 
-@torch.no_grad()
 def dppo_drops(
     logp: Tensor, behavior_logp: Tensor, advantage: Tensor, *, divergence: Divergence, low: float, high: float
 ) -> Tensor:
@@ -27,15 +28,16 @@ def dppo_drops(
 
     high: how far it may rise where A > 0. low: how far it may fall where A < 0.
     """
-    p, mu = logp.exp(), behavior_logp.exp()
-    outward = (p - mu) * advantage.sign()
-    bound = torch.where(advantage > 0, p.new_tensor(high), p.new_tensor(low))
-    if divergence == "tv":
-        return outward > bound
-    least = torch.finfo(p.dtype).tiny
-    others, others_mu = (-torch.expm1(x).clamp(max=-least) for x in (logp, behavior_logp))
-    moved = mu * (behavior_logp - logp) + others_mu * (others_mu / others).log()
-    return (outward > 0) & (moved > bound)
+    with torch.no_grad():
+        p, mu = logp.exp(), behavior_logp.exp()
+        outward = (p - mu) * advantage.sign()
+        bound = torch.where(advantage > 0, p.new_tensor(high), p.new_tensor(low))
+        if divergence == "tv":
+            return outward > bound
+        least = torch.finfo(p.dtype).tiny
+        others, others_mu = (-torch.expm1(x).clamp(max=-least) for x in (logp, behavior_logp))
+        moved = mu * (behavior_logp - logp) + others_mu * (others_mu / others).log()
+        return (outward > 0) & (moved > bound)
 
 
 def m2po(logp: Tensor, behavior_logp: Tensor, advantage: Tensor, dropped: Tensor) -> Tensor:
