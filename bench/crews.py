@@ -10,8 +10,8 @@ question of its own: 96 are asked at once, each as long as such a rollout, throu
 the ranks do with any of it takes no time, so what is left is packing, sending, waking up and joining. Alone in this
 process, as two processes, and as two Ray actors; the median step counts.
 
-The calls are held to the aim. The rest stands beside it: most of it is done while a model draws answers, when others are
-asked for and those that are there are laid down.
+The calls are held to the aim. The rest stands beside it: most of it is done while a model draws answers, when others
+are asked for and those that are there are laid down.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Processes that a benchmark talks to line by line, each with a peer in it and under that peer's own Python."""
+"""Processes that a benchmark talks to line by line, each with a peer in it and under that peer's own Python.
+
+They end with the benchmark, however that ends: a process beside it kills their groups when it is gone.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from etude.agents.guard import Guard
+
 __all__ = ["Worker"]
 
 PATIENCE = 600.0
 """Seconds within which a worker must start, and answer."""
 ROOT = Path(__file__).parents[1]
+_GUARD = Guard()
 
 
 class Worker:
@@ -36,6 +42,7 @@ class Worker:
                 env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **(environment or {})},
                 start_new_session=True,
             )
+        _GUARD.add(self.process.pid)
         assert self.process.stdin is not None and self.process.stdout is not None
         self._asks, self._tells = self.process.stdin, self.process.stdout
 
@@ -64,4 +71,5 @@ class Worker:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        _GUARD.remove(self.process.pid)
         self._tells.close()

@@ -20,6 +20,7 @@ from typing import Any
 from etude import __version__
 from etude.commands import RUN, Parser, add, add_rollouts, of_a_run
 from etude.errors import ConfigError, EtudeError
+from etude.lazy import loading
 from etude.services import add_services
 
 __all__ = ["main", "parser", "spelled_out"]
@@ -373,18 +374,24 @@ def _train_or_play(run: Any) -> None:
 
 def _learn(arguments: argparse.Namespace) -> None:
     from etude.recipes.commands import SUPERVISED, asked
-    from etude.recipes.folder import read_kind
-    from etude.recipes.school import study
+    from etude.recipes.folder import check_before, read_kind
     from etude.recipes.sweep import sweep
+
+    def learn(run: Any) -> Any:
+        check_before(run)
+        with loading():
+            from etude.recipes.school import study
+
+        return study(run)
 
     kind = SUPERVISED[arguments.recipe]
     if arguments.resume is not None:
         _goes_on_as_it_was(arguments)
-        study(read_kind(kind, arguments.resume, arguments.overrides))
+        learn(read_kind(kind, arguments.resume, arguments.overrides))
     elif arguments.multirun:
-        sweep(kind, study, arguments.overrides, arguments.config)
+        sweep(kind, learn, arguments.overrides, arguments.config)
     else:
-        study(asked(kind, arguments.overrides, arguments.config))
+        learn(asked(kind, arguments.overrides, arguments.config))
 
 
 def _goes_on_as_it_was(arguments: argparse.Namespace) -> None:

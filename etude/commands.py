@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -79,6 +81,18 @@ examples:
   etude export rollouts runs/mine plans.jsonl --as sft --tags planner --form text
   etude export rollouts runs/mine everything.jsonl --split all
   etude export rollouts runs/mine traces.jsonl --as otlp"""
+
+
+CHAT = """\
+examples:
+  etude chat runs/train-20260101-120000                 the run's newest checkpoint
+  etude chat runs/train-20260101-120000 --best
+  etude chat Qwen3-0.6B sampling.temperature=0.7 sampling.max_tokens=1000
+  printf 'Hello.\\nAnd again?\\n' | etude chat Qwen3-0.6B
+
+Each line is a message, and each answer continues the very tokens of the conversation. /new begins another one; /quit,
+Ctrl-D or Ctrl-C at the prompt ends. Ctrl-C during an answer stops that answer. For one question and its answer there
+is `etude generate`, for programs `etude serve`."""
 
 
 PLAN = """\
@@ -184,6 +198,10 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
     show.add_argument("--model", type=Path, metavar="DIRECTORY", help="a model, whose template and tokens are shown")
     show.set_defaults(command=_data_show)
 
+    chat = of_a_run(commands, "chat", "talk with a model, or with a run's checkpoint", CHAT, debug, "RUN|MODEL ")
+    chat.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    chat.set_defaults(command=_chat)
+
     _add_plan(commands, debug)
     _add_machine(commands, debug)
 
@@ -282,6 +300,15 @@ def _data_show(arguments: argparse.Namespace) -> None:
     file, options = _named(arguments, "a file of tasks", "etude data show data/gsm8k/train.parquet")
     shown = compose(Shown, options, file=arguments.config)
     show(file, shown, first=arguments.row, tasks=arguments.n, model=arguments.model)
+
+
+def _chat(arguments: argparse.Namespace) -> None:
+    from etude.tools.converse import converse
+
+    with suppress(ImportError):  # what is typed can be edited where the system has it
+        import readline  # noqa: F401
+    typed = None if sys.stdin is not None and sys.stdin.isatty() else sys.stdin
+    converse(arguments.overrides, arguments.config, best=arguments.best, typed=typed)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@
     ├── EnvError                          an environment or a tool that breaks its word; names it
     ├── AgentError (ValueError)           an agent that breaks its word: its parameters, its reward, its end; says which
     ├── RunError                          a run directory that cannot be used: in use, missing, not a run
+    │   └── DamagedFileError              a file of it that is not what was written; names the file
     ├── TrainingError                     an update that cannot be taken; the weights are as they were
     ├── StoreError                        the journal cannot be opened, read or written as asked; names the file
     │   ├── IllegalMoveError (ValueError) an event that may not follow what is recorded; names both states
@@ -38,6 +39,7 @@ __all__ = [
     "CollectionError",
     "ConfigError",
     "CrewError",
+    "DamagedFileError",
     "DataError",
     "EngineError",
     "EnvError",
@@ -115,6 +117,10 @@ class AgentError(EtudeError, ValueError):
 
 class RunError(EtudeError):
     """A run directory cannot be used."""
+
+
+class DamagedFileError(RunError):
+    """A file of a run cannot be read, or is not what was written."""
 
 
 class TrainingError(EtudeError):

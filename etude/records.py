@@ -12,6 +12,7 @@ copied: a record is a fact. Those that hold arrays are equal only to themselves.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, KeysView, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -32,9 +33,20 @@ __all__ = [
     "Task",
     "ToolCall",
     "Turn",
+    "level",
 ]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+
+def level(low: Any, high: Any, precision: float = sys.float_info.epsilon) -> Any:
+    """Whether rewards between these two, the least and the largest of a group, are all one reward, but for the rounding
+    of sums that were added up in another order. Numbers, or arrays or tensors of them, entry by entry.
+
+    The one rule by which a group of two or more teaches nothing: its advantages are 0, and it is replaced where
+    `collect.refill` has groups replaced.
+    """
+    return high - low <= 4 * precision * (abs(high) + abs(low))
 
 
 def _frozen(values: ArrayLike, dtype: type[np.generic], name: str, dimensions: int = 1) -> NDArray[Any]:
@@ -206,9 +218,18 @@ class Turn(_Record):
     """A reward given for this turn alone; the rollout's own is on the rollout."""
     anchor: int | None = None
     """Names the state that the turn began in, where an environment tells it."""
+    observed: int | None = None
+    """How many tokens at the end of the prompt were shown after the model's answer before: tool output, another
+    player's words, and the template around them. 0 where the prompt follows no answer; None where the ids decide:
+    the prompt begins with an earlier turn's prompt and answer, and what follows is observed."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _frozen(self.prompt, np.int32, "Turn.prompt"))
+        if self.observed is not None and not 0 <= self.observed <= len(self.prompt):
+            raise ValueError(
+                f"Turn.observed must be from 0 to the {len(self.prompt)} tokens of the prompt; {self.observed} was "
+                f"given."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,17 +323,17 @@ class Sample(_Record):
     """[T] what was paid when each token was there, the rollout's own reward not included; None is nothing."""
     anchor: NDArray[np.int64] | None = None
     """[T] at each action token, the state that its turn began in; None where nobody tells."""
+    observation: NDArray[np.bool_] | None = None
+    """[T] what the environment showed between two answers, each token in one row only; None is nothing."""
 
     def __post_init__(self) -> None:
         for name, dtype in _SAMPLE_COLUMNS.items():
             object.__setattr__(self, name, _frozen(getattr(self, name), dtype, f"Sample.{name}"))
         columns = {name: getattr(self, name) for name in _SAMPLE_COLUMNS}
-        if self.reward is not None:
-            object.__setattr__(self, "reward", _frozen(self.reward, np.float64, "Sample.reward"))
-            columns["reward"] = self.reward
-        if self.anchor is not None:
-            object.__setattr__(self, "anchor", _frozen(self.anchor, np.int64, "Sample.anchor"))
-            columns["anchor"] = self.anchor
+        for name, dtype in _SAMPLE_EXTRAS.items():
+            if getattr(self, name) is not None:
+                columns[name] = _frozen(getattr(self, name), dtype, f"Sample.{name}")
+                object.__setattr__(self, name, columns[name])
         _same_length(f"The sample of rollout {self.rollout}", **columns)
 
 
@@ -323,6 +344,7 @@ _SAMPLE_COLUMNS: dict[str, type[np.generic]] = {
     "version": np.int32,
     "turn": np.int32,
 }
+_SAMPLE_EXTRAS: dict[str, type[np.generic]] = {"reward": np.float64, "anchor": np.int64, "observation": np.bool_}
 
 
 def _same_length(what: str, **columns: NDArray[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The commands that keep something for runs: a store, runners that play for one, environments of server engines."""
+"""The commands that keep something for others: a model, a store, runners that play for one, environments of engines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from etude.commands import Parser
+from etude.commands import Parser, of_a_run
 
 __all__ = ["add_services"]
 
@@ -28,8 +28,21 @@ other machines can reach the store, it must be given. Nothing is encrypted on th
 listen to, put it behind a proxy that is. Ctrl-C or SIGTERM ends it, and nothing that it acknowledged is lost."""
 
 
+SERVE = """\
+examples:
+  etude serve runs/train-20260101-120000                the run's newest checkpoint, at 127.0.0.1:8710
+  etude serve runs/train-20260101-120000 --best --listen 127.0.0.1:0
+  etude serve Qwen3-0.6B sampling.max_tokens=1000
+
+It speaks the dialects of the endpoint that agents are trained at: /v1/chat/completions, /v1/completions, /v1/responses
+and /v1/messages, whole and streamed, with tools. It prints its address and the key that clients need, which is made
+anew at each start; the model's name is `policy`, as in training. What a call says of sampling holds, and `sampling`
+says the rest. Nothing is trained, and nothing of the calls is kept. Ctrl-C or SIGTERM ends it."""
+
+
 def add_services(commands: Any, debug: argparse.ArgumentParser) -> None:
     """Add the commands of this file to those of `etude`."""
+    _add_serve(commands, debug)
     _add_store(commands, debug)
     _add_runner(commands, debug)
     _add_engine(commands, debug)
@@ -50,6 +63,24 @@ def _store(arguments: argparse.Namespace) -> None:
     from etude.tools.keeping import keep
 
     keep(arguments.where, arguments.listen, keys=arguments.keys, give_over=arguments.give_over)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from etude.store import serving_installed
+
+    serving_installed()
+    from etude.tools.hosting import host
+
+    host(arguments.overrides, arguments.config, best=arguments.best, listen=arguments.listen)
+
+
+def _add_serve(commands: Any, debug: argparse.ArgumentParser) -> None:
+    told = "serve a model, or a run's checkpoint, to programs that call it"
+    command = of_a_run(commands, "serve", told, SERVE, debug, "RUN|MODEL ")
+    command.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    at = "address and port (default 127.0.0.1:8710); port 0 is a free one"
+    command.add_argument("--listen", default="127.0.0.1:8710", metavar="HOST:PORT", help=at)
+    command.set_defaults(command=_serve)
 
 
 def _add_store(commands: Any, debug: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,14 +30,14 @@ from etude.config.plugin import being_run
 from etude.errors import CollectionError, ConfigError, UnknownChoiceError
 from etude.observe import make_console
 from etude.recipes import folder
-from etude.recipes.agents import ADDED
 from etude.recipes.build import build
-from etude.recipes.collecting import Groups
+from etude.recipes.hosting import Hosted, hosted
 from etude.recipes.loop import practise
 from etude.recipes.parts import Parts
 from etude.recipes.presets import PRESETS
 from etude.recipes.roles import plays_instead
 from etude.recipes.run import Run
+from etude.recipes.tryout import show_failed, show_scored
 from etude.store.desk import Desk
 
 __all__ = ["RL", "Algorithm", "Baseline", "Tasks", "Trainer"]
@@ -45,8 +45,6 @@ __all__ = ["RL", "Algorithm", "Baseline", "Tasks", "Trainer"]
 Tasks: TypeAlias = "str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]"
 """Files of tasks, or tasks as mappings."""
 STRATEGIES = ("shm", "cs")
-WIDE = 200
-"""Letters of a field of a task that are shown."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +57,56 @@ class Given:
 
 @dataclass
 class Algorithm(ABC):
-    """What is done with an agent and its tasks. Derive from it for one of your own."""
+    """What is done with an agent and its tasks. Derive from it for one of your own:
+
+    class BestPrompt(etude.Algorithm):
+        def run(self, train, val):
+            with self.serving({"model.path": "Qwen3-0.6B"}) as served:
+                for prompt in PROMPTS:
+                    played = served.play(train, {"prompt": prompt})   # the agent reads `resources["prompt"]`
+                    scores[prompt] = mean(each.total for each in played)
+    """
 
     given: Given | None = field(default=None, init=False, repr=False)
+    """What `Trainer.fit` gives, while `run` is called."""
     desks: Callable[[], Desk] | None = field(default=None, init=False, repr=False)
-    """What makes desks at its rollouts, while it runs."""
+    """What makes desks at its rollouts, while a model is served."""
 
     @abstractmethod
     def run(self, train: Tasks | None, val: Tasks | None) -> dict[str, float]:
         """Do it, and return what came of it."""
 
+    @contextmanager
+    def serving(
+        self, options: Mapping[str, Any], directory: Path | str | None = None, *, preset: str | None = None
+    ) -> Iterator[Hosted]:
+        """Serve a model to the trainer's agent, and have its runners play, while this is entered.
+
+        options: options of a run by their names, `model.path` among them. directory: where rollouts are kept; without
+        one nothing is.
+        """
+        if self.given is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no agent to serve a model to: it is given one by `etude.Trainer(…).fit`, "
+                "which calls `run`."
+            )
+        asked = {**options, **self.given.options}
+        run = compose(Run, [f"{name}={_word(value)}" for name, value in asked.items()], preset=_preset(preset))
+        with hosted(run, self.given.agent, None if directory is None else Path(directory)) as served:
+            self.desks = served.client
+            try:
+                yield served
+            finally:
+                self.desks = None
+
     def get_client(self) -> Desk:
-        """A desk at which rollouts are wanted, waited for and read, while it runs. It is the caller's to close."""
+        """A desk at which rollouts are wanted, waited for and read, while a model is served. It is the caller's to
+        close."""
         if self.desks is None:
-            raise ConfigError(f"{type(self).__name__} has no desk now: it has one while it runs.")
+            raise ConfigError(
+                f"{type(self).__name__} has no desk now: it has one within `with self.serving({{'model.path': …}}):`, "
+                "and RL and Baseline have one while they run."
+            )
         return self.desks()
 
 
@@ -104,13 +138,14 @@ class RL(Algorithm):
         few |= {"agent.store": None, "agent.listen": "127.0.0.1:0"}  # a store is for a run, and would keep what is not
         with TemporaryDirectory() as place, self._parts(tasks, None, Path(place) / "dev", few) as parts:
             parts.publish(parts.checkpoint.step)
+            parts.source.replace_none()
             try:
                 groups = parts.source.next(1)
             except CollectionError:
-                failed(parts, (), console)
+                show_failed(parts, (), console)
                 raise
-            shown(parts, groups, console)
-            failed(parts, [rollout.id for rollout in groups.rollouts], console)
+            show_scored(parts, groups, console)
+            show_failed(parts, [rollout.id for rollout in groups.rollouts], console)
             console.print(Text("Nothing was trained, and nothing is kept."))
 
     @contextmanager
@@ -230,38 +265,6 @@ def _not_while_loaded() -> None:
         )
 
 
-def shown(parts: Parts, groups: Groups, console: Console) -> None:
-    """Rollouts for a person to read: what was said, what it earned, and what would be learned from it."""
-    learners = parts.learners
-    batch = learners.crew.fetch(learners.estimate(learners.annotate(parts.collate(groups)), 1))
-    advantage, rows, ends = batch.need("advantage"), batch.unit_rows.tolist(), batch.offsets.tolist()
-    for place, rollout in enumerate(groups.rollouts):
-        fields = parts.store.task(rollout.task).fields
-        asked = ", ".join(f"{name}={_short(value)}" for name, value in fields.items() if name not in ADDED)
-        console.rule(Text(f"task {rollout.task}, try {rollout.id % 2 + 1}", style="bold"))
-        console.print(Text(asked, style="dim"), soft_wrap=True)
-        _conversation(parts, rollout.id, console)
-        named = ", ".join(f"{name} {value:g}" for name, value in rollout.parts.items())
-        console.print(Text(f"reward {rollout.reward:g}{f' ({named})' if named else ''}", style="bold"))
-        first, last = rows[place], rows[place + 1]
-        for row in range(first, last):
-            learned = int(batch.action[ends[row] : ends[row + 1]].sum())
-            told = f"{ends[row + 1] - ends[row]} tokens, {learned} of them written by the model"
-            console.print(Text(f"row {row - first + 1} of {last - first}: {told}"))
-        whole = slice(ends[first], ends[last])
-        console.print(Text(_lesson(advantage[whole][batch.action[whole]].tolist())))
-
-
-def failed(parts: Parts, others: Collection[int], console: Console) -> None:
-    """The tries that came to nothing, as far as they came. others: those that are shown already."""
-    for state in parts.store.rollouts():
-        if state.id not in others and state.last is not None:
-            console.rule(Text(f"task {state.task}, try {state.id % 2 + 1}: {state.last.status}", style="bold red"))
-            _conversation(parts, state.id, console)
-            why = state.last.error or "nothing would be learned from it"
-            console.print(Text(why, style="red"), soft_wrap=True)
-
-
 def _report(found: Mapping[str, float], directory: Path, console: Console) -> None:
     """The scores, and where what was said lies."""
     table = Table("score", "value")
@@ -270,39 +273,6 @@ def _report(found: Mapping[str, float], directory: Path, console: Console) -> No
             table.add_row(name, f"{value:.4g}")
     console.print(table)
     console.print(Text(f"answers  {directory / 'evaluations'}"), soft_wrap=True)
-
-
-def _conversation(parts: Parts, rollout: int, console: Console) -> None:
-    """Turn by turn what the model read that was new to it, and what it wrote."""
-    before: list[int] = []
-    for turn in parts.store.turns(rollout):
-        prompt, said = turn.prompt.tolist(), turn.completion
-        goes_on = bool(before) and prompt[: len(before)] == before
-        new = prompt[len(before) :] if goes_on else prompt
-        told = f"{len(new)} more tokens" if goes_on else f"{len(new)} tokens"
-        begun = "" if goes_on or not before else ", begun anew: the agent rewrote its history"
-        console.print(Text(f"turn {turn.index}: {told} read{begun}", style="dim"))
-        console.print(
-            Text(parts.text(turn.prompt[-len(new) :] if new else turn.prompt[:0]), style="cyan"), soft_wrap=True
-        )
-        console.print(Text(f"{len(said.ids)} tokens written ({said.finish})", style="dim"))
-        console.print(Text(said.text, style="green"), soft_wrap=True)
-        before = [*prompt, *said.ids.tolist()]
-
-
-def _lesson(advantages: Sequence[float]) -> str:
-    """What an update would do with a rollout."""
-    if not advantages:
-        return "nothing would be learned from it: the model wrote nothing"
-    mean = sum(advantages) / len(advantages)
-    if not any(advantages):
-        return "nothing would be learned from it: the tries at this task earned the same"
-    return f"advantage {mean:+.3g}: what it wrote would become {'likelier' if mean > 0 else 'less likely'}"
-
-
-def _short(value: Any) -> str:
-    told = json.dumps(value, ensure_ascii=False, default=str)
-    return told if len(told) <= WIDE else told[:WIDE] + "…"
 
 
 def _preset(name: str | None) -> Path | None:

@@ -65,7 +65,7 @@ def random_batch(
         ref_logp=told(np.minimum(behavior + drift * rng.normal(size=shape), -1e-3)),
         teacher_logp=told(np.minimum(behavior + drift * rng.normal(size=shape), -1e-3)),
         entropy=told(rng.gamma(2, 0.5, shape)),
-        sum_pi_squared=told(rng.uniform(0.1, 0.9, shape)),
+        sum_pi_squared=told(np.exp(2 * old) + (1 - np.exp(old)) ** 2 * rng.uniform(0.1, 0.9, shape)),
         value=told(rng.normal(size=shape)),
         token_reward=torch.where(action, torch.from_numpy(rng.normal(size=shape) * (rng.random(shape) < 0.2)), NAN),
         advantage=told(rng.normal(size=shape)),

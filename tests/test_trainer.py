@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,6 +93,103 @@ def test_an_agent_that_comes_to_nothing_is_told_why(
     assert told in str(error.value)
     shown = capsys.readouterr().out
     assert "try 1: " in shown and ("turn 0: " in shown) == (agent is unpaid), "what was said before it failed"
+
+
+BLACK_BOX = """
+import json, os, urllib.error, urllib.request
+asked = {"model": "gpt-9", "messages": [{"role": "user", "content": "a"}]}
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+try:
+    urllib.request.urlopen(urllib.request.Request(url, json.dumps(asked).encode(), headers))
+except urllib.error.HTTPError as error:
+    print("giving up:", error.code)
+    raise SystemExit(1)
+"""
+
+
+def test_the_cause_of_a_black_boxs_failure_is_shown_with_what_it_wrote(
+    options: dict[str, Any], capsys: Captured
+) -> None:
+    agent = etude.command([sys.executable, "-c", BLACK_BOX])
+    with pytest.raises(EtudeError, match="nothing to train on") as error:
+        trainer(options).dev(agent, [{"q": "x"}, {"q": "y"}], count=1)
+    shown = capsys.readouterr().out
+    for told in (str(error.value), shown):
+        assert "exit code 1" in told and "Its standard output ended with:\ngiving up: 404" in told
+        assert "The endpoint refused a call to /v1/chat/completions (404): There is no model 'gpt-9'" in told
+    assert "standard output:\ngiving up: 404" in shown
+    assert "task 1" not in shown, "no other task is played in place of one that failed"
+
+
+@etude.agent
+async def asks_apart(task: Any, llm: Any, rollout: Any) -> float:
+    """Makes two calls that have nothing to do with each other, goes on from the first, and rewrites that."""
+    calls = llm.async_client.chat.completions
+    asked: list[Any] = [{"role": "user", "content": "a"}]
+    said = await calls.create(model=llm.model, messages=asked)
+    await calls.create(model=llm.model, messages=[{"role": "user", "content": "b"}])
+    answer = {"role": "assistant", "content": said.choices[0].message.content or ""}
+    await calls.create(model=llm.model, messages=[*asked, answer, {"role": "user", "content": "c"}])
+    await calls.create(model=llm.model, messages=[*asked, {"role": "assistant", "content": "h"}, *asked])
+    return float(rollout.id % 2)
+
+
+def test_dev_tells_calls_that_stand_alone_from_a_history_that_was_rewritten(
+    options: dict[str, Any], capsys: Captured
+) -> None:
+    trainer(options).dev(asks_apart, [{"q": "x"}], count=1)
+    turns = re.findall(r"^turn (\d): .*? read(.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert turns[:4] == [
+        ("0", ""),
+        ("1", ", a conversation of its own"),
+        ("2", ", after those of turn 0"),
+        ("3", ", begun anew: after the prompt of turn 0 the agent rewrote its history"),
+    ]
+
+
+class Prompts(etude.Algorithm):
+    """Which of some prompts earns the most: nothing is trained."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.options, self.found = options, dict[str, list[str]]()
+
+    def run(self, train: Any, val: Any) -> dict[str, float]:
+        """Play every task with each prompt, and look at the turns by a client."""
+        with self.serving(self.options) as served:
+            scores = {}
+            for prompt in ("ab", "cd"):
+                played = served.play(train, {"prompt": prompt})
+                scores[prompt] = sum(each.total for each in played) / len(played)
+            asyncio.run(self._look())
+        return scores
+
+    async def _look(self) -> None:
+        client = self.get_client()
+        for state in (await client.find(Find())).rollouts:
+            (turn,) = await client.turns(state.id)
+            self.found.setdefault(state.status.value, []).append(turn.completion.text)
+        await client.close()
+
+
+@etude.agent
+async def prompted(task: Any, llm: Any, resources: Any) -> float:
+    """Earns 1 where it is prompted by c and d."""
+    asked = [{"role": "user", "content": resources["prompt"] + task["key"]}]
+    await llm.async_client.chat.completions.create(model=llm.model, messages=asked)
+    return float(resources["prompt"] == "cd")
+
+
+def test_an_algorithm_of_ones_own_serves_a_model_and_has_a_client(options: dict[str, Any]) -> None:
+    algorithm = Prompts({key: value for key, value in options.items() if key != "collect.retries"})
+    found = etude.Trainer(algorithm, n_runners=1).fit(prompted, rows(3, 0))
+    assert found == {"ab": 0.0, "cd": 1.0}
+    assert {status: len(texts) for status, texts in algorithm.found.items()} == {"succeeded": 6}
+    with pytest.raises(ConfigError, match=r"no desk now: it has one within `with self.serving\("):
+        algorithm.get_client()
+    with pytest.raises(ConfigError, match="no agent to serve a model to"), algorithm.serving({}):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -203,7 +302,7 @@ def test_an_algorithm_has_a_desk_while_it_runs(options: dict[str, Any], tmp_path
 
     assert etude.Trainer(algorithm).fit(looks, val=rows(2, 1))["eval/mean@1"] == 1
     assert found == [(0, "running")] * 2
-    with pytest.raises(ConfigError, match="Baseline has no desk now: it has one while it runs"):
+    with pytest.raises(ConfigError, match=r"Baseline has no desk now: .* and RL and Baseline have one while they run"):
         algorithm.get_client()
 
 

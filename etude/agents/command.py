@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from etude.agents.agent import Agent, Wants, llm_of
+from etude.agents.agent import Agent, StoppedError, Wants, llm_of
 from etude.agents.blame import excused
 from etude.agents.guard import Guard
 from etude.agents.scope import current
@@ -50,7 +50,7 @@ LONGEST_VARIABLE = 100_000
 MOST_OUTPUT = 1024
 """Kilobytes of each kind of output that may be kept of a run: they go into the journal."""
 TAIL = 2000
-"""Characters of its last words that an error holds."""
+"""Characters of the end of each output that an error holds."""
 # The program begins when its group is known to the guard, or never: it first reads a line that only then is written.
 _BEGIN = 'read -r go || exit 125; {limits}exec "$@"'
 guard = Guard()
@@ -142,6 +142,8 @@ class Command(Agent):
             run = _Run(self, for_a_program({**self.environment, **added}), text if self.task == "stdin" else "")
             try:
                 code = await run.over()
+            except asyncio.CancelledError as error:
+                raise StoppedError(run.tails()) from error
             finally:
                 run.note()
         return await excused(self._ended(code, run), claim.resources)
@@ -164,9 +166,7 @@ class Command(Agent):
     def _ended(self, code: int, run: _Run) -> Ended:
         """What its exit code and its last line say."""
         if code != 0:
-            said = run.errors.text().strip()[-TAIL:]
-            told = f" Its last words: {said}" if said else " It said nothing on standard error."
-            return Ended(Outcome.FAILED, f"The command {self.title} ended with {self._how(code)}.{told}")
+            return Ended(Outcome.FAILED, f"The command {self.title} ended with {self._how(code)}. {run.tails()}")
         return Ended(Outcome.SUCCEEDED, reward=_last_line(run.output.text()))
 
     def _how(self, code: int) -> str:
@@ -287,6 +287,13 @@ class _Run:
         )
         guard.add(process.pid)
         return process
+
+    def tails(self) -> str:
+        """The ends of both outputs, in sentences: a cause may stand in either."""
+        written = {"standard output": self.output.text(), "standard error": self.errors.text()}
+        ends = {name: text.strip()[-TAIL:] for name, text in written.items()}
+        told = [f"Its {name} ended with:\n{text}" for name, text in ends.items() if text]
+        return "\n".join(told) or "It wrote nothing to standard output or standard error."
 
     def note(self) -> None:
         """Keep what it wrote."""

@@ -23,13 +23,12 @@ from etude.agents import distant_desk
 from etude.agents.earned import earned
 from etude.agents.scope import Saying, current
 from etude.config.env import Appointed, appointed
-from etude.errors import AgentError, StoreError
+from etude.errors import AgentError, DataError, StoreError
+from etude.store.bounds import NOTE_BYTES, small
 from etude.store.desk import Desk, Key
 
 __all__ = ["event", "reward"]
 
-LARGEST = 1 << 20
-"""Bytes that an event may have, as JSON."""
 ANSWERED = 100.0
 """Seconds within which a server answers, or a process learns that it was not heard."""
 
@@ -51,9 +50,13 @@ def event(name: str, data: Any = None) -> None:
         text = json.dumps(data, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise AgentError(f"The event `{name}` cannot be written as JSON: {error}.") from error
-    if len(text) > LARGEST:
-        raise AgentError(f"The event `{name}` has {len(text)} bytes as JSON; {LARGEST} are kept. Say less.")
+    if len(text) > NOTE_BYTES:
+        raise AgentError(f"The event `{name}` has {len(text)} bytes as JSON; {NOTE_BYTES} are kept. Say less.")
     kept = json.loads(text)  # as it is now, whatever becomes of the objects it was made of
+    try:
+        small(kept, f"The event `{name}`")
+    except DataError as error:
+        raise AgentError(str(error)) from error
     _say(lambda desk, key: desk.note(key, name, kept))
 
 

@@ -14,9 +14,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from etude.agents.agent import Agent, RolloutInfo, llm_of
+from etude.agents.agent import Agent, RolloutInfo, StoppedError, llm_of
 from etude.agents.blame import excused, outcome_of
 from etude.agents.earned import earned
 from etude.agents.hands import Hands
@@ -73,7 +74,8 @@ class Playing:
         finally:
             for timer in self._timers:
                 timer.cancel()
-        return self._heard(ended, await self._scope.close(TOLD))
+        heard = self._heard(ended, await self._scope.close(TOLD))
+        return replace(heard, error=self._without_keys(heard.error))
 
     def stop(self, ended: Ended) -> None:
         """Have it end so, unless it has ended by itself."""
@@ -108,7 +110,9 @@ class Playing:
         except _NoEndpointError as error:
             return Ended(Outcome.INFRA_ERROR, str(error))
         except BaseException as error:
-            return self._ending or Ended(outcome_of(error, self.claim.resources), self._told(error))
+            if self._ending is not None:
+                return self._stopped(self._ending, error)
+            return Ended(outcome_of(error, self.claim.resources), self._told(error))
 
     def _within(self, given: dict[str, Any]) -> Any:
         """Call it, on its own thread."""
@@ -196,19 +200,37 @@ class Playing:
         outcome = Outcome.FAILED if isinstance(error, IllegalMoveError) else Outcome.INFRA_ERROR
         return Ended(outcome, f"What it emitted was not written down: {type(error).__name__}: {error}")
 
-    def _told(self, error: BaseException) -> str:
-        """What the agent raised and where, without the keys that it was given."""
-        if isinstance(error, asyncio.CancelledError):
-            return f"The agent {self._agent.title} was cancelled, and by nobody here: it cancelled itself."
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
-            trace = trace.tb_next
-        text = "".join(traceback.format_exception(type(error), error, trace)).strip()
+    def _stopped(self, ending: Ended, error: BaseException) -> Ended:
+        """How an attempt ended that was stopped, and how far it had come: its output, or its line in the agent."""
+        if isinstance(error, StoppedError):
+            return replace(ending, error=f"{ending.error} {error}")
+        frames = traceback.extract_tb(_of_the_agent(error.__traceback__))
+        if not frames:  # it had not begun, or is a function on a thread, which nothing interrupts
+            return ending
+        last = next(frame for frame in reversed(frames) if frame.filename == frames[0].filename)
+        return replace(ending, error=f"{ending.error} It was at {last.filename}:{last.lineno}, in {last.name}.")
+
+    def _without_keys(self, text: str) -> str:
+        """A text without the keys that the agent was given."""
         for key in (self.claim.model_key, self.claim.reward_key):
             text = text.replace(key, "…") if key else text
+        return text
+
+    def _told(self, error: BaseException) -> str:
+        """The traceback of what the agent raised."""
+        if isinstance(error, asyncio.CancelledError):
+            return f"The agent {self._agent.title} was cancelled, and by nobody here: it cancelled itself."
+        text = "".join(traceback.format_exception(type(error), error, _of_the_agent(error.__traceback__))).strip()
         if len(text) > LONGEST:
             text = f"{text[: LONGEST // 4]}\n…\n{text[-LONGEST * 3 // 4 :]}"
         return text
+
+
+def _of_the_agent(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the agent's own call on."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    return trace
 
 
 class _NoEndpointError(Exception):

@@ -28,6 +28,7 @@ from etude.agents.agent import Agent
 from etude.agents.hands import Hands
 from etude.agents.playing import Playing
 from etude.errors import AgentError, EtudeError, IllegalMoveError, StoreError, UnknownError
+from etude.observe.log import get_log
 from etude.records import Outcome
 from etude.store.desk import Claim, Desk, Ended, Key
 
@@ -35,7 +36,7 @@ __all__ = ["Pace", "Runner"]
 
 R = TypeVar("R")
 
-log = logging.getLogger("etude.agents")  # by its name: all of `observe` would cost a runner half its start
+log = get_log("agents")
 
 MOST_LEFT = 32
 """Attempts that were left to themselves and still go on, at which a runner gives up: each holds what it holds."""

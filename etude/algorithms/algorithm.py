@@ -11,11 +11,9 @@ what a run trains with.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from etude.algorithms.advantages import ADVANTAGES
 from etude.algorithms.advantages.group import GRPO, MaxRL
@@ -31,10 +29,15 @@ from etude.algorithms.losses.clip import PPO
 from etude.algorithms.losses.supervised import Echo
 from etude.algorithms.reduce import Denominators
 from etude.algorithms.view import Alone, Outputs, Ranks, View
-from etude.batch import COLUMNS, Batch, Kind
 from etude.config import Choice, Config
 from etude.errors import BatchError, ConfigError, MissingColumnError
+from etude.lazy import torch
 from etude.observe import Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from etude.batch import Batch
 
 __all__ = ["Algorithm", "Estimated"]
 
@@ -79,6 +82,12 @@ class Algorithm(Config):
             raise ConfigError(
                 "This loss compares π_old with the sampler, and `correction.policies=two` makes them one, so that "
                 "it would do nothing of its own. Set `correction.policies=three`, or choose another loss."
+            )
+        if self.correction.policies == "two" and "sum_pi_squared" in self.advantage.needs():
+            raise ConfigError(
+                "This advantage compares π_old's probability of a token with Σπ_old² over the vocabulary. With "
+                "`correction.policies=two` the first would be the sampler's, and the second the trainer's, which only "
+                "the pass tells that `two` leaves out. Set `correction.policies=three`, or choose another advantage."
             )
         if weighs and self.correction.level not in self.loss.weight_levels:
             allowed = " or ".join(sorted(self.loss.weight_levels)) or "none"
@@ -155,7 +164,7 @@ class Algorithm(Config):
         for name in sorted(self.needs_first() | (self.needs() & given)):
             column = batch.need(name, by="This algorithm")
             # A token reward may stand on context too, and is checked where it is read.
-            if name != "token_reward" and COLUMNS.get(name) is Kind.TOKEN and column.is_floating_point():
+            if name != "token_reward" and batch.is_token(name) and column.is_floating_point():
                 _refuse_non_finite(view, name, view.column(name))
         if batch.reward is not None:
             metrics.merge(compared(Rewards(view).total, batch.group))

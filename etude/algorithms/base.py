@@ -9,17 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from etude.algorithms.reduce import Denominators, Reduction, reduce
 from etude.algorithms.view import Unit, View
 from etude.config import Config
 from etude.errors import ConfigError
+from etude.lazy import torch
 from etude.observe import Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["CLAMP", "Advantage", "Estimate", "Loss", "LossValue", "PolicyLoss", "State", "TokenLoss", "log_ratio"]
 

@@ -14,7 +14,7 @@ Published corrections in these knobs:
     veto                  reject=[{over:seq_max,low:1e-4}]                  drop the rollout if any ρ_t < 1e-4
     token rejection       reject=[{low:0.5,high:2}]                         drop the token, weigh none
     k3 rejection          reject=[{statistic:k3,over:seq_mean,high:0.01}]   drop the rollout
-    bypass                policies=two                                      π_old := μ, no pass of the trainer
+    bypass                policies=two                                      π_old := μ, no pass to compute it
     opsm                  sequence_mask=δ                                   2512.02556
 
 Rules combine: a token is kept if every rule keeps it. "Sequence" is the rollout: all its action tokens, each once.
@@ -25,18 +25,20 @@ Rules compare without cutting, since nothing is multiplied by what they compare.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from etude.algorithms.base import CLAMP
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import Ranks, Unit, View
 from etude.config import Config
 from etude.errors import ConfigError
+from etude.lazy import torch
 from etude.observe import Max, Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "Corrected",
@@ -230,7 +232,7 @@ class Correction(Config):
     """
 
     policies: Literal["three", "two"] = Field(
-        "three", description="μ, π_old and π_θ; or two, where μ stands in for π_old and no pass of the trainer is made"
+        "three", description="μ, π_old and π_θ; or two, where μ stands in for π_old and no pass is made to compute it"
     )
     weight: Literal["none", "truncate", "mask"] = Field("none", description="what becomes of ρ as a weight")
     level: Level = Field("token", description="what the weight's ρ is of: a token, or a rollout by product or mean")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from pydantic import Field
-from torch import Tensor
 
 from etude.algorithms.view import Ranks, View
 from etude.config import Config
+from etude.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Entropy", "top_entropy", "top_threshold"]
 

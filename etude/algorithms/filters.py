@@ -1,18 +1,22 @@
-"""DAPO's filters: a soft penalty on answers near the length limit, and which groups can teach anything."""
+"""DAPO's soft penalty on answers near the length limit."""
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from etude.algorithms.advantages.statistics import Groups
+from pydantic import Field, model_validator
+
 from etude.algorithms.view import View
-from etude.batch import Batch
 from etude.config import Config
 from etude.errors import ConfigError
 from etude.observe import Mean, Metrics
 
-__all__ = ["Overlong", "informative", "overlong_penalty"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from etude.batch import Batch
+
+__all__ = ["Overlong", "overlong_penalty"]
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float) -> Tensor:
@@ -25,8 +29,8 @@ class Overlong(Config):
     """The soft over-long penalty: min(−(len − (max − buffer))/buffer · factor, 0) is added to the reward.
 
     Source: 2503.14476 (with 20,480 tokens, a buffer of 4,096 and factor 1). Assumes that a rollout's length is its
-    number of action tokens, so that tool output is not held against it. The task metric is left as it was: groups are
-    filtered on what the task says of an answer, not on how long it took.
+    number of action tokens, so that tool output is not held against it. `collect.refill` compares groups before it: on
+    what the task says of an answer, not on how long it took.
     Ours: beyond the limit the penalty goes on falling, where the paper's stops at −factor; a sampler that keeps to the
     limit never gets there.
     """
@@ -58,13 +62,3 @@ class Overlong(Config):
         metrics.add("overlong_penalty", Mean.over(penalty.sum(), len(penalty)))
         metrics.add("overlong_share", Mean.over((penalty < 0).sum(), len(penalty)))
         return view.batch.replace(reward=view.batch.need("reward", by="The over-long penalty").double() + penalty)
-
-
-def informative(metric: Tensor, group: Tensor) -> Tensor:
-    """[U], [U] → [U] bool: DAPO's filter, false for the rollouts of groups whose task metric is all the same.
-
-    Source: 2503.14476. Such a group's advantages are all 0, so it would only dilute the batch; it is dropped and others
-    are collected in its place. Give the task metric, from before any penalty or KL: those tell rollouts apart that the
-    task does not. A group of one compares with nothing and stays.
-    """
-    return ~Groups(group).level(metric)

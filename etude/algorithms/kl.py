@@ -33,20 +33,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from etude.algorithms.base import CLAMP, Advantage, State, log_ratio
 from etude.algorithms.reduce import Reduction
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import View
-from etude.batch import Batch
 from etude.config import Choice, Config
 from etude.errors import BatchError, ConfigError
+from etude.lazy import torch
 from etude.observe import Last, Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from etude.batch import Batch
 
 __all__ = [
     "CONTROLLERS",

@@ -7,12 +7,15 @@ vocabulary; its height is the caller's affair, for the rows do not know each oth
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import wide
 from etude.errors import BatchError
+from etude.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "entropy",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from etude.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 __all__ = ["Segments"]
 
@@ -55,7 +58,7 @@ class Segments:
 
     def spread(self, values: Tensor) -> Tensor:
         """One value for each segment, given to each of its entries: [S] → [A]. Differentiable."""
-        spread: Tensor = _Spread.apply(values, self)  # type: ignore[no-untyped-call]
+        spread: Tensor = _spread().apply(values, self)  # type: ignore[no-untyped-call]
         return spread
 
     def sum(self, values: Tensor) -> Tensor:
@@ -138,14 +141,20 @@ class _Sweep:
         return torch.empty_like(worth).index_copy_(0, self.order, worth)
 
 
-class _Spread(torch.autograd.Function):
-    """`Segments.spread`, with the sum over segments as its gradient: torch's own adds up entry by entry."""
+@cache
+def _spread() -> type[torch.autograd.Function]:
+    """`Segments.spread` as torch differentiates it; made when it is first needed, because its base is torch's."""
 
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, segments: Segments) -> Tensor:
-        ctx.segments = segments
-        return torch.repeat_interleave(values, segments.lengths, output_size=segments.size)
+    class Spread(torch.autograd.Function):
+        """The sum over segments is its gradient: torch's own adds up entry by entry."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.segments.sum(gradient), None
+        @staticmethod
+        def forward(ctx: Any, values: Tensor, segments: Segments) -> Tensor:
+            ctx.segments = segments
+            return torch.repeat_interleave(values, segments.lengths, output_size=segments.size)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            return ctx.segments.sum(gradient), None
+
+    return Spread

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from etude.algorithms.segments import Segments
-from etude.batch import Batch
 from etude.errors import BatchError, MissingColumnError
+from etude.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from etude.batch import Batch
 
 __all__ = ["Alone", "Outputs", "Ranks", "Unit", "View", "places", "wide"]
 

@@ -59,7 +59,7 @@ class Batch:
     action: Tensor = field(metadata=_TOKEN)
     """bool: chosen by the policy."""
     observation: Tensor | None = field(default=None, metadata=_TOKEN)
-    """bool: tool output, the tokens that ECHO learns to predict."""
+    """bool: what the environment showed between two answers, each token once: what ECHO learns to predict."""
     turn: Tensor | None = field(default=None, metadata=_TOKEN)
     """int32, never decreasing over a rollout's actions: the turn each action token belongs to."""
     version: Tensor | None = field(default=None, metadata=_TOKEN)
@@ -101,7 +101,7 @@ class Batch:
     reward: Tensor | None = field(default=None, metadata=_UNIT)
     """[U] float64: what the rollout earned, token rewards not included."""
     metric: Tensor | None = field(default=None, metadata=_UNIT)
-    """[U] float64: the task metric that DAPO filters on, before penalties."""
+    """[U] float64: all that the rollout earned, before penalties."""
     reward_parts: Tensor | None = field(default=None, metadata=_UNIT)
     """[U, parts] float64: the named parts of the reward."""
     greedy_reward: Tensor | None = field(default=None, metadata=_UNIT)
@@ -171,6 +171,10 @@ class Batch:
             if values is not None:
                 yield name, Column(kind, values)
         yield from self.extra.items()
+
+    def is_token(self, name: str) -> bool:
+        """Whether Etude itself knows a column of this name, with one entry for each token."""
+        return COLUMNS.get(name) is Kind.TOKEN
 
     def need(self, name: str, by: str = "") -> Tensor:
         """The column, or an error that names it and whoever declared that it is needed."""
@@ -305,6 +309,7 @@ class Batch:
         form = found if form is None else form.of_part(found, rows=bool(ordered), rollouts=bool(rollouts))
         lengths = [len(sample.ids) for sample in ordered]
         paid = [np.zeros(len(row.ids)) if row.reward is None else row.reward for row in ordered]
+        seen = [np.zeros(len(row.ids), np.bool_) if row.observation is None else row.observation for row in ordered]
         labels = np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1]
 
         def flat(name: str, dtype: type[np.generic]) -> Tensor:
@@ -323,6 +328,7 @@ class Batch:
             part_names=form.part_names,
             ids=flat("ids", np.int32),
             action=flat("action", np.bool_),
+            observation=torch.from_numpy(np.concatenate([np.empty(0, np.bool_), *seen])),
             turn=flat("turn", np.int32),
             version=flat("version", np.int32),
             behavior_logp=flat("logp", np.float32),

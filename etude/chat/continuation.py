@@ -92,6 +92,31 @@ class Conversation:
                 return np.concatenate([served.ids, self._after(served, whole, tools)])
         return self._tokenizer.encode(self._text(known or messages, tools))
 
+    def observed(self, messages: Sequence[Message], tools: Tools, prompt: Ids) -> int:
+        """How many ids at the end of this conversation's prompt were shown after its last answer; 0 where it goes on
+        from no answer of the model.
+
+        A prompt that begins with the ids of that answer tells it by them. One that was rendered anew is compared, from
+        its end, with what follows that answer.
+        """
+        messages = tuple(messages)
+        served = next(self._continued(messages, tools), None)
+        if served is None:
+            return 0
+        whole = served.whole(messages)
+        last = max(place for place, message in enumerate(whole) if message.role == "assistant")
+        if last + 1 > len(served.history):  # an answer that was not given here stands behind it
+            served = replace(served, history=whole[: last + 1], end=None, stop="")
+        elif _begins(prompt, served.ids):
+            return len(prompt) - len(served.ids)
+        try:
+            after = self._after(served, whole, tools)
+        except ChatError:
+            return 0  # the template does not show where that answer ends
+        length = min(len(prompt), len(after))
+        differ = np.flatnonzero(prompt[len(prompt) - length :] != after[len(after) - length :])
+        return length - 1 - int(differ[-1]) if len(differ) else length
+
     def served(
         self,
         messages: Sequence[Message],

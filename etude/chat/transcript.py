@@ -90,6 +90,12 @@ class Transcript:
             return self._ids
         return self._conversation.render(self._messages, self._tools)
 
+    def observed(self, prompt: Ids) -> int | None:
+        """How many ids at the end of `prompt` were shown after the last answer; None where the ids tell it."""
+        if self._conversation is None:
+            return None
+        return self._conversation.observed(self._messages, self._tools, prompt)
+
     def said(self, prompt: Ids, completion: Completion) -> Message:
         """Take down what the model wrote after `prompt`, and say what that is."""
         if self._conversation is None:

@@ -8,8 +8,6 @@ over, also where a run goes back to an earlier step and saves the same one again
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from pydantic import Field
 
 from etude.checkpoint.files import (
     Checkpoint,
@@ -26,33 +23,28 @@ from etude.checkpoint.files import (
     fill,
     manifest,
     read_facts,
-    sync_directory,
     write_tensors,
 )
-from etude.config import Config
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, EtudeError
+from etude.integrity import read_json, sync_directory, write_json
 from etude.observe import get_log
 
-__all__ = ["CheckpointConfig", "Checkpoints"]
+__all__ = ["Checkpoints"]
 
 T = TypeVar("T")
 
 _NAME = re.compile(r"step-(\d{8,})\.(\d+)")
 _WRITING = ".writing"
 _BEST = "best.json"
+_REMEDY = (
+    "It says which checkpoint is the best: bring it back from a copy, or remove it, and the next step that is scored "
+    "is the best until a better one."
+)
 _log = get_log("checkpoint")
 
 
 def _nothing(_point: str) -> None:
     """What happens at a point of a save, where nobody wants anything."""
-
-
-class CheckpointConfig(Config):
-    """How often a run is saved, and how much of that stays."""
-
-    every: int = Field(10, ge=1, description="steps from one checkpoint to the next; the last step is always saved")
-    keep: int = Field(2, ge=1, description="how many of the newest checkpoints stay; the best one stays besides")
-    fall_back: bool = Field(False, description="where the newest is damaged, resume from the newest that is whole")
 
 
 class Checkpoints:
@@ -134,7 +126,7 @@ class Checkpoints:
         if not of_step or (best is not None and best >= score):
             return False
         made = {"name": of_step[-1].path.name, "step": step, "score": score, "measured": measured}
-        self._first(lambda: self._write_best(made))
+        self._first(lambda: write_json(self.directory / _BEST, made))
         return True
 
     def best(self) -> Checkpoint | None:
@@ -184,15 +176,6 @@ class Checkpoints:
             if _number(path) < oldest and (best is None or path.name != best["name"]):
                 shutil.rmtree(path)
 
-    def _write_best(self, best: Mapping[str, Any]) -> None:
-        written = self.directory / f".{_BEST}"
-        with written.open("w") as file:
-            json.dump(best, file, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
-        written.rename(self.directory / _BEST)
-        sync_directory(self.directory)
-
     # -- helpers -------------------------------------------------------------------------------------------------
 
     def _paths(self) -> list[Path]:
@@ -205,7 +188,7 @@ class Checkpoints:
         path = self.directory / _BEST
         if not path.is_file():
             return None
-        found: dict[str, Any] = json.loads(path.read_text())
+        found = read_json(path, _REMEDY)
         return found if (self.directory / found["name"]).is_dir() else None
 
     def _first(self, action: Callable[[], T]) -> T:
@@ -216,7 +199,7 @@ class Checkpoints:
         if dist.get_rank() == 0:
             try:
                 said[0] = action()
-            except CheckpointError as error:
+            except (EtudeError, OSError) as error:
                 said[1] = error
         dist.broadcast_object_list(said, src=0)
         if said[1] is not None:

@@ -1,21 +1,21 @@
 """One checkpoint directory: how it is written, and how one is told to be whole.
 
     step-00000012.7/
-        .metadata, __0_0.distcp …   tensors, as torch's distributed checkpoint writes them: any number of ranks may read
-        facts.json                  everything that is not a tensor, and the size and SHA-256 of every other file
+        rank-0.tensors …    tensors, written by torch's distributed checkpoint (`storage`): any number of ranks may read
+        tensors.json        where each of them lies in those
+        facts.json          everything that is not a tensor, the size and SHA-256 of every other file, and its own
 
 The manifest is written last, and the directory gets its name last of all, so that a directory with that name was once
 whole. What happened to it since (a disk that lost a block, a copy that was cut short) is what the manifest tells.
+Nothing in it is ever unpickled.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,20 +23,21 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from etude.errors import CheckpointError
+from etude.checkpoint.storage import Reader, Writer, read_table
+from etude.errors import CheckpointError, DamagedFileError
+from etude.integrity import file_sha256, read_json, write_json
 
-__all__ = ["Checkpoint", "Tree", "examine", "fill", "flat", "manifest", "read_facts", "sync_directory", "write_tensors"]
+__all__ = ["Checkpoint", "Tree", "examine", "fill", "flat", "manifest", "read_facts", "write_tensors"]
 
 Tree: TypeAlias = "Mapping[str, Tensor | Tree]"
 """Tensors under names, nested."""
 
 MANIFEST = "facts.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -60,34 +61,21 @@ def flat(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
 def write_tensors(directory: Path, tensors: Tree) -> None:
     """Write the tensors, each rank its own shards, and wait until they are on the disk."""
     with _quiet(), _told(f"The checkpoint {directory} could not be written"):
-        save(dict(flat(tensors)), storage_writer=FileSystemWriter(directory, sync_files=True), no_dist=not _many())
+        save(dict(flat(tensors)), storage_writer=Writer(directory), no_dist=not _many())
 
 
 def manifest(directory: Path, step: int, facts: Mapping[str, Any]) -> None:
     """Say what there is: the facts, and what every file must look like to be whole."""
-    files = {path.name: {"size": path.stat().st_size, "sha256": _digest(path)} for path in sorted(directory.iterdir())}
-    told = {"format": FORMAT, "step": step, "facts": facts, "files": files}
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(directory.iterdir())
+    }
     try:
-        text = json.dumps(told, indent=1, allow_nan=False)
+        write_json(directory / MANIFEST, {"format": FORMAT, "step": step, "facts": facts, "files": files})
     except ValueError as error:
         raise CheckpointError(
             f"Among the facts that are kept beside the tensors is a number that is not finite ({error}): look at what "
             f"was measured up to this step."
         ) from error
-    with (directory / MANIFEST).open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(directory)
-
-
-def sync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_facts(path: Path) -> Checkpoint:
@@ -109,7 +97,11 @@ def examine(path: Path) -> Checkpoint:
     """The checkpoint, if every byte of it is what was written."""
     found = read_facts(path)
     for name, wanted in _manifest(path)["files"].items():
-        if _digest(path / name) != wanted["sha256"]:
+        try:
+            same = file_sha256(path / name) == wanted["sha256"]
+        except OSError as error:
+            raise CheckpointError(f"The checkpoint {path} cannot be read: {error}.") from error
+        if not same:
             raise CheckpointError(
                 f"The checkpoint {path} is broken: its file {name} is not what was written (its SHA-256 differs)."
             )
@@ -119,8 +111,9 @@ def examine(path: Path) -> Checkpoint:
 def fill(checkpoint: Checkpoint, tensors: Tree) -> None:
     """Read into these tensors, in place; names, shapes and dtypes are compared before anything is written to them."""
     wanted = flat(tensors)
-    reader = FileSystemReader(checkpoint.path)
-    there = reader.read_metadata().state_dict_metadata
+    with _told(f"The checkpoint {checkpoint.path} could not be read"):
+        table = read_table(checkpoint.path)
+    there = table.state_dict_metadata
     for name, tensor in wanted.items():
         stored = there.get(name)
         if not isinstance(stored, TensorStorageMetadata):
@@ -136,26 +129,36 @@ def fill(checkpoint: Checkpoint, tensors: Tree) -> None:
                 f"configuration that wrote it."
             )
     with _quiet(), _told(f"The checkpoint {checkpoint.path} could not be read"):
-        load(dict(wanted), storage_reader=reader, no_dist=not _many())
+        load(dict(wanted), storage_reader=Reader(checkpoint.path, table), no_dist=not _many())
 
 
 def _manifest(path: Path) -> dict[str, Any]:
+    """The manifest, if its own checksum holds and it is of this format."""
     try:
-        told: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        written = told["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"The checkpoint {path} is broken: its {MANIFEST} cannot be read ({error}).") from error
-    if written != FORMAT:
-        raise CheckpointError(
-            f"The checkpoint {path} is of format {written}, and this version of Etude reads format {FORMAT}. Resume it "
-            f"with the version that wrote it."
-        )
+        told = read_json(path / MANIFEST)
+    except DamagedFileError as error:
+        if (older := _older_format(path)) is None:
+            raise CheckpointError(f"The checkpoint {path} is broken: {error}") from error
+        raise _of_another_format(path, older) from None
+    if told["format"] != FORMAT:
+        raise _of_another_format(path, told["format"])
     return told
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _older_format(path: Path) -> int | None:
+    """The format of a manifest that was written before manifests had a checksum."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        told = json.loads((path / MANIFEST).read_bytes())
+        if "sha256" not in told and int(told["format"]) < FORMAT:
+            return int(told["format"])
+    return None
+
+
+def _of_another_format(path: Path, written: int) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint {path} is of format {written}, and this version of Etude reads format {FORMAT}. Resume it "
+        f"with the version that wrote it; or export its model with that, and begin a new run with the model."
+    )
 
 
 def _many() -> bool:
@@ -176,6 +179,8 @@ def _told(what: str) -> Iterator[None]:
     """torch raises what is no `Exception`, with a list of stack frames for a message."""
     try:
         yield
+    except DamagedFileError as error:
+        raise CheckpointError(f"{what}: {error}") from error
     except CheckpointException as error:
         reasons = "; ".join(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values())
         raise CheckpointError(f"{what} ({reasons}).") from error

@@ -3,8 +3,9 @@
     run = compose(Run, ["loss=gspo", "loss.clip_high=3e-4", "kl.controller=adaptive"], file=Path("mine.yaml"))
     jobs = multirun(Run, ["loss=ppo,gspo", "seed=range(1,4)"], train, directory=Path("sweeps/first"))
 
-Hydra composes, sweeps and launches; the classes validate. Hydra keeps its state in the process, so composition holds
-a lock and puts back what it found; a job of a sweep runs outside that lock, and may compose again.
+One run is put together here, in a few milliseconds, by Hydra's grammar and OmegaConf's references. A sweep is Hydra's:
+it composes each job from the same nodes, and launches it. Hydra keeps its state in the process, so a sweep holds a lock
+and puts back what it found; a job runs outside that lock, and may sweep again.
 """
 
 from __future__ import annotations
@@ -186,8 +187,13 @@ class _Composer(Generic[R]):
 
     def compose(self) -> R:
         """The one run."""
-        with _Turn(self._plan.nodes), _told(), hydra.initialize(version_base="1.3", config_path=None, job_name=ROOT):
-            tree = hydra.compose(ROOT, overrides=self._plan.overrides)
+        tree = OmegaConf.create(self._plan.tree())
+        for path, value in self._plan.values():
+            try:
+                OmegaConf.update(tree, path, value, merge=True, force_add=True)
+            except OmegaConfBaseException as error:
+                told = mask_text(f"{path}={value}"), mask_text(str(error).splitlines()[0])
+                raise ConfigError(f"The override {told[0]} cannot stand beside the others: {told[1]}") from error
         return self._validated(tree)
 
     def sweep(self, task: Callable[[R], T], directory: Path) -> list[Job[R, T]]:

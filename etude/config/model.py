@@ -35,7 +35,9 @@ class _Spoken(ModelMetaclass):
 class Config(BaseModel, metaclass=_Spoken):
     """A frozen object that is its own configuration: its fields are options, their descriptions what they mean."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, defer_build=True
+    )
     known_as: ClassVar[Mapping[str, str]] = {}
     """Names that people bring from elsewhere, and the options that they mean: an unknown key is answered with those."""
 

@@ -1,4 +1,4 @@
-"""What Hydra is given: nodes made from the classes' defaults, and overrides in its own grammar.
+"""What a run is composed of: nodes made from the classes' defaults, and overrides; a sweep hands both to Hydra.
 
 Every choice becomes a Hydra group at its dotted path (`kl.controller` is the group `kl/controller`), with one node for
 each option that this composition may need: the default, or those the overrides name. A node holds the option's name and
@@ -9,7 +9,7 @@ switches away from takes its part of the file with it, and a plug-in is imported
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -29,7 +29,7 @@ _ABSENT: Any = object()
 
 
 class Plan:
-    """One composition made ready for Hydra."""
+    """One composition made ready: as a tree, and in Hydra's terms."""
 
     nodes: dict[tuple[str, str], dict[str, Any]]
     """Hydra's nodes, by group and name; the root's group is empty."""
@@ -48,16 +48,42 @@ class Plan:
             raise told_together(self._problems)
         self.overrides = list(dict(map(self._in_hydras_terms, self._asked.values())).values())
 
+    def tree(self) -> dict[str, Any]:
+        """The tree before overrides: the root's node, with the node that each choice begins with in its place."""
+        return self._whole("", ROOT)
+
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """The overrides that set a value, each with its path; those that name a choice are in the tree already."""
+        for path, asked in {self._place(asked): asked for asked in self._asked.values()}.items():
+            if path not in self._groups:
+                yield path, asked.values[0]
+
+    def _whole(self, group: str, name: str) -> dict[str, Any]:
+        node = self.nodes[group, name]
+        whole = {key: value for key, value in node.items() if key != "defaults"}
+        for entry in node["defaults"][1:]:
+            ((inner, chosen),) = entry.items()
+            *above, last = inner.split("/")
+            at = whole
+            for part in above:
+                at[part] = at = dict(at[part])
+            at[last] = self._whole(f"{group}/{inner}".lstrip("/"), chosen)
+        return whole
+
     def _in_hydras_terms(self, asked: Asked) -> tuple[str, str]:
-        """An override's path and its text; `loss.name=…` is another way to write `loss=…`."""
+        """An override's path and its text."""
+        path = self._place(asked)
+        return path, self._groups.get(path, f"++{path}={asked.text}")
+
+    def _place(self, asked: Asked) -> str:
+        """The path that an override sets; `loss.name=…` is another way to write `loss=…`."""
         for path in (asked.path, asked.path.removesuffix(".name")):
             if path in self._groups:
-                return path, self._groups[path]
+                return path
         # A choice in a mapping is no group. Where options of it are asked for too, its name is set beside them.
         within = any(path.startswith(f"{asked.path}.") for path in self._asked)
         named = within and asked.values and all(isinstance(value, str) for value in asked.values)
-        path = join(asked.path, "name") if named else asked.path
-        return path, f"++{path}={asked.text}"
+        return join(asked.path, "name") if named else asked.path
 
     def _section(
         self,

@@ -3,6 +3,9 @@
 A turn whose prompt begins with all that came before it goes on in the same row, so that a long conversation is one row
 and every action token in it counts once. Where the history was rewritten, a new row begins, with the whole prompt as
 its context. Ids are only ever compared and joined, never decoded.
+
+Which tokens of a prompt are an observation is decided for each turn before any rows are made, so that it does not
+depend on them.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from numpy.typing import NDArray
 
 from etude.records import Sample, Turn
 
-__all__ = ["joined", "samples"]
+__all__ = ["joined", "observations", "samples"]
 
 
 def samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = ()) -> list[Sample]:
@@ -31,16 +34,46 @@ def samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = ()) -> 
     own, because rows stand in the order of time, by which credit is given.
     """
     rows: list[_Row] = []
-    for turn in turns:
+    for turn, begins in zip(turns, observations(turns), strict=True):
         if not tags or set(tags) & set(turn.tags):
             if not rows or not rows[-1].goes_on(turn):
                 rows.append(_Row(turn.model))
-            rows[-1].add(turn)
+            rows[-1].add(turn, begins)
         if turn.reward is not None:
             acted = next((row for row in reversed(rows) if row.last_action >= 0), None)
             if acted is not None:
                 acted.rewards[acted.last_action] = acted.rewards.get(acted.last_action, 0.0) + turn.reward
     return [row.sample(rollout) for row in rows]
+
+
+def observations(turns: Sequence[Turn]) -> list[int]:
+    """Where in each turn's prompt begins what the environment showed since the answer before; its length where that is
+    nothing.
+
+    A turn that says how much was shown is believed. Otherwise a prompt goes on from the longest earlier prompt, or
+    prompt and answer, that it begins with, and what follows was shown, if an answer stands before it. A token that an
+    earlier turn was shown already, in the same place after the same tokens, is not shown again.
+    """
+    begins: list[int] = []
+    known: dict[str, list[tuple[NDArray[np.int32], bool]]] = {}  # of each model, the longest first: ids, answered
+    for turn in turns:
+        prompt, said = turn.prompt, turn.completion.ids
+        earlier = known.setdefault(turn.model, [])
+        before, answered = next(((len(ids), acted) for ids, acted in earlier if _begins(prompt, ids)), (0, False))
+        if turn.observed is not None:
+            answered = turn.observed > 0
+            before = max(before, len(prompt) - turn.observed)
+        begins.append(before if answered else len(prompt))
+        earlier += [(prompt, answered), (np.concatenate([prompt, said]), answered or len(said) > 0)]
+        earlier.sort(key=lambda each: -len(each[0]))
+    return begins
+
+
+def _begins(ids: NDArray[np.int32], prefix: NDArray[np.int32]) -> bool:
+    length = len(prefix)
+    if length > len(ids) or (length and ids[length - 1] != prefix[-1]):  # most that differ do so at the end
+        return False
+    return np.array_equal(ids[:length], prefix)
 
 
 def joined(turns: Sequence[Turn]) -> tuple[int, int]:
@@ -69,6 +102,7 @@ class _Row:
     rewards: dict[int, float] = field(default_factory=dict)
     anchors: list[NDArray[np.int64]] = field(default_factory=list)
     anchored: bool = False
+    observed: list[tuple[int, int]] = field(default_factory=list)
 
     def goes_on(self, turn: Turn) -> bool:
         """Whether a turn's prompt begins with all of this row."""
@@ -77,10 +111,11 @@ class _Row:
         ids = np.concatenate([stretch["ids"] for stretch in self.stretches])
         return np.array_equal(turn.prompt[: self.length], ids)
 
-    def add(self, turn: Turn) -> None:
-        """What is new in the prompt, then what was said."""
+    def add(self, turn: Turn, begins: int) -> None:
+        """What is new in the prompt, then what was said. begins: where in the prompt its observation does."""
         told = turn.prompt[self.length :]
         said = turn.completion
+        self.observed.append((max(begins, self.length), len(turn.prompt)))
         self._stretch(told, False, np.full(len(told), np.nan), np.full(len(told), -1), -1)
         self._stretch(said.ids, True, said.logp, said.version, turn.index, turn.anchor)
         if len(said.ids):
@@ -108,5 +143,15 @@ class _Row:
             reward = np.zeros(self.length)
             reward[list(self.rewards)] = list(self.rewards.values())
         columns = {name: np.concatenate([each[name] for each in self.stretches]) for name in self.stretches[0]}
-        anchor = np.concatenate(self.anchors) if self.anchored else None
-        return Sample(**columns, rollout=rollout, model=self.model, reward=reward, anchor=anchor)
+        told = {"reward": reward, "anchor": np.concatenate(self.anchors) if self.anchored else None}
+        return Sample(**columns, rollout=rollout, model=self.model, observation=self._observation(), **told)
+
+    def _observation(self) -> NDArray[np.bool_] | None:
+        """What was shown between answers; None where nothing was."""
+        stretches = [(begin, end) for begin, end in self.observed if begin < end]
+        if not stretches:
+            return None
+        mask = np.zeros(self.length, np.bool_)
+        for begin, end in stretches:
+            mask[begin:end] = True
+        return mask

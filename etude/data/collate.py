@@ -15,19 +15,14 @@ __all__ = ["collate"]
 def collate(samples: Sequence[Sample], rollouts: Sequence[Rollout], form: Form | None = None) -> Batch:
     """The batch of these rollouts, in their order, those without a row included. form: see `Batch.from_records`.
 
-    Beside what the records hold it has two columns. `metric` is all that a rollout was given, what its turns were paid
-    included, so that what is later added to the reward (a penalty, a KL term) does not change which groups can teach.
-    `observation` marks what a row was told after its first action: tool output, another player's words, and the
-    template around them.
+    Beside what the records hold it has the column `metric`: all that a rollout was given, what its turns were paid
+    included, which stays as it is when a penalty or a KL term is added to the reward.
     """
     batch = Batch.from_records(samples, rollouts, form)
     assert batch.reward is not None
-    acted = batch.action.long().cumsum(0)
-    before = torch.cat([acted.new_zeros(1), acted])[batch.offsets[:-1]]  # [R]: actions before the row
-    within = acted - torch.repeat_interleave(before, batch.offsets[1:] - batch.offsets[:-1])
     metric = batch.reward.clone()
     if batch.token_reward is not None:
         tokens = batch.unit_tokens[1:] - batch.unit_tokens[:-1]
         rollout = torch.repeat_interleave(torch.arange(batch.rollouts), tokens)
         metric.index_add_(0, rollout, batch.token_reward)
-    return batch.replace(metric=metric, observation=~batch.action & (within > 0))
+    return batch.replace(metric=metric)

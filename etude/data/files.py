@@ -13,16 +13,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from uuid import UUID
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv as pacsv
-import pyarrow.parquet as pq
 
 from etude.errors import ConfigError, DataError
+from etude.lazy import Lazy
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.csv as pacsv
+    import pyarrow.parquet as pq
+else:
+    pa, pc, pacsv, pq = map(Lazy, ("pyarrow", "pyarrow.compute", "pyarrow.csv", "pyarrow.parquet"))
 
 __all__ = ["READERS", "JsonRows", "Rows", "TableRows", "lookup", "names", "read", "rows_of"]
 
@@ -186,9 +191,17 @@ def _packed(texts: Iterable[str]) -> pa.ChunkedArray:
     for text in texts:
         held.append(text)
         if len(held) == CHUNK:
-            chunks.append(pa.array(held, pa.large_string()))
+            chunks.append(_arrow(held))
             held.clear()
-    return pa.chunked_array([*chunks, pa.array(held, pa.large_string())])
+    return pa.chunked_array([*chunks, _arrow(held)])
+
+
+def _arrow(texts: Sequence[str]) -> pa.Array:
+    """Texts as an Arrow array, from its buffers: `pyarrow.array` would load pandas to ask whether a list is of its."""
+    held = [text.encode() for text in texts]
+    ends = np.zeros(len(held) + 1, dtype=np.int64)
+    np.cumsum([len(each) for each in held], out=ends[1:])
+    return pa.LargeStringArray.from_buffers(len(held), pa.py_buffer(ends), pa.py_buffer(b"".join(held)))
 
 
 # -- the formats ------------------------------------------------------------------------------------------------------

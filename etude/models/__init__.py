@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etude.errors import MissingPackageError
-from etude.models.attention import PackedAttention
-from etude.models.body import Attend
-from etude.models.config import Lora
-from etude.models.divided import Divided
-from etude.models.head import logp_and_entropy, over_chunks, token_logp
-from etude.models.layout import Layout
-from etude.models.load import Head, context_of, create, load, outlined, save
-from etude.models.model import Model
-from etude.models.resident import Resident
-from etude.models.strand import Side
-from etude.models.tiny import tiny
+from etude.lazy import names_of
+
+if TYPE_CHECKING:
+    from etude.models.attention import PackedAttention
+    from etude.models.body import Attend
+    from etude.models.config import Head, Lora
+    from etude.models.divided import Divided
+    from etude.models.files import context_of, create, load, outlined, save
+    from etude.models.head import logp_and_entropy, over_chunks, token_logp
+    from etude.models.layout import Layout
+    from etude.models.model import Model
+    from etude.models.resident import Resident
+    from etude.models.sizes import tiny
+    from etude.models.strand import Side
 
 __all__ = [
     "Attend",
@@ -40,6 +43,23 @@ __all__ = [
     "tiny",
     "token_logp",
 ]
+
+__getattr__ = names_of(
+    __name__,
+    {
+        "attention": ("PackedAttention",),
+        "body": ("Attend",),
+        "config": ("Head", "Lora"),
+        "divided": ("Divided",),
+        "files": ("context_of", "create", "load", "outlined", "save"),
+        "head": ("logp_and_entropy", "over_chunks", "token_logp"),
+        "layout": ("Layout",),
+        "model": ("Model",),
+        "resident": ("Resident",),
+        "sizes": ("tiny",),
+        "strand": ("Side",),
+    },
+)
 
 
 def adapt(model: Model, lora: Lora, *, seed: int) -> Model:

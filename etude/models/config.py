@@ -1,4 +1,7 @@
-"""The options of low-rank adapters. What computes them is in `lowrank`, what makes them in `lora`."""
+"""The options of low-rank adapters, and what a model may have for a head.
+
+What computes adapters is in `lowrank`, what makes them in `lora`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,11 @@ from pydantic import Field, model_validator
 from etude.config import Config
 from etude.errors import ConfigError
 
-__all__ = ["Lora"]
+__all__ = ["Head", "Lora"]
+
+Head = Literal["language", "score", "value"]
+"""What stands on the hidden states: logits; one number, as a reward model's files have it; or one number that begins at
+0 where the files have none, as a critic's does."""
 
 OF_THE_ADAPTER = ("rank", "alpha", "rslora", "targets")
 """What an adapter's own files say of it."""

@@ -8,11 +8,11 @@ with open_run_log(config.observe, run, headline=["reward", "loss"]) as log:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from etude.errors import MissingPackageError
+from etude.lazy import names_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,41 +63,45 @@ __all__ = [
     "unwatched",
 ]
 
-# Which file each public name is in. They load when they are asked for: whoever only wants the log need not wait for a
-# terminal's colours.
-_PLACES = {
-    "config": ("ConsoleStyle", "MlflowConfig", "Observe", "WandbConfig"),
-    "console": ("Bar", "ConsoleSink", "format_number", "format_seconds", "make_console", "progress"),
-    "jsonl": ("JsonlSink", "last_step"),
-    "log": ("LogLevel", "configure", "get_log"),
-    "logger": ("Display", "RunLog", "Step", "unwatched"),
-    "metrics": ("Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum", "WireMetrics"),
-    "sinks": ("Background", "Guarded", "RunInfo", "Sink"),
-    "timer": ("Timer",),
-}
-_FILES = {name: file for file, names in _PLACES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    """The public names, from the files they are in."""
-    if name in _FILES:
-        return getattr(import_module(f"etude.observe.{_FILES[name]}"), name)
-    raise AttributeError(f"module 'etude.observe' has no attribute '{name}'")
+__getattr__ = names_of(
+    __name__,
+    {
+        "config": ("ConsoleStyle", "MlflowConfig", "Observe", "WandbConfig"),
+        "console": ("Bar", "ConsoleSink", "format_number", "format_seconds", "make_console", "progress"),
+        "jsonl": ("JsonlSink", "last_step"),
+        "log": ("LogLevel", "configure", "get_log"),
+        "logger": ("Display", "RunLog", "Step", "unwatched"),
+        "metrics": ("Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum", "WireMetrics"),
+        "sinks": ("Background", "Guarded", "RunInfo", "Sink"),
+        "timer": ("Timer",),
+    },
+)
 
 
 def open_run_log(
-    config: Observe, run: RunInfo, headline: Sequence[str] = (), console: Console | None = None, written: int = -1
+    config: Observe,
+    run: RunInfo,
+    headline: Sequence[str] = (),
+    console: Console | None = None,
+    written: int = -1,
+    failures: Mapping[str, str] | None = None,
 ) -> RunLog:
-    """The log of a run, with the sinks that the configuration asks for, open; up to `written` its steps are there."""
+    """The log of a run, with the sinks that the configuration asks for, open; up to `written` its steps are there.
+    failures: which metric counts the failures that one of the headline leaves out."""
     from etude.observe.console import ConsoleSink
     from etude.observe.logger import RunLog
 
-    sinks = choose_sinks(config, headline, console)
+    sinks = choose_sinks(config, headline, console, failures)
     display = next((sink for sink in sinks if isinstance(sink, ConsoleSink)), None)
     return RunLog(sinks, run, config.every, written=written, display=display)
 
 
-def choose_sinks(config: Observe, headline: Sequence[str] = (), console: Console | None = None) -> list[Sink]:
+def choose_sinks(
+    config: Observe,
+    headline: Sequence[str] = (),
+    console: Console | None = None,
+    failures: Mapping[str, str] | None = None,
+) -> list[Sink]:
     """The sinks that the configuration asks for, not yet opened. `console` replaces the one on standard output."""
     from etude.observe.console import ConsoleSink, make_console
     from etude.observe.jsonl import JsonlSink
@@ -105,7 +109,7 @@ def choose_sinks(config: Observe, headline: Sequence[str] = (), console: Console
 
     sinks: list[Sink] = [JsonlSink()]
     if config.console != "off":
-        sinks.append(ConsoleSink(make_console(config.console) if console is None else console, headline))
+        sinks.append(ConsoleSink(make_console(config.console) if console is None else console, headline, failures))
     if config.tensorboard:
         try:
             from etude.observe.tensorboard import TensorboardSink

@@ -73,9 +73,12 @@ class ConsoleSink:
 
     name = "console"
 
-    def __init__(self, console: Console, headline: Sequence[str] = ()) -> None:
+    def __init__(
+        self, console: Console, headline: Sequence[str] = (), failures: Mapping[str, str] | None = None
+    ) -> None:
+        """failures: by the name of a metric of the headline, the one that counts the failures which it leaves out."""
         self._console = console
-        self._headline = headline
+        self._headline, self._failures = headline, failures or {}
         self._bar: _LiveBar | None = None
 
     def open(self, run: RunInfo) -> None:
@@ -88,7 +91,7 @@ class ConsoleSink:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print the line of one step."""
         width = self._console.width if self._console.is_interactive else None
-        _say(self._console, _step_line(step, self._steps, values, self._headline, width))
+        _say(self._console, _step_line(step, self._steps, values, self._headline, self._failures, width))
         if self._bar is not None:
             self._bar.reach(step)
 
@@ -247,9 +250,14 @@ class _Display(Console):
 
 
 def _step_line(
-    step: int, steps: int | None, values: Mapping[str, float], headline: Sequence[str], width: int | None
+    step: int,
+    steps: int | None,
+    values: Mapping[str, float],
+    headline: Sequence[str],
+    failures: Mapping[str, str],
+    width: int | None,
 ) -> Text:
-    """`step  12/100  reward  0.4310  loss -0.0123  2.1 s`, without the last metrics where the width ends."""
+    """`step  12/100  reward  0.4310 (3 failed)  loss -0.0123  2.1 s`, without the last metrics where the width ends."""
     end = "" if steps is None else f"/{steps}"
     line = Text.assemble(("step ", "dim"), f"{step:>{max(0, len(end) - 1)}}", (end, "dim"))
     took = f"  {format_seconds(values['time/step'])}" if "time/step" in values else ""
@@ -257,6 +265,8 @@ def _step_line(
         if name not in values:
             continue
         cell = Text.assemble("  ", (name, "dim"), f" {format_number(values[name]):>7}")
+        if failed := values.get(failures.get(name, ""), 0.0):
+            cell.append(f" ({failed:.0f} failed)", "bold")
         if width is not None and len(line) + len(cell) + len(took) > width:
             break
         line.append_text(cell)

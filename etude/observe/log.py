@@ -5,6 +5,9 @@ command calls `configure` once; a program that uses Etude as a library need not,
 apply. Nothing here touches the root logger or another library's handlers.
 
     21:04:11 trainer[3] INFO  the reference model is on the CPU
+
+A message is one line, whatever stands in it, and moves no cursor: what is not printed as a character is written as
+Python escapes it (`\\n`, `\\x9b`, `\\u2028`). A traceback has lines of its own, each indented.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["LogLevel", "configure", "get_log"]
+__all__ = ["LogLevel", "configure", "escaped", "get_log"]
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -24,7 +27,16 @@ _ROOT = logging.getLogger("etude")
 
 def get_log(room: str) -> logging.Logger:
     """The logger of one room: `get_log("store")` is the standard library's `etude.store`."""
-    return _ROOT.getChild(room)
+    log = _ROOT.getChild(room)
+    log.addFilter(_ONE_LINE)  # of all that is said there, wherever it goes; a filter that is there is not added again
+    return log
+
+
+def escaped(text: str) -> str:
+    """A text in one line: without control characters, separators other than a space, and halves of characters."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def configure(
@@ -53,6 +65,25 @@ def configure(
     _ROOT.propagate = False
 
 
+class _OneLine(logging.Filter):
+    """Escapes what a record says, in its place, before any handler sees it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError, KeyError):  # a mistake of ours, of which logging itself tells
+            return True
+        if not message.isprintable():
+            record.msg, record.args = escaped(message), ()
+        if record.exc_info and not record.exc_text:
+            lines = logging.Formatter().formatException(record.exc_info).splitlines()
+            record.exc_text = "\n".join(f"  {escaped(line)}" for line in lines)
+        return True
+
+
+_ONE_LINE = _OneLine()
+
+
 class _Formatter(logging.Formatter):
     """`time role[rank] LEVEL message`, masked as a whole."""
 
@@ -61,6 +92,7 @@ class _Formatter(logging.Formatter):
         self._mask = mask
 
     def format(self, record: logging.LogRecord) -> str:
+        _ONE_LINE.filter(record)  # of a logger that was not had by `get_log`
         return self._mask(super().format(record))
 
 

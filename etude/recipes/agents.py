@@ -19,7 +19,8 @@ from etude.config import Config
 from etude.data.adapt import joined
 from etude.errors import CollectionError
 from etude.observe import Mean, Metrics, Sum, format_seconds, get_log
-from etude.recipes.play import Played, Seeds
+from etude.recipes.causes import sentences
+from etude.recipes.play import Played, Seeds, ending
 from etude.recipes.sampling import Sampling
 from etude.records import Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
@@ -39,6 +40,8 @@ OVERLONG = "endpoint/context_length"
 LISTENING = 5.0
 """Seconds after which it is looked whether anybody is there to play."""
 PAGE = 256
+BLAMED = (Status.FAILED, Status.TIMED_OUT, Status.UNRESPONSIVE)
+"""Ends that an attempt is blamed for."""
 
 
 class AgentConfig(Config):
@@ -228,7 +231,11 @@ class Agents:
         turns = tuple(await self._desk.turns(state.id)) if last is not None and last.turns else ()
         if state.use == "train":
             self._losses.of(state, turns)
-        return _played(state, turns, await self._verdict(state, task, turns))
+        verdict = await self._verdict(state, task, turns)
+        if state.attempts and state.status in BLAMED:
+            notes = [note for note in await self._desk.events(state.id) if note["attempt"] == len(state.attempts) - 1]
+            verdict = replace(verdict, error="\n".join([verdict.error, *sentences(notes)]))
+        return _played(state, turns, verdict)
 
     async def _verdict(self, state: RolloutState, task: Task, turns: Sequence[Turn]) -> Verdict:
         told, last = self._told(state), state.last
@@ -313,7 +320,7 @@ def _played(state: RolloutState, turns: Sequence[Turn], verdict: Verdict) -> Pla
     if state.status is not Status.SUCCEEDED:
         turns = [replace(turn, reward=None) for turn in turns]
     truncated = any(turn.completion.finish == "length" for turn in turns[-1:])
-    return Played(tuple(turns), verdict, truncated)
+    return Played(tuple(turns), verdict, truncated, ending(turns, truncated, None))
 
 
 def rewarded(store: Journal, id: int, played: Played) -> None:
@@ -333,8 +340,7 @@ def counted(state: RolloutState, failed: float | Literal["drop"]) -> float | Non
     had earned before it failed is not that."""
     if state.status is Status.SUCCEEDED:
         return None if state.last is None else state.last.total
-    blamed = state.status in (Status.FAILED, Status.TIMED_OUT, Status.UNRESPONSIVE)
-    return float(failed) if blamed and failed != "drop" else None
+    return float(failed) if state.status in BLAMED and failed != "drop" else None
 
 
 def place_of(rollout: int) -> int:

@@ -46,7 +46,7 @@ from etude.rollout import EngineConfig, Served, ServerConfig, TorchEngine
 from etude.rollout.engines import serve
 from etude.train import load_weights, read_weights
 
-__all__ = ["evaluate", "export_run", "generate"]
+__all__ = ["evaluate", "export_run", "generate", "loaded", "named_run", "without_secrets"]
 
 SHARED = (
     *("model.path", "model.tokenizer", "lora.path", "lora.publish", "chat", "rollout", "train.precision", "seed"),
@@ -69,6 +69,8 @@ READ = {
         *("agent.failed", "agent.parameters", "agent.calls", *SHARED),
     ),
     "generate": ("sampling", *SHARED),
+    "chat": ("sampling", *SHARED),
+    "serve": ("sampling", *SHARED),
 }
 """The options that each command reads; any other would do nothing there."""
 ALIKE = ("model", "lora", "chat", "train", "checkpoint", "observe", "seed", "device", "threads")
@@ -82,13 +84,13 @@ def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool, answers
 
     The answers are written to the file `answers`, or beside those of the run.
     """
-    run, _ = _asked(overrides, file, "eval")
+    run, _ = named_run(overrides, file, "eval")
     if not run.data.val:
         raise ConfigError("There is nothing to score on: give tasks with `data.val=[tasks.parquet]`.")
     checks.of_agents(run)
     console = make_console(run.observe.console)
     with ExitStack() as stack:
-        step, chat, engine, longest = stack.enter_context(_engine(run, best=best))
+        step, chat, engine, longest = stack.enter_context(loaded(run, best=best))
         judge = stack.enter_context(Judge(live(run.reward, device_of(run)), run.judging))
         runner = stack.enter_context(asyncio.Runner())
         with progress("reading the tasks", None, console):
@@ -152,13 +154,13 @@ def generate(
     first = [] if named and not (words and Path(words[0]).is_dir()) else words[:1]
     if not (first or named):
         raise ConfigError('Name a model directory or a run\'s directory first: `etude generate runs/mine "2 + 2 ="`.')
-    run, _ = _asked([*first, *options], file, "generate", masked=_left_out)
+    run, _ = named_run([*first, *options], file, "generate", masked=without_secrets)
     source = first[0] if first else str(run.model.path)
     prompt = " ".join(words[len(first) :]) or (typed.read().strip() if typed is not None else "")
     if not prompt:
         raise ConfigError(f'There is no prompt. Write it after {source}: `etude generate {source} "What is 2 + 2?"`.')
     console = make_console(run.observe.console)
-    with _engine(run, best=best) as (_, chat, engine, _):
+    with loaded(run, best=best) as (_, chat, engine, _):
         asked = chat.prompt_ids(prompt if raw or not chat.tokenizer.template else [Message("user", prompt)])
         asyncio.run(_answer(run, asked, engine, console, answers))
 
@@ -177,7 +179,7 @@ async def _answer(run: Run, asked: Ids, engine: TorchEngine | Served, console: C
 def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False) -> None:
     """Write the model of a run's checkpoint as a directory that `from_pretrained` loads, with its adapters added in;
     or, with `adapter`, these alone, as peft loads them."""
-    run = folder.read_kind(folder.kind_of(directory), directory, masked=_left_out)
+    run = folder.read_kind(folder.kind_of(directory), directory, masked=without_secrets)
     assert run.model.path is not None
     if adapter and (not run.lora.on or run.head != "language"):
         trained = "trained the model itself" if not run.lora.on else "trained a head besides, which is no adapter's"
@@ -213,12 +215,12 @@ def _described(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
 # -- what they share --------------------------------------------------------------------------------------------------
 
 
-def _left_out(path: str) -> str:  # noqa: ARG001
+def without_secrets(path: str) -> str:  # noqa: ARG001
     """What stands for a secret that is not needed."""
     return MASK
 
 
-def _asked(
+def named_run(
     words: Sequence[str], file: Path | None, command: str, masked: Callable[[str], object] | None = None
 ) -> tuple[Run, str]:
     """The run that is asked about: a run's directory, or a model's, may stand first.
@@ -282,11 +284,13 @@ def _refuse_unread(run: Run, options: Sequence[str], command: str) -> None:
             remedy = "Tasks to score on are given by `data.val`."
         elif command == "generate" and name.startswith("evaluate."):
             remedy = "How answers are drawn is said by `sampling`, how many by -n."
+        elif name.startswith("evaluate."):
+            remedy = "How answers are drawn is said by `sampling`."
         raise ConfigError(f"`etude {command}` does not read `{name}`: it would change nothing here. {remedy}")
 
 
 @contextmanager
-def _engine(run: Run, *, best: bool) -> Iterator[tuple[int | None, Chat, TorchEngine | Served, int]]:
+def loaded(run: Run, *, best: bool) -> Iterator[tuple[int | None, Chat, TorchEngine | Served, int]]:
     """The model of a run's checkpoint, of which step that is, or a model that belongs to no run; ready to be asked for
     as many tokens as it has room for."""
     if best and run.directory is None:

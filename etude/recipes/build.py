@@ -21,6 +21,7 @@ from etude.config.tree import to_tree
 from etude.data import Dataset
 from etude.dispatch import LocalCrew
 from etude.errors import ConfigError, DataError
+from etude.lazy import loading
 from etude.observe import RunInfo, get_log, last_step, open_run_log
 from etude.protocols import Crew, Generate, Ids
 from etude.recipes.episodes import Episodes
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "agents_evaluator",
+    "agents_of",
     "build",
     "chat_of",
     "episodes_of",
@@ -68,15 +70,22 @@ def build(
     `interrupt`: who listens for that already, where several runs follow each other. `agent`: who plays rollouts, in
     place of what `agent.path` names. `tasks`: see `folder.take_tasks`.
     """
-    from etude.recipes import checks, folder
-    from etude.recipes.frame import framed
+    from etude.recipes import folder
+
+    folder.check_before(run)
 
     def assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack) -> Parts:
         folder.take_tasks(directory, tasks or {})
         return _assembled(run, directory, interrupt, stack, agent)
 
-    kept = "; the answers drawn since are kept"
-    with framed(run, assembled, interrupt, checked=checks.before, looks=("plot", "answers"), kept=kept) as parts:
+    with ExitStack() as stack:
+        with loading():
+            from etude.recipes import checks
+            from etude.recipes.frame import framed
+
+            kept = "; the answers drawn since are kept"
+            frame = framed(run, assembled, interrupt, checked=checks.before, looks=("plot", "answers"), kept=kept)
+            parts = stack.enter_context(frame)
         yield parts
 
 
@@ -108,7 +117,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     source: AgentSource | EngineSource
     client: Callable[[], Desk] | None = None
     if agentic:
-        agents = _agents(run, chat, engine, judge, store, directory, longest, stack, runner, agent)
+        agents = agents_of(run, chat, engine, judge, store, directory, longest, stack, runner, agent)
         source, client = AgentSource(run.collect, agents, **common), agents.client
         evaluator = scorer_of(run, agents, judge, store, runner)
     else:
@@ -122,7 +131,8 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     folder.settle(directory, run)
     written = last_step(directory)
     info = RunInfo(directory.name, directory, run.steps, mask(to_tree(run)))
-    log = stack.enter_context(open_run_log(run.observe, info, _headline(run), written=written))
+    failures = {"reward": "failed_attempts", f"eval/mean@{run.evaluate.samples}": "eval/failed"}
+    log = stack.enter_context(open_run_log(run.observe, info, _headline(run), written=written, failures=failures))
     measured = inputs.yardstick(run, run.evaluate.yardstick(run.sampling))
     source.watch = log.progress
     scoring = Scoring(evaluator, directory, run.steps, store, engine, measured, log.progress)
@@ -166,7 +176,7 @@ def _engine_source(
     )
 
 
-def _agents(
+def agents_of(
     run: Run,
     chat: Chat,
     engine: Any,
@@ -216,7 +226,7 @@ def agents_evaluator(
     store = stack.enter_context(closing(open_store()))
     here = {"store": None, "listen": "127.0.0.1:0", "runners": run.agent.runners or 1}
     run = run.model_copy(update={"agent": run.agent.model_copy(update=here)})
-    agents = _agents(run, chat, engine, judge, store, place, longest, stack, runner, None)
+    agents = agents_of(run, chat, engine, judge, store, place, longest, stack, runner, None)
     return scorer_of(run, agents, judge, store, runner)
 
 

@@ -69,6 +69,8 @@ def before(run: Run) -> None:
     of_agents(run)
     of_servers(run)
     _environment(run)
+    _observations(run)
+    _metric(run)
     algorithm(run)
     refuse(run, frozenset(ROLES) - roles(run), together="full_kl" in run.outputs())
     for warning in _idle_options(run):
@@ -277,6 +279,33 @@ def _environment(run: Run) -> None:
             "own. Choose `data.overlong=filter`."
         )
     run.env.prepare()
+
+
+def _observations(run: Run) -> None:
+    """Refuse to learn from what an environment shows between answers, where there is one answer."""
+    if run.echo and run.agent.path is None and (not run.env.asked or run.env.max_turns == 1):
+        which = "`env.max_turns=1` allows one answer" if run.env.asked else "neither `env` nor `agent.path` is set"
+        raise ConfigError(
+            f"`echo={run.echo:g}` learns to predict what an environment shows between two answers, and a rollout of "
+            f"this run is a single answer ({which}): it would do nothing. Leave `echo` out, or give an environment, "
+            f"tools or an agent."
+        )
+
+
+def _metric(run: Run) -> None:
+    """Refuse a part of the reward that nothing compares, or that there is none of."""
+    name, reward = run.collect.metric, run.reward
+    if name and not run.collect.refill:
+        raise ConfigError(
+            f"`collect.metric={name}` says what `collect.refill` compares groups by, and `collect.refill=0` replaces "
+            f"none. Set `collect.refill` (10 is usual), or leave `collect.metric` out."
+        )
+    alone = run.env.path is None and run.agent.path is None
+    if name and alone and isinstance(reward, Combined) and name not in reward.parts:
+        raise ConfigError(
+            f"`collect.metric={name}` names no part of this reward, which has {', '.join(reward.parts)}. Name one of "
+            f"them, or leave it out."
+        )
 
 
 def room(run: Run, model: Model) -> None:

@@ -16,44 +16,23 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from pydantic import Field
-
-from etude.config import Config
 from etude.data import Dataset, Order
 from etude.data.adapt import samples as rows_of_turns
-from etude.errors import CollectionError, RunError
+from etude.errors import CollectionError
 from etude.observe import Bar, Mean, Metrics, unwatched
 from etude.recipes.agents import SCORED
+from etude.recipes.collection import Collection
 from etude.recipes.play import Played
 from etude.recipes.rows import Keep, Rows, Scored
 from etude.recipes.scheduler import Admit, Decision, Drop, Failed, Finished, Issue, Opened, Scheduler
 from etude.recipes.tally import Notices, Tally
 from etude.records import Outcome, Rollout, Sample, Task, Turn
 from etude.rewards import Judge
-from etude.store import Journal, Phase, RolloutState, TaskState, events
+from etude.store import Journal, Mark, Phase, RolloutState, TaskState, events
 
-__all__ = ["Collection", "Collector", "Ended", "Groups", "Source", "Watch", "row_of"]
+__all__ = ["Collector", "Ended", "Groups", "Source", "Watch", "row_of"]
 
 Watch = Callable[[str, float], AbstractContextManager[Bar]]
-
-
-class Collection(Config):
-    """Which rollouts a step trains on."""
-
-    tasks: int = Field(32, ge=1, description="tasks a step, each answered by a group")
-    group_size: int = Field(8, ge=1, description="rollouts of a task, compared with each other")
-    refill: int = Field(
-        0,
-        ge=0,
-        description="replace groups in which all earned the same, with at most this many times `tasks` new ones; 0 "
-        "keeps them",
-    )
-    retries: int = Field(1, ge=0, description="further attempts at a rollout that failed")
-    timeout: float = Field(
-        1800.0,
-        gt=0,
-        description="seconds to draw an answer in; neither its wait in line nor judging counts",
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,6 +164,10 @@ class Collector(ABC):
         metrics.merge(self._metrics())
         return self._groups(scored, metrics)
 
+    def replace_none(self) -> None:
+        """Have each step ask its first `collect.tasks` tasks alone, and no other in place of one that failed."""
+        self._scheduler.bound = self._config.tasks
+
     @property
     def replays(self) -> int:
         """The last step that was admitted before and is read back from the journal; 0 if none is."""
@@ -194,18 +177,14 @@ class Collector(ABC):
         """What a checkpoint keeps: how far the order of tasks has come."""
         return self._order.state()
 
-    def take_up(self, state: Mapping[str, Any] | None, position: int) -> None:
-        """Stand where the checkpoint of this state and position stood (None: at the beginning), and take up what the
+    def take_up(self, state: Mapping[str, Any] | None, mark: Mark) -> None:
+        """Stand where the checkpoint of this state and mark stood (None: at the beginning), and take up what the
         journal has beyond it: admitted steps will be replayed, scored rollouts used, unfinished ones issued again."""
-        if self._store.position < position:
-            raise RunError(
-                f"The checkpoint speaks of {position} events, and the journal beside it holds {self._store.position}: "
-                f"it is older, or another run's. Bring back the journal.sqlite that belongs to it, with its -wal file."
-            )
+        self._store.check(mark)
         if state is not None:
             self._order.restore(state)
         first = self._order.position
-        for _, event in self._store.read(position, kinds=(events.TaskIssued, events.TaskDropped, events.Admitted)):
+        for _, event in self._store.read(mark.position, kinds=(events.TaskIssued, events.TaskDropped, events.Admitted)):
             match event:
                 case events.TaskIssued(task=task) if task < SCORED:
                     first = max(first, task + 1)
@@ -228,7 +207,7 @@ class Collector(ABC):
                 continue
             if left.phase is Phase.FINISHED and self._counts(left):
                 found = self._from_journal(left)
-                scored.setdefault(left.task, {})[left.sample] = found.total
+                scored.setdefault(left.task, {})[left.sample] = found.metric
                 if left.sample < self._config.group_size:
                     self._scored[left.id] = found.laid(self._lay)
                 else:
@@ -291,15 +270,14 @@ class Collector(ABC):
         for end in ended:
             played, verdict = end.played, end.played.verdict
             self._tally.of(played)
-            if (
-                verdict.error
-            ):  # with a success it failed, and `judging.error_score` stands for what it would have earned
+            if verdict.error:  # beside a success, `judging.error_score` stands for what it would have earned
                 failed = "given_error_score" if verdict.outcome is Outcome.SUCCEEDED else verdict.outcome.value
                 self._tally.failed[failed] += 1
                 self._tally.error = verdict.error
             if verdict.outcome is Outcome.SUCCEEDED:
                 self._count(end)
-                follows = self._scheduler.on(Finished(end.task, end.sample, played.total))
+                metric = self._config.compared(end.task, verdict.parts, played.total, verdict.error)
+                follows = self._scheduler.on(Finished(end.task, end.sample, metric))
             else:
                 follows = self._scheduler.on(Failed(end.task, end.sample, verdict.error))
             written += self._over(end, Issue(end.task, end.sample) in follows)
@@ -391,10 +369,11 @@ class Collector(ABC):
         """A rollout that a step may train on, by how it was played."""
         verdict = played.verdict
         told = verdict.reward, verdict.parts, Outcome.SUCCEEDED, played.truncated, played.role
-        return self._of_turns(played.turns, Rollout(id, task, task, *told), played.total)
+        return self._of_turns(played.turns, Rollout(id, task, task, *told), played.total, verdict.error)
 
-    def _of_turns(self, turns: Sequence[Turn], rollout: Rollout, total: float) -> Scored:
-        return Scored(len(turns), Rows.of(self._samples(turns, rollout.id)), rollout, total)
+    def _of_turns(self, turns: Sequence[Turn], rollout: Rollout, total: float, error: str) -> Scored:
+        metric = self._config.compared(rollout.task, rollout.parts, total, error)
+        return Scored(len(turns), Rows.of(self._samples(turns, rollout.id)), rollout, total, metric)
 
     def _samples(self, turns: Sequence[Turn], rollout: int) -> list[Sample]:
         """The token sequences that a rollout is trained on as."""
@@ -405,7 +384,8 @@ class Collector(ABC):
         last = state.last
         assert last is not None and last.reward is not None and last.total is not None
         told = last.reward, last.parts, Outcome.SUCCEEDED, last.truncated, last.role
-        return self._of_turns(self._store.turns(state.id), Rollout(state.id, state.task, state.task, *told), last.total)
+        rollout = Rollout(state.id, state.task, state.task, *told)
+        return self._of_turns(self._store.turns(state.id), rollout, last.total, last.error)
 
     def _replayed(self, step: int, ids: Sequence[int]) -> Groups:
         """A step that was admitted before, with the same rollouts; the order hears of it as it did then."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from etude.errors import ConfigError
+from etude.lazy import torch
 from etude.observe import get_log
 
 if TYPE_CHECKING:

@@ -135,9 +135,10 @@ class Episodes:
                         f"{self._longest} in all: nothing could follow. Show less, or raise `env.max_tokens`.",
                     )
                 break
+            observed = transcript.observed(prompt)
             completion = await ask(prompt, index, room)
             answer = transcript.said(prompt, completion)
-            episode.turns.append(Turn(prompt, completion, index, anchor=state))
+            episode.turns.append(Turn(prompt, completion, index, anchor=state, observed=observed))
             told = await partner.step(answer, last=index + 1 == self.config.max_turns)
             if told.done or told.truncated:
                 episode.truncated = told.truncated or completion.finish == "length"

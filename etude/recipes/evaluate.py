@@ -65,6 +65,8 @@ class Answer:
     """What the reward reads as the answer: the same for answers that say the same."""
     conversation: Sequence[Mapping[str, str]] = ()
     """Where the answer is the last of several turns: all that was said after the prompt, and by whom."""
+    truncated: bool = False
+    """Whether it was cut off."""
 
 
 class Evaluator:
@@ -143,7 +145,6 @@ class Evaluator:
         played = await self._player.play(task, self._sampling, seed)
         verdict, last = played.verdict, played.turns[-1].completion if played.turns else None
         failed = verdict.outcome is not Outcome.SUCCEEDED
-        ended = "abort" if last is None else "length" if played.truncated else last.finish
         return Answer(
             task.ordinal,
             task.source,
@@ -152,11 +153,12 @@ class Evaluator:
             0.0 if failed else played.total,
             verdict.parts,
             sum(len(turn.completion.ids) for turn in played.turns),
-            ended,
+            played.finish or "abort",
             verdict.error,
             failed,
             verdict.extracted,
             self._player.retold(played.turns),
+            played.truncated,
         )
 
 
@@ -182,7 +184,7 @@ def scores(answers: Sequence[Answer]) -> Metrics:
             if n > 1 and votes:
                 metrics.add(f"{prefix}/maj@{n}", Mean.of(_majority(group)))
         metrics.add(f"{prefix}/length", Mean.over(sum(a.length for a in chosen), len(chosen)))
-        metrics.add(f"{prefix}/truncated", Mean.over(sum(a.finish == "length" for a in chosen), len(chosen)))
+        metrics.add(f"{prefix}/truncated", Mean.over(sum(a.truncated for a in chosen), len(chosen)))
         metrics.add(f"{prefix}/failed", Sum.of(sum(a.failed for a in chosen)))
     return metrics
 

@@ -294,6 +294,12 @@ def _is_one_of(path: str, names: Sequence[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
+def check_before(run: Recipe) -> None:
+    """Refuse a model directory that is none, before the libraries load that would read it."""
+    if run.model.path is not None:
+        check_model(run.model.path)
+
+
 def check_model(path: Path, name: str = "model.path") -> None:
     """Refuse a path that is no model's directory, and say what to give instead."""
     if not path.is_dir():

@@ -30,6 +30,7 @@ from etude.observe import get_log
 from etude.recipes.folder import JOINED
 from etude.records import Turn
 from etude.store import Event, Journal, Phase, RolloutQueued, RolloutState, Status, TaskIssued, TaskState, wire
+from etude.store.bounds import VALUES
 from etude.store.client import RemoteDesk
 from etude.store.desk import Find, Keeper, Page, Wanted
 
@@ -219,12 +220,13 @@ class FarDesk(RemoteDesk):
 def _portions(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
     """Rollouts in as many requests as they take. They are named, so that it does no harm where only some arrive."""
     portions: list[list[Wanted]] = [[]]
-    size = 0
+    size = values = 0
     for one in wanted:
-        added = len(wire.to_json(wire.wanted_document(one))) + 1
-        if portions[-1] and size + added > MOST_BYTES:
+        text = wire.to_json(wire.wanted_document(one))
+        added, more = len(text) + 1, 1 + sum(map(text.count, (b",", b"[", b"{")))
+        if portions[-1] and (size + added > MOST_BYTES or values + more > VALUES):
             portions.append([])
-            size = 0
+            size = values = 0
         portions[-1].append(one)
-        size += added
+        size, values = size + added, values + more
     return portions

@@ -15,6 +15,7 @@ from etude.data.examples import Examples
 from etude.data.lessons import Example
 from etude.errors import ConfigError
 from etude.records import Rollout, Sample
+from etude.store import Mark
 
 __all__ = ["Lessons", "batch_of"]
 
@@ -65,9 +66,9 @@ class Lessons:
         """Where it stands, as a JSON tree."""
         return self._order.state()
 
-    def take_up(self, state: Mapping[str, Any] | None, position: int) -> None:
-        """Go on from there (None is from the beginning); there is no journal to hold a `position` of."""
-        assert position == 0, "what is learned from examples is written in no journal"
+    def take_up(self, state: Mapping[str, Any] | None, mark: Mark) -> None:
+        """Go on from there (None is from the beginning); there is no journal to hold a mark of."""
+        assert mark.position == 0, "what is learned from examples is written in no journal"
         if state is not None:
             self._order.restore(state)
         if self._steps is None and self._order.position > self._until:

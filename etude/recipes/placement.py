@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field
 
 from etude.config import Config
 from etude.errors import ConfigError
+from etude.lazy import torch
 from etude.recipes.device import device_of
 from etude.rollout import ServerConfig
 

@@ -14,7 +14,7 @@ from etude.recipes.sampling import Sampling
 from etude.records import Completion, Outcome, Task, Turn
 from etude.rewards import Judge, Verdict
 
-__all__ = ["ANSWER", "Played", "Player", "Plays", "PromptIds", "Seeds"]
+__all__ = ["ANSWER", "Played", "Player", "Plays", "PromptIds", "Seeds", "ending"]
 
 ANSWER = "answer"
 """The part of a reward that the reward function gives as a bare number, where an environment pays as well."""
@@ -33,6 +33,8 @@ class Played:
     verdict: Verdict
     """What the last answer earned by the reward function, and the named parts of all that was earned."""
     truncated: bool = False
+    finish: str = ""
+    """How it ended, as `ending` says; empty where nothing was answered."""
     role: int = 0
     waited: float = 0.0
     """Seconds that the environment took, and the tools."""
@@ -49,6 +51,17 @@ class Played:
     def total(self) -> float:
         """All that it earned."""
         return self.verdict.reward + self.paid
+
+
+def ending(turns: Sequence[Turn], truncated: bool, max_turns: int | None) -> str:
+    """Return how an attempt ended: as its last answer did (`stop`, `length`, `abort`), or, where that ended by itself
+    and the attempt was cut off, `max_turns`, or `truncated` by its environment or for lack of room."""
+    if not turns:
+        return ""
+    finish = turns[-1].completion.finish
+    if not truncated or finish == "length":
+        return finish
+    return "max_turns" if len(turns) == max_turns else "truncated"
 
 
 class Plays(Protocol):
@@ -123,25 +136,27 @@ class Player:
                 raise EndedError(Outcome.TIMED_OUT, told) from error
 
         if self._episodes is not None:
-            return await self._judged(task, await self._episodes.play(task, ask), self._episodes.pays)
+            return await self._judged(task, await self._episodes.play(task, ask), self._episodes)
         prompt = self._prompt_ids(task)
         try:
             completion = await ask(prompt, 0, sampling.max_tokens)
         except EndedError as ended:
             return Played((), Verdict.failure(ended.outcome, str(ended)))
         verdict = await self._judge.judge(task, completion.text)
-        return Played((Turn(prompt, completion, 0),), verdict, completion.finish == "length")
+        finish = completion.finish
+        return Played((Turn(prompt, completion, 0),), verdict, finish == "length", finish)
 
-    async def _judged(self, task: Task, episode: Episode, pays: bool) -> Played:
+    async def _judged(self, task: Task, episode: Episode, episodes: Episodes) -> Played:
         """A rollout of several turns and what its last answer earned."""
         if episode.outcome is Outcome.SUCCEEDED:
             verdict = await self._judge.judge(task, episode.turns[-1].completion.text)
-            if pays:
+            if episodes.pays:
                 verdict = replace(verdict, parts=self._parts(episode.paid, verdict))
         else:
             verdict = Verdict.failure(episode.outcome, episode.error)
         told = {name: getattr(episode, name) for name in ("truncated", "role", "waited", "calls", "failed_calls")}
-        return Played(tuple(episode.turns), verdict, **told)
+        finish = ending(episode.turns, episode.truncated, episodes.config.max_turns)
+        return Played(tuple(episode.turns), verdict, finish=finish, **told)
 
     def _parts(self, paid: Mapping[str, float], verdict: Verdict) -> dict[str, float]:
         """All that was earned, by names: those of the environment, and those of the reward function."""

@@ -39,7 +39,7 @@ class Rows:
     answered: int
     """Those that the model said."""
     observed: int
-    """Those that it was told after it had begun to speak, in each sequence."""
+    """Those that the environment showed between its answers."""
     paid: tuple[float, ...]
     """What turns were paid, one after another."""
 
@@ -59,7 +59,7 @@ class Rows:
             before=sum(lengths) if spoke is None else sum(lengths[:spoke]) + first[spoke],
             prompt=first[0] if first else 0,
             answered=answered,
-            observed=sum(lengths) - sum(first) - answered,
+            observed=sum(int(sample.observation.sum()) for sample in samples if sample.observation is not None),
             paid=tuple(float(each) for s in samples if s.reward is not None for each in s.reward[s.reward != 0]),
         )
 
@@ -84,6 +84,8 @@ class Scored:
     rollout: Rollout
     total: float
     """All that it earned, what its turns were paid included."""
+    metric: float
+    """What its group is compared by: all of that, or the part that `collect.metric` names."""
 
     def laid(self, keep: Keep) -> Scored:
         """The same, its sequences laid down."""

@@ -19,7 +19,7 @@ from etude.config import Choice, Config
 from etude.data import Data
 from etude.errors import ConfigError
 from etude.recipes.agents import AgentConfig
-from etude.recipes.collecting import Collection
+from etude.recipes.collection import Collection
 from etude.recipes.environment import EnvConfig
 from etude.recipes.evaluate import Evaluation
 from etude.recipes.names import KNOWN_AS

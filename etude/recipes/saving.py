@@ -11,6 +11,7 @@ from etude.checkpoint import Checkpoint, CheckpointConfig, Checkpoints
 from etude.errors import ConfigError
 from etude.observe import Metrics, RunLog, Sum, get_log
 from etude.recipes.interrupt import Interrupt
+from etude.store import Mark
 
 __all__ = ["Learned", "Read", "Saver", "Unwritten", "Written", "taken_up"]
 
@@ -38,31 +39,25 @@ class Read(Protocol):
         """Where it stands, as a JSON tree."""
         ...
 
-    def take_up(self, state: Mapping[str, Any] | None, position: int) -> None:
-        """Go on from there (None is from the beginning), and from what the journal has after this position."""
+    def take_up(self, state: Mapping[str, Any] | None, mark: Mark) -> None:
+        """Go on from there (None is from the beginning), and from what the journal has after this mark."""
         ...
 
 
 class Written(Protocol):
     """The journal, as far as a checkpoint speaks of it."""
 
-    @property
-    def position(self) -> int:
-        """The position of its newest event."""
-        ...
-
-    def flush(self) -> None:
-        """Bring everything up to it onto the disk."""
+    def flush(self) -> Mark:
+        """Bring everything in it onto the disk, and say how far that is."""
         ...
 
 
 class Unwritten:
     """The journal of a run that needs none: what it learns from was there before it, and nothing happens on the way."""
 
-    position = 0
-
-    def flush(self) -> None:
+    def flush(self) -> Mark:
         """There is nothing to write."""
+        return Mark(0, 0)
 
 
 def taken_up(
@@ -73,9 +68,10 @@ def taken_up(
 
     A kill between a save and its mark as the best is made good.
     """
+    checkpoints.best_score()  # what cannot be read of it is refused now, not after the step that is to be saved
     found = checkpoints.newest(fall_back=config.fall_back)
     if found is None:
-        read.take_up(None, 0)
+        read.take_up(None, Mark(0, 0))
         return 0
     if steps is not None and found.step > steps:
         raise ConfigError(
@@ -83,7 +79,7 @@ def taken_up(
             f"fewer: they cannot be undone. Ask for more, or start a new run in another `directory`."
         )
     learned.resume(checkpoints, found)
-    read.take_up(found.facts["source"], found.facts["position"])
+    read.take_up(found.facts["source"], Mark(found.facts["position"], found.facts["chain"]))
     if found.facts["score"] is not None:
         checkpoints.mark_best(found.step, found.facts["score"], found.facts["measured"])
     return found.step
@@ -139,11 +135,11 @@ class Saver:
         """Write a checkpoint of this step."""
         began = time.perf_counter()
         self.log.flush()
-        self.store.flush()
+        mark = self.store.flush()
         facts = {
             "score": self.best(step),
             "measured": self.measured,
-            "position": self.store.position,
+            **mark._asdict(),
             "learner": self.learned.facts(),
             "source": self.read.state(),
         }

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from etude.records import level
+
 __all__ = ["Admit", "Decision", "Drop", "Event", "Failed", "Finished", "Issue", "Opened", "Scheduler"]
 
 
@@ -39,7 +41,7 @@ class Finished:
     task: int
     sample: int
     metric: float
-    """What the filter compares: the task metric, before any penalty."""
+    """What groups are compared by: all that it earned or one part of it, before any penalty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,9 @@ class _Group:
     @property
     def level(self) -> bool:
         """Whether its rollouts cannot be told apart, nor from the greedy answer where there is one. One alone compares
-        with nothing, and is not level."""
-        return len(self.metrics) > 1 and len(set(self.metrics.values())) == 1
+        with nothing, and is not level. DAPO's filter (2503.14476), where a refill acts by it."""
+        values = self.metrics.values()
+        return len(values) > 1 and bool(level(min(values), max(values)))
 
     def sampled(self, size: int) -> tuple[int, ...]:
         """The rollouts of the group that were scored."""
@@ -120,7 +123,8 @@ class Scheduler:
         greedily too.
         """
         self._tasks, self._size, self._refill, self._retries = tasks, group_size, refill, retries
-        self._bound = tasks * (1 + max(refill, 1))
+        self.bound = tasks * (1 + max(refill, 1))
+        """How many tasks a step may issue in all."""
         self._next = first
         self._greedy = greedy
         self._groups: dict[int, _Group] = {}
@@ -152,7 +156,7 @@ class Scheduler:
         open had dropped already; one that dropped all it may has failed, and begins anew.
         """
         assert not self._groups, "only a new scheduler takes up an old run"
-        self._issued = dropped % self._bound
+        self._issued = dropped % self.bound
         for task, metrics in scored.items():
             self._groups[task] = _Group(metrics=dict(metrics))
         again = sorted(unfinished)
@@ -199,7 +203,7 @@ class Scheduler:
                 decisions.append(Drop(task, failed))
             elif self._refill and group.level:
                 self._spare[task] = self._groups.pop(task)
-        while len(self._groups) < self._tasks and self._issued < self._bound:
+        while len(self._groups) < self._tasks and self._issued < self.bound:
             decisions += self._issue()
         if not any(group.running for group in self._groups.values()):
             decisions += self._admit()

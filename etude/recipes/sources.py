@@ -11,7 +11,8 @@ from etude.data.adapt import samples
 from etude.observe import Metrics
 from etude.protocols import Generate
 from etude.recipes.agents import Agents, rewarded
-from etude.recipes.collecting import Collection, Collector, Ended, row_of
+from etude.recipes.collecting import Collector, Ended, row_of
+from etude.recipes.collection import Collection
 from etude.recipes.episodes import Episodes
 from etude.recipes.play import Player, PromptIds
 from etude.recipes.rows import Keep, Scored

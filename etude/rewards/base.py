@@ -23,6 +23,8 @@ from etude.records import Task
 
 __all__ = ["RewardFunction", "Score", "named", "score_of", "truths"]
 
+SHOWN = 100
+"""Characters that are shown of a value which is no reward."""
 Score: TypeAlias = float | Mapping[str, float]
 
 
@@ -140,10 +142,20 @@ def _part(name: str, value: Any) -> float:
 def _number(value: Any, what: str) -> float:
     plain = _plain(value)
     if not _is_number(plain):
-        raise RewardError(f"{what} {plain!r} of type {type(value).__name__}; a number is needed")
-    if not math.isfinite(plain):
-        raise RewardError(f"{what} {float(plain)}; a finite number is needed")
-    return float(plain)
+        raise RewardError(f"{what} {_shown(plain)} of type {type(value).__name__}; a number is needed")
+    try:
+        number = float(plain)
+    except OverflowError:
+        number = math.inf if plain > 0 else -math.inf
+    if not math.isfinite(number):
+        raise RewardError(f"{what} {number}; a finite number is needed")
+    return number
+
+
+def _shown(value: Any) -> str:
+    """A value as it is shown in a sentence: not all of what may be a whole answer."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def _is_number(value: Any) -> bool:

@@ -1,67 +1,45 @@
 """A box: a process that keeps one program which nobody trusts, as far apart from this machine as the kernel grants.
 
     async with Box(code, Limits()) as box:
-        ended = await box.run("3 4", seconds=5)      # as a script
-        found = await box.examine(tests, seconds=5)  # its functions, by tests that it cannot reach
+        passed = await box.prints("3 4", wanted="7", seconds=5)         # as a script
+        found = await box.examine(tests, count=len(tests), seconds=5)   # its functions, by tests that it cannot reach
 
 `etude.rewards.inside` is what runs there: a fresh interpreter without site packages, with an environment that holds
 nothing, in a directory that is removed. It is spoken to over a pipe, and gone, with all that it started, when the box
-is closed. Which protections hold on this machine is not taken from a table: `protections` lets a program try.
+is closed. What a program prints or returns stays there and is compared there; a verdict of bounded length comes back.
+Which protections hold on this machine, `etude.rewards.probe` tries out.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple, Self
 from uuid import uuid4
 
-from etude.errors import RewardError
 from etude.rewards.inside.confine import Rules
-from etude.rewards.inside.frames import HEAD, LARGEST, packed, unpacked
+from etude.rewards.inside.examiner import PASSED, UNFIT
+from etude.rewards.inside.frames import HEAD, packed, unpacked
 
-__all__ = ["PROTECTIONS", "Box", "BoxLostError", "Ended", "Limits", "Protection", "protections"]
-
-Protection = Literal["network", "files", "processes"]
-
-
-class Told(NamedTuple):
-    """What to say of a protection, as a sentence on programs goes on."""
-
-    held: str
-    lacking: str
-
-
-PROTECTIONS: Mapping[Protection, Told] = {
-    "network": Told("reach no network", "reach the network"),
-    "files": Told(
-        "read and write no files but Python's and their own directory's", "read and write files as this user may"
-    ),
-    "processes": Told(
-        "signal no other processes and multiply only to their limit",
-        "signal other processes of this user, or multiply without limit",
-    ),
-}
-"""What may hold for programs in a box."""
+__all__ = ["Box", "BoxBrokenError", "BoxLostError", "Ended", "Found", "Limits"]
 
 CLOSING = 4.0
 """Seconds that a box has to end all that its program started; then its process group is killed."""
 STARTING = 20.0
 """Seconds within which a box is there, on however busy a machine."""
+COMPARING = 5.0
+"""Seconds that comparing what a script printed may take; a program whose output takes longer has failed."""
+_ANSWER = 4096
+"""Bytes of an answer that holds no more than how something ended."""
 _BOOT = """
 import sys, types
 for name, place in (("etude", ""), ("etude.rewards", "/rewards")):
@@ -74,7 +52,11 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class BoxLostError(Exception):
-    """The box itself ended: the program is to blame for nothing that is known."""
+    """There is no box: the program is to blame for nothing that is known."""
+
+
+class BoxBrokenError(BoxLostError):
+    """A box that was there ended when its program could run: by the machine, or by the program."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +94,18 @@ class Ended:
         return self.how == "exit" and self.code == 0
 
 
+class Found(NamedTuple):
+    """What came of tests."""
+
+    passed: tuple[bool, ...]
+    """Test by test, as far as they came."""
+    unfit: str
+    """Why no program can be put to the next one, where that is so."""
+
+
 class Box:
-    """One program, kept. Open it once; runs follow each other. `BoxLostError` where the box itself fails.
+    """One program, kept. Open it once; runs follow each other. `BoxLostError` where the box cannot be had, and
+    `BoxBrokenError` where it ends before it is closed.
 
     without: means of protection that are left out, to try what holds without them.
     """
@@ -135,7 +127,10 @@ class Box:
                 cwd=self._directory,
                 start_new_session=True,
             )
-            await self._send(_start(self._code, self._limits, self._directory, self._without))
+            await self._asked(_start(self._code, self._limits, self._directory, self._without), 0.0)
+        except BoxBrokenError as error:
+            await self.__aexit__()
+            raise BoxLostError(str(error)) from error
         except BaseException:
             await self.__aexit__()
             raise
@@ -149,34 +144,51 @@ class Box:
             await asyncio.to_thread(_removed, self._directory)
 
     async def run(self, text: str, seconds: float) -> Ended:
-        """Run the program as a script, with this on its standard input."""
-        most = self._limits.output_kb << 10
-        answer = await self._asked({"do": "run", "input": text, "seconds": seconds, "output": most}, seconds)
-        return Ended(answer["ended"], answer["code"], answer["output"], answer["took"])
+        """Run the program as a script, with this on its standard input, and return what it printed."""
+        ended = await self._run(text, seconds)
+        most = _ANSWER + 6 * (self._limits.output_kb << 10)  # a letter may become six in a message
+        return replace(ended, output=(await self._asked({"do": "output"}, 0.0, most=most))["output"])
 
-    async def examine(self, tests: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
-        """Have the program's functions tried (`etude.rewards.inside.examiner`): what was found, test by test.
+    async def prints(self, text: str, wanted: str, seconds: float) -> bool:
+        """Run the program as a script, and have what it printed compared there with what is wanted."""
+        if not (await self._run(text, seconds)).well:
+            return False
+        answer = await self._asked({"do": "compare", "seconds": COMPARING}, COMPARING, wanted)
+        return str(answer["found"]) == PASSED
+
+    async def examine(self, tests: Mapping[str, Any], count: int, seconds: float) -> Found:
+        """Have the program's functions put to so many tests (`etude.rewards.inside.examiner`).
 
         The tests leave this process only when the program is loaded in one of its own.
         """
         await self._asked({"do": "load"}, 0.0)
-        answer = await self._asked({"do": "examine", "tests": tests, "seconds": seconds}, seconds)
-        found: list[dict[str, Any]] = answer["found"]
-        return found
+        answer = await self._asked(
+            {"do": "examine", "count": count, "seconds": seconds}, seconds, tests, most=_ANSWER + count
+        )
+        letters, _, unfit = str(answer["found"]).partition(UNFIT)
+        return Found(tuple(letter == PASSED for letter in letters[:count]), unfit)
 
-    async def _asked(self, request: Mapping[str, Any], seconds: float) -> Any:
+    async def _run(self, text: str, seconds: float) -> Ended:
+        request = {"do": "run", "input": text, "seconds": seconds, "output": self._limits.output_kb << 10}
+        answer = await self._asked(request, seconds)
+        return Ended(answer["ended"], answer["code"], "", answer["took"])
+
+    async def _asked(self, request: Mapping[str, Any], seconds: float, *expected: Any, most: int = _ANSWER) -> Any:
+        """The answer to a request. expected: what follows it, for an examiner alone to read. most: bytes of the answer;
+        a longer one is refused before it is read."""
         assert self._process is not None and self._process.stdout is not None, "the box is not open"
         try:
             async with asyncio.timeout(STARTING + seconds):
-                await self._send(request)
+                for message in (request, *expected):
+                    await self._send(message)
                 length = int.from_bytes(await self._process.stdout.readexactly(HEAD), "big")
-                if length > LARGEST:
-                    raise BoxLostError(f"it sent a message of {length} bytes")
+                if length > most:
+                    raise BoxBrokenError(f"it sent a message of {length} bytes")
                 return unpacked(await self._process.stdout.readexactly(length))
         except (asyncio.IncompleteReadError, ValueError) as error:
-            raise BoxLostError(f"it ended{await self._last_words()}") from error
+            raise BoxBrokenError(f"it ended{await self._last_words()}") from error
         except TimeoutError as error:
-            raise BoxLostError(f"it did not answer within {STARTING + seconds:g} seconds") from error
+            raise BoxBrokenError(f"it did not answer within {STARTING + seconds:g} seconds") from error
 
     async def _last_words(self) -> str:
         """What a box said in the end, to be put behind a sentence."""
@@ -193,7 +205,7 @@ class Box:
             self._process.stdin.write(packed(message))
             await self._process.stdin.drain()
         except ConnectionError as error:
-            raise BoxLostError(f"it ended{await self._last_words()}") from error
+            raise BoxBrokenError(f"it ended{await self._last_words()}") from error
 
 
 def _command() -> list[str]:
@@ -244,88 +256,3 @@ def _removed(directory: Path) -> None:
                 path.unlink()
         if not any(directory.iterdir()):
             directory.rmdir()
-
-
-# -- what holds here --------------------------------------------------------------------------------------------------
-
-
-@cache
-def protections(without: Sequence[str] = ()) -> frozenset[Protection]:
-    """What holds for programs in a box on this machine, tried out once: a program did its best against each.
-
-    `RewardError` where programs cannot be run at all.
-    """
-    with ThreadPoolExecutor(1) as pool:  # there may be an event loop in this thread
-        return pool.submit(asyncio.run, _tried(tuple(without))).result()
-
-
-async def _tried(without: Sequence[str]) -> frozenset[Protection]:
-    limits = Limits()
-    with (
-        TemporaryDirectory(prefix="etude-outside-") as outside,
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        subprocess.Popen([*_command()[:3], "-c", "input()"], stdin=subprocess.PIPE) as bystander,
-    ):
-        Path(outside).chmod(0o777)
-        (Path(outside) / "secret").write_text("seen")
-        facts = [listener.getsockname()[1], outside, bystander.pid, limits.processes + _SLACK]
-        try:
-            async with Box(_PROBE, limits, without=without) as box:
-                ended = await box.run(json.dumps(facts), STARTING)
-        except BoxLostError as error:
-            raise RewardError(f"No program can be run here: the box that keeps it is lost, because {error}.") from error
-        hurt = bystander.poll() is not None
-        bystander.kill()
-    try:
-        broken = set(json.loads(ended.output)) | ({"processes"} if hurt else set())
-    except ValueError:
-        raise RewardError(
-            f"No program can be run here: one that does nothing wrong ended with {ended.how} {ended.code}."
-        ) from None
-    return frozenset(name for name in PROTECTIONS if name not in broken)
-
-
-_SLACK = 64
-"""Processes by which a program may exceed its limit where others of its user come and go beside it."""
-_PROBE = """
-import fcntl, json, os, signal, socket, time
-port, outside, bystander, most = json.loads(input())
-
-def succeeds(attempt):
-    try:
-        attempt()
-    except OSError:
-        return False
-    return True
-
-def connects():
-    socket.create_connection(("127.0.0.1", port), timeout=2).close()
-
-def reads():
-    open(outside + "/secret").close()
-
-def writes():
-    open(outside + "/written", "w").close()
-
-def alters():
-    os.utime(outside + "/secret")
-
-def signals():
-    os.kill(bystander, signal.SIGTERM)
-
-def delegates():
-    reads, writes = os.pipe()
-    for command, value in ((8, bystander), (10, signal.SIGTERM), (fcntl.F_SETFL, os.O_ASYNC)):
-        fcntl.fcntl(reads, command, value)
-    os.write(writes, b"x")
-    raise OSError("whether it came is seen from outside")
-
-def multiplies():
-    for _ in range(most):
-        if os.fork() == 0:
-            time.sleep(60)
-            os._exit(0)
-
-attempts = {"network": [connects], "files": [reads, writes, alters], "processes": [signals, delegates, multiplies]}
-print(json.dumps([name for name, tries in attempts.items() if any([succeeds(each) for each in tries])]))
-"""

@@ -4,9 +4,10 @@
         verdict = await judge.judge(task, answer)
 
 Quick rewards are called in place. Coroutine functions are awaited in place, many at a time. Any other function runs
-beside the run: on a thread, or in processes, as many as it asks for or as `Judging.workers` says. The parts of a
-combined reward have a place each (`etude.rewards.places`). An exception, a call that takes too long, a process that
-dies, a NaN: each is a verdict without a reward, and `Judging.on_error` says what becomes of it.
+beside the run: on threads, where a call that only waits does not hold up the others, or in processes, as many as it
+asks for or as `Judging.workers` says. The parts of a combined reward have a place each (`etude.rewards.places`). An
+exception, a call that takes too long, a process that dies, a NaN: each is a verdict without a reward, and
+`Judging.on_error` says what becomes of it. The first of them are told at once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pydantic import Field, model_validator
 
 from etude.config import Config
 from etude.errors import ConfigError, RewardError
-from etude.observe import Metrics
+from etude.observe import Metrics, get_log
 from etude.records import Outcome, Task
 from etude.rewards.base import RewardFunction
 from etude.rewards.function import Adapted
@@ -38,7 +39,10 @@ class Judging(Config):
     """How rewards are computed, and what becomes of an answer that could not be judged."""
 
     workers: int | None = Field(
-        None, ge=0, description="processes that judge; 0 is none; null leaves it to the reward (2 for math and regex)"
+        None,
+        ge=0,
+        description="processes that judge; 0 is none, and one call at a time; null leaves it to the reward (2 for math "
+        "and regex)",
     )
     timeout: float = Field(30.0, gt=0, description="seconds one answer may take, its wait for a worker not counted")
     on_error: Literal["drop", "score", "stop"] = Field(
@@ -68,7 +72,7 @@ class Judge:
     def __init__(self, reward: RewardFunction | Callable[..., Any], judging: Judging | None = None) -> None:
         judged = reward if isinstance(reward, RewardFunction) else Adapted(reward)
         self._judging = judging or Judging()
-        self._reward, self._failures = judged, 0
+        self._reward, self._failures, self._failed = judged, 0, 0
         judged.prepare()
         self._place = place_of(judged, self._judging.workers, self._judging.timeout)
 
@@ -115,10 +119,16 @@ class Judge:
         if verdict.outcome is Outcome.CANCELLED:
             return verdict
         self._failures += 1
+        self._failed += 1
         if self._judging.on_error == "stop":
             raise RewardError(f"{verdict.error} The run stops here because `judging.on_error` is stop.")
         if self._failures >= HOPELESS:
             raise RewardError(f"{verdict.error} That was failure {HOPELESS} in a row, so the run stops here.")
+        if self._failed.bit_count() == 1:  # 1, 2, 4, 8 …
+            get_log("rewards").warning(
+                "%s So far %s could not be judged; %d failures in a row stop the run.",
+                *(verdict.error, "1 answer" if self._failed == 1 else f"{self._failed} answers", HOPELESS),
+            )
         if self._judging.error_score is None:
             return verdict
         return dataclasses.replace(verdict, reward=self._judging.error_score, outcome=Outcome.SUCCEEDED)

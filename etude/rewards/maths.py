@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import lru_cache
-from typing import Any, ClassVar
-
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from etude.errors import DataError
+from etude.lazy import Lazy
 from etude.records import Task
 from etude.rewards.base import RewardFunction, named, truths
+
+if TYPE_CHECKING:
+    import math_verify
+else:
+    math_verify = Lazy("math_verify")
 
 __all__ = ["Math", "boxed", "equal", "final_expression"]
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that its limits are off, which is wanted
 
-_FOUND = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi)(?![A-Za-z]))[A-Za-z]{2,}")
 _PERCENT = re.compile(r"\s*\\?%\s*$")
 _DELIMITED = re.compile(r"\$|\\\(|\\\[")
@@ -53,7 +56,7 @@ class Math(RewardFunction):
 
 def equal(truth: str, answer: str) -> bool:
     """Whether the final expression of an answer equals a ground truth."""
-    return bool(verify(_truth(truth), final_expression(answer), timeout_seconds=None))
+    return bool(math_verify.verify(_truth(truth), final_expression(answer), timeout_seconds=None))
 
 
 def final_expression(answer: str) -> list[Any]:
@@ -107,5 +110,11 @@ def _expression(text: str) -> list[Any]:
 
 
 def _parsed(text: str) -> list[Any]:
-    found: list[Any] = parse(text, extraction_config=_FOUND, parsing_timeout=None)
+    found: list[Any] = math_verify.parse(text, extraction_config=_forms(), parsing_timeout=None)
     return found
+
+
+@cache
+def _forms() -> tuple[Any, ...]:
+    """The forms of an expression that math-verify looks for."""
+    return math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig()

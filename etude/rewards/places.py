@@ -25,6 +25,10 @@ from etude.rewards.verdict import Verdict, extracted_by, failed, too_long, verdi
 
 __all__ = ["Place", "place_of"]
 
+HELD_UP = 1.0
+"""Seconds that a call waits for a seat before another seat is added, where there may be one."""
+MOST_THREADS = 16
+"""Calls of a function at a time on threads, where each of them waits for something."""
 Judged: TypeAlias = RewardFunction | Adapted
 
 
@@ -63,7 +67,8 @@ def place_of(reward: Judged, workers: int | None, limit: float) -> Place:
     def open_seat() -> Seat:
         return ThreadSeat(reward, reward.title, limit)
 
-    return _InPool(Pool(1, open_seat, reward.title), one_by_one=workers is None)
+    most = MOST_THREADS if workers is None else 1
+    return _InPool(Pool(1, open_seat, reward.title, most), one_by_one=workers is None)
 
 
 class _InPlace(Place):
@@ -108,7 +113,16 @@ class _InPool(Place):
         self._pool, self.one_by_one = pool, one_by_one
 
     async def verdict(self, task: Task, answer: str) -> Verdict:
-        return await asyncio.wrap_future(self._pool.submit(task, answer))
+        call = self._pool.submit(task, answer)
+        future = asyncio.wrap_future(call)
+        try:
+            while not call.running() and not future.done():
+                await asyncio.wait([future], timeout=HELD_UP)
+                if not call.running() and not future.done():
+                    self._pool.widen()
+            return await future
+        finally:
+            future.cancel()
 
     def close(self) -> None:
         self._pool.close()

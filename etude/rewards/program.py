@@ -21,9 +21,10 @@ from etude.errors import ConfigError, RewardError
 from etude.observe import get_log
 from etude.records import Task
 from etude.rewards.base import RewardFunction
-from etude.rewards.box import PROTECTIONS, Box, BoxLostError, Limits, Protection, protections
+from etude.rewards.box import Box, BoxBrokenError, BoxLostError, Limits
 from etude.rewards.line import Line
-from etude.rewards.trials import trial_of
+from etude.rewards.probe import PROTECTIONS, Protection, protections
+from etude.rewards.trials import Trial, trial_of
 
 __all__ = ["Program", "program_of"]
 
@@ -57,7 +58,7 @@ class Program(RewardFunction):
     )
     at_once: int | None = Field(None, ge=1, description="programs that run at a time; null is one for each processor")
     require: tuple[Protection, ...] = Field(
-        (), description="protections without which a run does not begin: network, files, processes"
+        (), description="protections without which a run does not begin: network, files, disk, processes, rights"
     )
 
     in_place: ClassVar[bool] = True
@@ -99,20 +100,39 @@ class Program(RewardFunction):
         trial_of(task)
 
     async def __call__(self, task: Task, answer: str) -> float:
-        trial = trial_of(task)
-        until, passed = time.monotonic() + self.total, 0
+        trial, code = trial_of(task), program_of(answer)
+        until = time.monotonic() + self.total
         try:
-            async with (
-                Box(program_of(answer), self._limits()) as box,
-                aclosing(trial.outcomes(box, self.timeout, until)) as outcomes,
-            ):
-                async for passes in outcomes:
-                    passed += passes
-                    if not passes and self.score == "all":
-                        break
+            passed = await self._passed(trial, code, until)
+        except BoxBrokenError as broken:
+            passed = await self._passed_again(trial, code, until, broken)
         except BoxLostError as error:
             raise RewardError(f"the box of its program was lost: {error}") from error
         return passed / trial.count if self.score == "share" else float(passed == trial.count)
+
+    async def _passed(self, trial: Trial, code: str, until: float) -> int:
+        """How many tests a program passes."""
+        passed = 0
+        async with (
+            Box(code, self._limits()) as box,
+            aclosing(trial.outcomes(box, self.timeout, until)) as outcomes,
+        ):
+            async for passes in outcomes:
+                passed += passes
+                if not passes and self.score == "all":
+                    break
+        return passed
+
+    async def _passed_again(self, trial: Trial, code: str, until: float, broken: BoxBrokenError) -> int:
+        """The same for a program whose box ended under it. The machine may have ended that one; a program whose second
+        box ends too has found a way to end boxes, and passes nothing."""
+        try:
+            return await self._passed(trial, code, until)
+        except BoxBrokenError:
+            get_log("rewards").warning("A program ended its box twice, and passes no test: %s", broken)
+            return 0
+        except BoxLostError as error:
+            raise RewardError(f"the box of its program was lost: {error}") from error
 
     def _limits(self) -> Limits:
         return Limits(self.cpu, self.memory_mb, self.disk_mb, self.output_kb, self.max_processes, self.packages)

@@ -1,7 +1,8 @@
 """Where reward functions that may take long are called: on a thread beside the run, or in processes of their own.
 
-A `Pool` has a few seats, each served by one thread of ours. A call that exceeds its limit loses its seat: a process is
-killed, with all it started; a thread, which nothing can end, is left to itself. Either is replaced.
+A `Pool` has a few seats, each served by one thread of ours; on threads it adds some while calls only wait. A call that
+exceeds its limit loses its seat: a process is killed, with all it started; a thread, which nothing can end, is left to
+itself. Either is replaced.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ class Seat(ABC):
     def lost(self) -> bool:
         """Whether it ended between two calls."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether its call has computed next to nothing, so that others may be made beside it."""
+        return False
+
     @abstractmethod
     def call(self, task: Task, answer: str) -> Verdict:
         """Judge one answer; raises `SeatLostError` where that ends the seat."""
@@ -79,9 +85,16 @@ class ThreadSeat(Seat):
         self._reward, self._title, self._limit = reward, title, limit
         self._calls: SimpleQueue[tuple[Task, str] | None] = SimpleQueue()
         self._verdicts: SimpleQueue[Verdict | None] = SimpleQueue()
-        threading.Thread(target=self._serve, daemon=True, name="etude-reward").start()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="etude-reward")
+        self._thread.start()
+        self._began, self._computed = time.monotonic(), self._clock()
+
+    @property
+    def waits(self) -> bool:
+        return self._clock() - self._computed < (time.monotonic() - self._began) / 10
 
     def call(self, task: Task, answer: str) -> Verdict:
+        self._began, self._computed = time.monotonic(), self._clock()
         self._calls.put((task, answer))
         try:
             verdict = self._verdicts.get(timeout=self._limit)
@@ -90,6 +103,12 @@ class ThreadSeat(Seat):
         if verdict is None:
             raise SeatLostError(Outcome.CANCELLED, "was left alone")
         return verdict
+
+    def _clock(self) -> float:
+        """Seconds that its thread has computed; where the system does not tell them, all of them."""
+        if self._thread.ident is None or not self._thread.is_alive() or not hasattr(time, "pthread_getcpuclockid"):
+            return time.monotonic()
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def kill(self) -> None:
         self._calls.put(None)
@@ -179,8 +198,9 @@ class _Call(NamedTuple):
 class Pool:
     """A bounded number of seats, and the calls that wait for one. Any thread may submit; one closes."""
 
-    def __init__(self, seats: int, open_seat: Callable[[], Seat], title: str) -> None:
-        self._open_seat, self._title = open_seat, title
+    def __init__(self, seats: int, open_seat: Callable[[], Seat], title: str, most: int | None = None) -> None:
+        """most: how many there may be where calls wait for something; as many as there are by default."""
+        self._open_seat, self._title, self._most = open_seat, title, most or seats
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
@@ -196,12 +216,22 @@ class Pool:
         self._calls.put(call)
         return call.future
 
+    def widen(self) -> None:
+        """Add a seat, where those that are there are held by calls that only wait."""
+        with self._lock:
+            if self._closed or len(self._threads) >= self._most or len(self._taken) < len(self._threads):
+                return
+            if all(seat.waits for seat in self._taken):
+                thread = threading.Thread(target=self._serve, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
     def close(self) -> None:
         """End every seat. What is under way or waits gets a verdict that says so."""
-        self._closed = True
-        for _ in self._threads:
-            self._calls.put(None)
         with self._lock:
+            self._closed = True
+            for _ in self._threads:
+                self._calls.put(None)
             for seat in self._taken:
                 seat.kill()
         for thread in self._threads:

@@ -5,19 +5,16 @@
     ["assert add(1, 2) == 3"]                                      a program's names, by statements
 
 These are the forms of APPS, TACO, LiveCodeBench, MBPP and HumanEval, as mappings, lists or JSON text, in the ground
-truth or, where there is none, in columns of those names. Outputs are compared in this process, which alone knows what
-they should be. Statements are run in a process of their own (`etude.rewards.inside.examiner`).
+truth or, where there is none, in columns of those names. Nothing that a program printed or returned is looked at here:
+it is compared in the sandbox, by a process of its own (`etude.rewards.inside.examiner`), and a verdict comes back.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -26,14 +23,11 @@ from etude.errors import DataError, RewardError
 from etude.records import Task
 from etude.rewards.base import named
 from etude.rewards.box import Box
-from etude.rewards.inside.plain import NotPlainError, decode
+from etude.rewards.inside.compare import from_json
 from etude.rewards.statements import cut
 
-__all__ = ["Calls", "Scripts", "Statements", "Trial", "same_output", "same_value", "trial_of"]
+__all__ = ["Calls", "Scripts", "Statements", "Trial", "trial_of"]
 
-CLOSE = 1e-6
-"""By how much, of itself or of 1, a number may differ that is written with a point or an exponent."""
-_FRACTIONAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
 _SETUPS = ("test_setup_code", "test_imports", "setup_code")
 _LISTS = ("test_list", "assert_case", "asserts")
 _NESTED = ("tests", "input_output")
@@ -74,8 +68,7 @@ class Scripts(Trial):
             left = until - time.monotonic()
             if left <= 0:
                 return
-            ended = await box.run(given, min(each, left))
-            yield ended.well and same_output(wanted, ended.output)
+            yield await box.prints(given, wanted, min(each, left))
 
 
 @dataclass(frozen=True)
@@ -91,10 +84,10 @@ class Calls(Trial):
         return len(self.inputs)
 
     async def outcomes(self, box: Box, each: float, until: float) -> AsyncGenerator[bool, None]:
-        tests = {"call": self.name, "given": self.inputs, "seconds": each}
-        found = await box.examine(tests, max(until - time.monotonic(), 0.0))
-        for wanted, result in zip(self.outputs, found, strict=False):
-            yield "value" in result and same_value(wanted, _plain(result["value"]))
+        tests = {"call": self.name, "given": self.inputs, "wanted": self.outputs, "seconds": each}
+        found = await box.examine(tests, self.count, max(until - time.monotonic(), 0.0))
+        for passed in found.passed:
+            yield passed
 
 
 @dataclass(frozen=True)
@@ -113,17 +106,15 @@ class Statements(Trial):
 
     async def outcomes(self, box: Box, each: float, until: float) -> AsyncGenerator[bool, None]:
         tests = {"statements": self.statements, "names": self.names, "seconds": each}
-        found = await box.examine(tests, max(until - time.monotonic(), 0.0))
-        last, well = max(place for place, (_, counts) in enumerate(self.statements) if counts), True
-        for place, result in enumerate(found):
-            if "unfit" in result:
-                raise RewardError(f"its tests cannot be put to a program: {result['unfit']}.")
-            if place >= last:  # what stands behind the last test belongs to it
-                well = well and result["passed"]
-            elif self.statements[place][1]:
-                yield result["passed"]
-        if len(found) > last:
-            yield well and len(found) == len(self.statements)
+        found = await box.examine(tests, len(self.statements), max(until - time.monotonic(), 0.0))
+        last = max(place for place, (_, counts) in enumerate(self.statements) if counts)
+        for place, passed in enumerate(found.passed[:last]):
+            if self.statements[place][1]:
+                yield passed
+        if found.unfit:
+            raise RewardError(f"its tests cannot be put to a program: {found.unfit}.")
+        if len(found.passed) > last:  # what stands behind the last test belongs to it
+            yield all(found.passed[last:]) and len(found.passed) == len(self.statements)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -152,22 +143,14 @@ class _NoTrialError(Exception):
 @lru_cache(maxsize=1024)
 def _read(text: str, entry: str) -> Trial:
     """The same tests are read for every answer to a task."""
-    return _from(_json(text), entry)
-
-
-def _json(text: str) -> Any:
-    """What a text holds as JSON; the text itself where it is none."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    return _from(from_json(text), entry)
 
 
 def _from(held: Any, entry: str) -> Trial:
     """A trial from plain data in one of the known forms; `entry` is the function that it is about, where it does not
     say so itself."""
     if isinstance(held, str):
-        inner = _json(held)
+        inner = from_json(held)
         return _from(inner, entry) if isinstance(inner, list | dict) else _from_code(held, entry)
     if isinstance(held, list) and held:
         if all(isinstance(each, str) for each in held):
@@ -211,7 +194,7 @@ def _from_pairs(inputs: Any, outputs: Any, name: str) -> Trial:
 def _arguments(given: Any) -> Sequence[Any]:
     """The arguments of one call: a list of them, or text with one in JSON on each line."""
     if isinstance(given, str):
-        return [_json(line) for line in given.splitlines() if line.strip()]
+        return [from_json(line) for line in given.splitlines() if line.strip()]
     if not isinstance(given, list):
         _refuse(f"the arguments of a call are a list, and these are of type {type(given).__name__}")
     return given
@@ -231,82 +214,3 @@ def _from_code(code: str, entry: str) -> Statements:
 
 def _refuse(why: str) -> NoReturn:
     raise _NoTrialError(why)
-
-
-# -- comparing --------------------------------------------------------------------------------------------------------
-
-
-def same_output(wanted: str, said: str) -> bool:
-    """Whether a script printed what it should: line by line, lines at the end aside. Spaces count only before lines,
-    and only where what is wanted has some there: it is then a shape that is to be drawn. A number that is written with
-    a point or an exponent may differ by a millionth."""
-    lines, others = _lines(wanted), _lines(said)
-    if lines == others:
-        return True
-    if any(line[:1].isspace() for line in lines) and [*map(_indent, lines)] != [*map(_indent, others)]:
-        return False
-    return len(lines) == len(others) and all(_same_line(*each) for each in zip(lines, others, strict=True))
-
-
-def _indent(line: str) -> str:
-    return line[: len(line) - len(line.lstrip())]
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def _same_line(wanted: str, said: str) -> bool:
-    words, others = wanted.split(), said.split()
-    return len(words) == len(others) and all(_same_word(*each) for each in zip(words, others, strict=True))
-
-
-def _same_word(wanted: str, said: str) -> bool:
-    if wanted == said:
-        return True
-    if not _FRACTIONAL.fullmatch(wanted):
-        return False
-    with suppress(ValueError):
-        return _near(float(wanted), float(said))
-    return False
-
-
-def same_value(wanted: Any, found: Any) -> bool:
-    """Whether a function returned what it should, which JSON cannot quite say: tuples and lists are alike, keys are
-    text, a result may stand in a list of its own, and text may be what it says or what it holds as JSON. Numbers with a
-    fraction may differ by a millionth."""
-    meant = [wanted, _json(wanted)] if isinstance(wanted, str) else [wanted]
-    meant += [each[0] for each in meant if isinstance(each, list) and len(each) == 1]
-    return any(_same(each, found) for each in meant)
-
-
-def _same(wanted: Any, found: Any) -> bool:
-    if isinstance(wanted, list):
-        return (
-            isinstance(found, list | tuple)
-            and len(wanted) == len(found)
-            and all(_same(*each) for each in zip(wanted, found, strict=True))
-        )
-    if isinstance(wanted, Mapping):
-        if not isinstance(found, Mapping):
-            return False
-        told = {str(key): value for key, value in found.items()}
-        return wanted.keys() == told.keys() and all(_same(value, told[key]) for key, value in wanted.items())
-    if isinstance(wanted, float) and isinstance(found, int | float):
-        try:
-            return _near(wanted, float(found))
-        except OverflowError:
-            return False  # a whole number beyond all that have a fraction
-    return bool(wanted == found) and isinstance(wanted, bool) == isinstance(found, bool)
-
-
-def _near(wanted: float, found: float) -> bool:
-    return math.isclose(wanted, found, rel_tol=CLOSE, abs_tol=CLOSE) or (math.isnan(wanted) and math.isnan(found))
-
-
-def _plain(message: Any) -> Any:
-    """What a program returned; None where that is no plain value."""
-    try:
-        return decode(message, lambda _: None)
-    except NotPlainError:
-        return None

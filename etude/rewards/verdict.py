@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +18,12 @@ from etude.records import Outcome, Task
 from etude.rewards.base import RewardFunction, named, score_of
 
 __all__ = ["Verdict", "extracted_by", "failed", "raised", "too_long", "tried", "verdict_of"]
+
+OURS = f"{Path(__file__).parents[1]}{os.sep}"
+SHOWN = 300
+"""Characters of a foreign exception's message that are told."""
+MOST_NAMES = 30
+"""Names of fields that are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,28 +69,57 @@ def extracted_by(reward: Callable[[Task, str], Any], answer: str) -> str | None:
 
 
 def verdict_of(result: Any, title: str, task: Task, seconds: float, extracted: str | None = None) -> Verdict:
-    """The verdict on what a reward function returned."""
+    """The verdict on what a reward function returned, whatever that does when it is looked at."""
     try:
         reward, parts = score_of(result)
     except RewardError as error:
         sentence = f"The reward {title} cannot be used on {named(task)}: {error}."
         return Verdict.failure(Outcome.FAILED, sentence, seconds)
+    except Exception as error:
+        return failed(error, title, task, seconds)
     return Verdict(reward, parts, seconds=seconds, extracted=extracted)
 
 
 def failed(error: BaseException, title: str, task: Task, seconds: float) -> Verdict:
     """The verdict on a reward function that raised."""
-    return Verdict.failure(Outcome.FAILED, f"The reward {title} failed on {named(task)}: {raised(error)}", seconds)
+    told = f"The reward {title} failed on {named(task)}: {raised(error)}{_fields(error, task)}"
+    return Verdict.failure(Outcome.FAILED, told, seconds)
 
 
 def raised(error: BaseException) -> str:
-    """What somebody else's code raised, and where."""
+    """Name what foreign code raised, and where."""
     if isinstance(error, EtudeError):
         return str(error)
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    said = " ".join(str(error).split())
-    said = f": {said}" if said else ""
-    return f"{type(error).__name__}{said} ({Path(place.filename).name}, line {place.lineno})."
+    passed = traceback.extract_tb(error.__traceback__)
+    frames = [each for each in passed if not each.filename.startswith(OURS)] or passed
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{_text(error)}{place}."
+
+
+def _text(error: BaseException) -> str:
+    """The message of an exception, on one line and no longer than is read; it may raise as well."""
+    try:
+        said = " ".join(str(error).split())
+    except Exception:
+        return ""
+    said = said if len(said) <= SHOWN else f"{said[:SHOWN]}…"
+    return f": {said}" if said else ""
+
+
+def _fields(error: BaseException, task: Task) -> str:
+    """The fields of a task, for a function that asked for one that is not there."""
+    lacks = isinstance(error, KeyError) or (isinstance(error, AttributeError) and isinstance(error.obj, Task))
+    if not lacks or "has no field" in _text(error):  # a task says so itself
+        return ""
+    extra = task.fields.get("extra_info")
+    within = f", and its `extra_info` has {_listed(extra)}" if isinstance(extra, Mapping) else ""
+    return f" The task has the fields {_listed(task.fields)}{within}."
+
+
+def _listed(names: Iterable[str]) -> str:
+    listed = [*names]
+    more = f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
+    return (", ".join(listed[:MOST_NAMES]) or "none") + more
 
 
 def too_long(limit: float, together: int = 1) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from etude.rollout.base import Rollout
-from etude.rollout.config import ENGINES, ServerConfig, SglangConfig, VllmConfig
-from etude.rollout.request import Delta
-from etude.rollout.served import Served
-from etude.rollout.torch_engine import EngineConfig, TorchEngine
+from typing import TYPE_CHECKING
+
+from etude.lazy import names_of
+
+if TYPE_CHECKING:
+    from etude.rollout.base import Rollout
+    from etude.rollout.config import ENGINES, EngineConfig, ServerConfig, SglangConfig, VllmConfig
+    from etude.rollout.request import Delta
+    from etude.rollout.served import Served
+    from etude.rollout.torch_engine import TorchEngine
 
 __all__ = [
     "ENGINES",
@@ -19,3 +24,14 @@ __all__ = [
     "TorchEngine",
     "VllmConfig",
 ]
+
+__getattr__ = names_of(
+    __name__,
+    {
+        "base": ("Rollout",),
+        "config": ("ENGINES", "EngineConfig", "ServerConfig", "SglangConfig", "VllmConfig"),
+        "request": ("Delta",),
+        "served": ("Served",),
+        "torch_engine": ("TorchEngine",),
+    },
+)

@@ -13,12 +13,28 @@ from etude.errors import ConfigError
 from etude.rollout.base import Rollout
 from etude.rollout.dialect import Dialect
 from etude.rollout.sglang import Sglang
-from etude.rollout.torch_engine import EngineConfig
 from etude.rollout.vllm import Vllm
 
-__all__ = ["ENGINES", "ServerConfig", "SglangConfig", "VllmConfig"]
+__all__ = ["ENGINES", "EngineConfig", "ServerConfig", "SglangConfig", "VllmConfig"]
 
 Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/]+/?$")]
+
+
+class EngineConfig(Rollout):
+    """The embedded engine."""
+
+    kv_gib: float = Field(1.0, gt=0, description="GiB of memory for keys and values")
+    block_size: int = Field(16, ge=1, description="tokens in a block of keys and values")
+    prefill_tokens: int = Field(2048, ge=1, description="most prompt tokens computed in a step")
+    deterministic: bool = Field(True, description="float32 results that do not depend on what shares a batch")
+    prepack: bool = Field(
+        True,
+        description="on a CPU that multiplies bf16 itself, keep weights once more as it does: the same answers, sooner",
+    )
+
+    def at_once(self, ranks: int) -> int:
+        """Each rank has one."""
+        return self.max_running * ranks
 
 
 class ServerConfig(Rollout):

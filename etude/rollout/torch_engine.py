@@ -27,15 +27,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 from torch import Tensor
 
 from etude.errors import ConfigError, DataError, EngineError
 from etude.models import Model, Resident
 from etude.observe import Last, Mean, Metrics, Sum, get_log
 from etude.records import Completion, SamplingParams
-from etude.rollout.base import Rollout
 from etude.rollout.blocks import Blocks
+from etude.rollout.config import EngineConfig
 from etude.rollout.inbox import Inbox
 from etude.rollout.kv import SHORTEST, Cache, Pass, blocks_of
 from etude.rollout.request import Delta, Request, check
@@ -46,7 +45,7 @@ from etude.rollout.team import dismiss_team
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
 
-__all__ = ["EngineConfig", "TorchEngine"]
+__all__ = ["TorchEngine"]
 
 Ids = NDArray[np.int32]
 
@@ -54,23 +53,6 @@ CLOSING = 60.0
 """Seconds that `close` waits for the step under way."""
 LOGITS = 2**23
 """How many logits exist at a time: a large vocabulary is drawn from a few rows after the other."""
-
-
-class EngineConfig(Rollout):
-    """The embedded engine."""
-
-    kv_gib: float = Field(1.0, gt=0, description="GiB of memory for keys and values")
-    block_size: int = Field(16, ge=1, description="tokens in a block of keys and values")
-    prefill_tokens: int = Field(2048, ge=1, description="most prompt tokens computed in a step")
-    deterministic: bool = Field(True, description="float32 results that do not depend on what shares a batch")
-    prepack: bool = Field(
-        True,
-        description="on a CPU that multiplies bf16 itself, keep weights once more as it does: the same answers, sooner",
-    )
-
-    def at_once(self, ranks: int) -> int:
-        """Each rank has one."""
-        return self.max_running * ranks
 
 
 class TorchEngine:

@@ -37,6 +37,7 @@ from etude.store.events import (
 )
 from etude.store.journal import Journal
 from etude.store.memory import MemoryJournal
+from etude.store.record import Mark
 from etude.store.states import AttemptState, Phase, ResourceState, RolloutState, Status, TaskState
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "Event",
     "Journal",
     "LateEnd",
+    "Mark",
     "MemoryJournal",
     "Noted",
     "Phase",

@@ -19,7 +19,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx2
 
@@ -35,6 +35,7 @@ from etude.store.states import RolloutState
 
 __all__ = ["RemoteDesk"]
 
+T = TypeVar("T")
 POLL_S = 20.0
 """Seconds that one request waits at most for something to happen; a longer wait is several."""
 MOST_PATIENCE_S = 90.0
@@ -95,13 +96,14 @@ class RemoteDesk(Desk):
 
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
         """Nobody wants these any more."""
-        await self._ask("cancel", rollouts=[int(rollout) for rollout in rollouts], why=why)
+        for some in _portions(rollouts) or [[]]:
+            await self._ask("cancel", rollouts=[int(rollout) for rollout in some], why=why)
 
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
         """These are about to be read, and earn nothing more."""
         states: list[RolloutState] = []
-        for at in range(0, len(rollouts), MOST):
-            told = await self._ask("seal", rollouts=[int(rollout) for rollout in rollouts[at : at + MOST]])
+        for some in _portions(rollouts):
+            told = await self._ask("seal", rollouts=[int(rollout) for rollout in some])
             states += [RolloutState.restored(state) for state in told["rollouts"]]
         return states
 
@@ -119,8 +121,16 @@ class RemoteDesk(Desk):
     async def find(self, what: Find) -> Page:
         """The rollouts that were asked for; a page has at most a thousand."""
         asked = {name: getattr(what, name) for name in what.__slots__}
-        told = await self._ask("find", **asked | {"limit": min(at_least_one(what.limit, "limit"), MOST)})
-        return Page(tuple(RolloutState.restored(state) for state in told["rollouts"]), told["more"])
+        asked["limit"] = limit = min(at_least_one(what.limit, "limit"), MOST)
+        found: list[RolloutState] = []
+        more = False
+        for ids in _portions(what.ids) or [()]:
+            for tasks in _portions(what.tasks) or [()]:
+                told = await self._ask("find", **asked | {"ids": ids, "tasks": tasks})
+                found += [RolloutState.restored(state) for state in told["rollouts"]]
+                more = more or told["more"]
+        found.sort(key=lambda state: state.id, reverse=what.sort == "-id")
+        return Page(tuple(found[:limit]), more or len(found) > limit)
 
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
         """The turns of an attempt."""
@@ -156,11 +166,13 @@ class RemoteDesk(Desk):
         self, runner: str, running: Sequence[Key], told: Mapping[str, Any] | None = None
     ) -> dict[Key, str]:
         """A runner is alive; what it is to stop."""
-        keys = [wire.key_document(key) for key in running]
-        heard = await self._ask(
-            "heartbeat", runner=runner, running=keys, told=None if told is None else plain(told, "told")
-        )
-        return {wire.key_of(one): one["why"] for one in heard["stop"]}
+        said = None if told is None else plain(told, "told")
+        stop: dict[Key, str] = {}
+        for some in _portions(running) or [()]:
+            keys = [wire.key_document(key) for key in some]
+            heard = await self._ask("heartbeat", runner=runner, running=keys, told=said)
+            stop |= {wire.key_of(one): one["why"] for one in heard["stop"]}
+        return stop
 
     async def finish(self, key: Key, ended: Ended) -> bool:
         """An attempt is over."""
@@ -233,3 +245,8 @@ class RemoteDesk(Desk):
                 Link(self.url, self._key, self._patience_s, self._timeout_s, self._transport, self._life)
             )
         return line
+
+
+def _portions(of: Sequence[T]) -> list[Sequence[T]]:
+    """As many at a time as one request may speak of."""
+    return [of[at : at + MOST] for at in range(0, len(of), MOST)]

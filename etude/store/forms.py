@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, TypeAlias
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from etude.records import Outcome
 from etude.store import wire
+from etude.store.bounds import FEW_BYTES
 from etude.store.desk import Desk, Key, Wanted
 from etude.store.keys import Scope
 from etude.store.limits import Limits, Use
@@ -17,6 +20,7 @@ __all__ = [
     "Earned",
     "Form",
     "Id",
+    "Ids",
     "Json",
     "KeyForm",
     "Name",
@@ -27,8 +31,12 @@ __all__ = [
     "TurnRead",
     "Verb",
     "WantedForm",
+    "documents",
 ]
 
+T = TypeVar("T")
+FEW = 16
+"""Documents that are made at once."""
 LONGEST_POLL = 30.0
 """Seconds that one request waits at most; who wants to wait longer asks again."""
 _USUAL = Limits()
@@ -41,7 +49,16 @@ Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^
 Text: TypeAlias = Annotated[str, Field(max_length=1_000_000)]
 Json: TypeAlias = JsonValue
 """Anything. A number that is none, which JSON does not have, travels as Python writes it: a task may have one."""
-Earned: TypeAlias = float | dict[str, float]
+Earned: TypeAlias = float | Annotated[dict[Annotated[str, Field(max_length=200)], float], Field(max_length=100)]
+Ids: TypeAlias = Annotated[list[Id], Field(max_length=1000)]
+"""As many as one request speaks of; who has more asks more often."""
+
+
+async def documents(of: Sequence[T], document: Callable[[T], Any], size: int = 0) -> list[Any]:
+    """Each as it goes over HTTP, or as it came that way; of many, or of many bytes, made beside the event loop."""
+    if len(of) <= FEW and size <= FEW_BYTES:
+        return [document(each) for each in of]
+    return await asyncio.to_thread(lambda: [document(each) for each in of])
 
 
 class Form(BaseModel):
@@ -121,6 +138,8 @@ class Verb(Form):
     """Which keys may say it; a reward key only of its own attempt."""
     waits: ClassVar[bool] = False
     """Whether it may take long because nothing happens, so that nobody may be there any more when it is done."""
+    long: ClassVar[bool] = False
+    """Whether its answer may be long, so that it is written beside the event loop."""
     once: ClassVar[bool] = False
     """Whether doing it twice differs from doing it once, so that the answer is kept for those who ask again."""
 
@@ -156,6 +175,7 @@ class TurnRead(BaseModel):
     tags: list[str]
     reward: float | None
     anchor: int | None
+    observed: int | None
     finish: str
     text: str
     arrays: str = Field(json_schema_extra={"contentEncoding": "base64"}, description="the packed arrays")

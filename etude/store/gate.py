@@ -1,8 +1,9 @@
 """What every request to a server of ours goes through before an app sees it, whichever app that is.
 
 It gets a name, which is sent back and is in the log. Its body is read whole, within a time and up to a size, whatever
-its headers say of that; what is compressed is inflated, up to the same size. Where an app fails, the answer is a
-sentence with the request's name, and the traceback is in the log.
+its headers say of that; what is compressed is inflated, up to the same size; and what would be too much to parse is
+refused before it is parsed (`bounds`). An app hears of a refusal when it asks for the body, so that it can say it in
+its own words. Where an app fails, the answer is a sentence with the request's name, and the traceback is in the log.
 """
 
 from __future__ import annotations
@@ -12,39 +13,33 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeAlias
 
 from etude.observe import get_log
+from etude.store import bounds
+from etude.store.aside import Aside
+from etude.store.bounds import RefusedError, weigh
 from etude.store.wire import LIFE, REQUEST
 
-__all__ = ["MOST_BYTES", "Gate", "problem"]
+__all__ = ["Gate", "problem"]
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
-Known: TypeAlias = Callable[[Mapping[bytes, bytes]], bool]
+Whose: TypeAlias = Callable[[Mapping[bytes, bytes]], Hashable]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
-MOST_BYTES = 32 * 2**20
-"""Of a body, as it came and inflated."""
-STRANGERS_BYTES = 64 * 2**10
-"""Of the body of a request without a key."""
-READ_S = 60.0
-"""Seconds that a body may take to arrive."""
-DRAINED_BYTES, DRAINED_S = 256 * 2**20, 5.0
-"""What is still read of a body that is refused, so that who sends it hears why rather than a broken connection."""
+PROTOBUF = b"application/x-protobuf"
+"""What is no JSON, and is counted by who parses it."""
+ENCODINGS = (b"", b"identity", b"gzip", b"x-gzip", b"deflate")
+GROWS = 16
+"""How many times as much a compressed body is taken for, to say whether to inflate it beside the event loop."""
 _NAME = re.compile(rb"[\x21-\x7e]{1,128}")
 _LOG = get_log("store")
-
-
-class _RefusedError(Exception):
-    """A request that no app is to see: a status, and why."""
-
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
 
 
 class _GoneError(Exception):
@@ -57,14 +52,17 @@ def problem(kind: str, message: str, request: str) -> bytes:
 
 
 class Gate:
-    """An app, and what stands before it."""
+    """An app, and what stands before it. Apps find an `Aside` in the request's state, for what is heavy."""
 
-    def __init__(self, app: App, life: str, known: Known, most_bytes: int = MOST_BYTES, read_s: float = READ_S) -> None:
-        """known: whether the headers of a request bring a key; without one no more is read of it than a little, so
-        that strangers fill no memory, and hear from the app all the same that they need one."""
-        self.app, self._life, self._known = app, life.encode(), known
+    def __init__(
+        self, app: App, life: str, whose: Whose, most_bytes: int = bounds.BODY_BYTES, read_s: float = bounds.BODY_S
+    ) -> None:
+        """whose: the key that the headers of a request bring, if there is one; without it no more is read than a
+        little, so that strangers fill no memory, and hear from the app all the same that they need one."""
+        self.app, self._life, self._whose = app, life.encode(), whose
         self._most_bytes, self._read_s = most_bytes, read_s
         self._names = (b"%s-%d" % (self._life, number) for number in count(1))
+        self._aside, self._held = Aside(), _Held()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -74,33 +72,39 @@ class Gate:
         headers = dict(scope["headers"])
         given = headers.get(REQUEST.encode(), b"")
         name = given if _NAME.fullmatch(given) else next(self._names)
-        scope.setdefault("state", {})["request"] = name.decode()
+        scope.setdefault("state", {}).update(request=name.decode(), aside=self._aside)
         answer = _Answer(send, [(REQUEST.encode(), name), (LIFE.encode(), self._life)])
         started = time.monotonic()
         try:
-            if b"content-length" in headers or b"transfer-encoding" in headers:
-                receive = await self._read(scope, headers, receive)
-            await self.app(scope, receive, answer)
+            await self._passed(scope, headers, receive, answer)
         except _GoneError:
             return  # nobody is there to be answered
-        except _RefusedError as refused:
+        except RefusedError as refused:
             await answer.problem(refused.status, "Refused", str(refused), name.decode())
         except Exception:
-            _LOG.exception("Request %s, %s %s, failed.", name.decode(), scope["method"], _plain(scope["path"]))
+            _LOG.exception("Request %s, %s %s, failed.", name.decode(), scope["method"], scope["path"][:200])
             told = "The server failed at this; its log says more under this request."
             await answer.problem(500, "Failed", told, name.decode())
         _LOG.log(
             20 if 400 <= answer.status < 500 else 10,
             "%s %s answered %d in %.1f ms, as request %s.",
             scope["method"],
-            _plain(scope["path"]),
+            scope["path"][:200],
             answer.status,
             1000 * (time.monotonic() - started),
             name.decode(),
         )
 
-    async def _read(self, scope: Message, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """The body, whole and inflated, as an app receives it."""
+    async def _passed(self, scope: Message, headers: dict[bytes, bytes], receive: Receive, answer: _Answer) -> None:
+        """Have the app answer, with the body as far as there is one."""
+        if b"content-length" not in headers and b"transfer-encoding" not in headers:
+            await self.app(scope, receive, answer)
+            return
+        with self._held.of(self._whose(headers)) as held:
+            await self.app(scope, await self._read(scope, headers, receive, held), answer)
+
+    async def _read(self, scope: Message, headers: dict[bytes, bytes], receive: Receive, held: _Share) -> Receive:
+        """The body, whole and inflated, as an app receives it; or the refusal of it, as an app hears of that."""
         more = True
 
         async def heard() -> Message:
@@ -110,14 +114,17 @@ class Gate:
             return message
 
         try:
-            async with asyncio.timeout(self._read_s):
-                body = await self._body(headers, heard)
-        except TimeoutError:
-            raise _RefusedError(408, f"The body did not arrive within {self._read_s:g} seconds.") from None
-        except _RefusedError:
+            body = await self._within(headers, heard, held)
+        except RefusedError as refused:
+            held.give_back()
             if more:
                 await _drain(receive)
-            raise
+            why = refused
+
+            async def refusing() -> Message:
+                raise why
+
+            return refusing
         told = (b"content-length", b"content-encoding", b"transfer-encoding")
         kept = [(key, value) for key, value in scope["headers"] if key not in told]
         scope["headers"] = [*kept, (b"content-length", str(len(body)).encode())]
@@ -128,34 +135,98 @@ class Gate:
 
         return replayed
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """The body."""
-        most = self._most_bytes if self._known(headers) else min(STRANGERS_BYTES, self._most_bytes)
-        inflate = _inflater(headers.get(b"content-encoding", b"").strip().lower(), most)
+    async def _within(self, headers: dict[bytes, bytes], receive: Receive, held: _Share) -> bytes:
+        """The body, within its time and its size, and no more in it than may be parsed."""
+        stranger = held.owner is None
+        read_s = min(bounds.STRANGERS_S, self._read_s) if stranger else self._read_s
+        try:
+            async with asyncio.timeout(read_s):
+                body = await self._body(headers, receive, held)
+        except TimeoutError:
+            raise RefusedError(408, f"The body did not arrive within {read_s:g} seconds.") from None
+        if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != PROTOBUF:
+            await self._aside.run(len(body), weigh, body)
+        return body
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive, held: _Share) -> bytes:
+        """The body, inflated."""
+        most = self._most_bytes if held.owner is not None else min(bounds.STRANGERS_BYTES, self._most_bytes)
+        encoding = headers.get(b"content-encoding", b"").strip().lower()
+        if encoding not in ENCODINGS:
+            said = encoding.decode("latin-1")
+            raise RefusedError(415, f"Content-Encoding {said!r} is not read here; gzip and deflate are.")
         if int(headers.get(b"content-length", b"0")) > most:
             raise self._too_large(most)
-        parts, size, read = [], 0, 0
-        while True:
+        parts, size, more = [], 0, True
+        while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise _GoneError
-            part = message.get("body", b"")
-            read += len(part)
-            parts.append(inflate(part, size))
+            parts.append(message.get("body", b""))
             size += len(parts[-1])
-            if max(size, read) > most:
+            held.take(len(parts[-1]))
+            if size > most:
                 raise self._too_large(most)
-            if not message.get("more_body", False):
-                inflate(b"", -1)
-                return b"".join(parts)
+            more = message.get("more_body", False)
+        body = b"".join(parts)
+        if encoding in (b"", b"identity"):
+            return body
+        body = await self._aside.run(GROWS * size, _inflated, body, encoding.decode(), most)
+        held.take(max(0, len(body) - size))
+        if len(body) > most:
+            raise self._too_large(most)
+        return body
 
-    def _too_large(self, most: int) -> _RefusedError:
+    def _too_large(self, most: int) -> RefusedError:
         if most < self._most_bytes:
-            told = f"This needs a key, without which no more than {most} bytes are read."
-            return _RefusedError(401, told)
-        return _RefusedError(
+            return RefusedError(401, f"This needs a key, without which no more than {most} bytes are read.")
+        return RefusedError(
             413, f"The body has more than {most} bytes, counted as sent and as inflated; send less at once."
         )
+
+
+class _Held:
+    """How much of the bodies of requests is in memory, and by whose key it came."""
+
+    def __init__(self) -> None:
+        self.bytes, self.by = 0, Counter[Hashable]()
+
+    @contextmanager
+    def of(self, owner: Hashable) -> Iterator[_Share]:
+        """What one request holds of it."""
+        share = _Share(self, owner)
+        try:
+            yield share
+        finally:
+            share.give_back()
+
+
+class _Share:
+    """What one request holds in memory, as long as it is read and answered."""
+
+    def __init__(self, held: _Held, owner: Hashable) -> None:
+        self._held, self.owner, self._bytes = held, owner, 0
+
+    def take(self, size: int) -> None:
+        """So much more of it."""
+        held, owner = self._held, self.owner
+        self._bytes += size
+        held.bytes += size
+        held.by[owner] += size
+        if held.bytes > bounds.HELD_BYTES or held.by[owner] > bounds.HELD_BY_KEY:
+            raise RefusedError(
+                429,
+                f"Requests under way hold {held.by[owner]} bytes by this key and {held.bytes} in all; at most "
+                f"{bounds.HELD_BY_KEY} and {bounds.HELD_BYTES} are. Send this again when others are answered.",
+            )
+
+    def give_back(self) -> None:
+        """All of it."""
+        self._held.bytes -= self._bytes
+        self._held.by[self.owner] -= self._bytes
+        if self._held.by[self.owner] <= 0:
+            del self._held.by[self.owner]
+        self._bytes = 0
 
 
 class _Answer:
@@ -181,42 +252,25 @@ class _Answer:
         await self({"type": "http.response.body", "body": body})
 
 
-def _plain(path: str) -> str:
-    """A path as a log may hold it: in one line, whatever a stranger put into it."""
-    return path[:200].encode("unicode_escape").decode()
-
-
-def _inflater(encoding: bytes, most: int) -> Callable[[bytes, int], bytes]:
-    """Takes a part and how much came out so far, gives what comes out of it; -1 is the end of what came in."""
-    if encoding in (b"", b"identity"):
-        return lambda part, _: part
-    if encoding not in (b"gzip", b"x-gzip", b"deflate"):
-        raise _RefusedError(
-            415, f"Content-Encoding {encoding.decode('latin-1')!r} is not read here; gzip and deflate are."
-        )
+def _inflated(body: bytes, encoding: str, most: int) -> bytes:
+    """What was compressed, and no more than one byte more than there may be."""
     stream = zlib.decompressobj(wbits=47)  # a gzip or a zlib header, whichever it has
-
-    def inflate(part: bytes, size: int) -> bytes:
-        try:
-            if size < 0:
-                if not stream.eof:
-                    raise _RefusedError(400, "The compressed body ends before its end: it was cut short.")
-                return b""
-            out = stream.decompress(part, most - size + 1)
-        except zlib.error as error:
-            raise _RefusedError(400, f"The body is not {encoding.decode()}: {error}.") from None
-        if stream.unused_data:
-            raise _RefusedError(400, "The compressed body goes on behind its end; send it as one stream.")
-        return out
-
-    return inflate
+    try:
+        out = stream.decompress(body, most + 1)
+    except zlib.error as error:
+        raise RefusedError(400, f"The body is not {encoding}: {error}.") from None
+    if stream.unused_data:
+        raise RefusedError(400, "The compressed body goes on behind its end; send it as one stream.")
+    if not stream.eof and len(out) <= most:
+        raise RefusedError(400, "The compressed body ends before its end: it was cut short.")
+    return out
 
 
 async def _drain(receive: Receive) -> None:
     """Read what is still coming, within bounds."""
-    left = DRAINED_BYTES
+    left = bounds.DRAINED_BYTES
     try:
-        async with asyncio.timeout(DRAINED_S):
+        async with asyncio.timeout(bounds.DRAINED_S):
             while left > 0:
                 message = await receive()
                 left -= len(message.get("body", b""))

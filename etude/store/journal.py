@@ -20,17 +20,17 @@ from operator import itemgetter
 from threading import RLock
 from typing import NamedTuple
 
-from etude.errors import UnknownError
+from etude.errors import StoreError, UnknownError
 from etude.records import Turn
 from etude.store.blobs import Blobs
 from etude.store.events import Admitted, Event, TurnPaid, TurnRecorded
 from etude.store.plain import to_json
-from etude.store.record import EVENTS, Record, decode, encode
+from etude.store.record import EVENTS, Entry, Mark, Record, checksum, decode, encode, entries
 from etude.store.shield import undisturbed
 from etude.store.states import STATES, Phase, ResourceState, RolloutState, S, State, TaskState
 from etude.store.transitions import Fold
 
-__all__ = ["Journal", "Writing", "Written", "written"]
+__all__ = ["Journal", "Writing", "Written", "state_digest", "written"]
 
 PAGE = 64
 """How many events a reader holds at once: few, as each may have a payload of megabytes."""
@@ -44,6 +44,8 @@ class Written(NamedTuple):
     phase: str
     body: str
     """JSON."""
+    digest: int
+    """A checksum of all that."""
 
 
 class Writing:
@@ -70,6 +72,8 @@ class Journal(ABC):
     """A run's journal. Every method may be called from any thread; a write waits for the one before it."""
 
     blobs: Blobs
+    name = "in memory"
+    """As it is called in sentences."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -101,10 +105,10 @@ class Journal(ABC):
 
     def _commit(self, writing: Writing) -> None:
         changed = writing.fold.changed.values()
-        numbered = dict(enumerate(writing.records, writing.start + 1))
+        numbered = dict(entries(self.end, writing.records))
         try:
             with self._transaction():
-                self.blobs.put({at: record.payload for at, record in numbered.items() if record.payload})
+                self.blobs.put({at: entry.record.payload for at, entry in numbered.items() if entry.record.payload})
                 self._write(numbered, [written(state) for state in changed])
             self._remember(changed)
         except BaseException:  # whatever was interrupted: what is not remembered is read
@@ -113,8 +117,8 @@ class Journal(ABC):
             raise
 
     @abstractmethod
-    def flush(self) -> None:
-        """Make all that is written survive the loss of power too. A checkpoint calls it before it names a position."""
+    def flush(self) -> Mark:
+        """Make all that is written survive the loss of power too, and say how far that is: a checkpoint keeps it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -124,8 +128,30 @@ class Journal(ABC):
 
     @property
     @abstractmethod
+    def end(self) -> Mark:
+        """How far it has come."""
+
+    @property
     def position(self) -> int:
         """The position of the newest event; 0 where there is none."""
+        return self.end.position
+
+    def check(self, mark: Mark) -> None:
+        """Refuse a journal that this mark was not taken of, or of which an event after it is missing or changed."""
+        newest = self.position
+        if newest < mark.position:
+            raise StoreError(
+                f"The journal {self.name} holds {newest} events, and held {mark.position} when the checkpoint beside "
+                "it was written: it is older, or another run's, or its end is lost. Bring back the one that belongs to "
+                "the checkpoint, with its -wal file."
+            )
+        if self._chain(mark.position) != mark.chain:
+            raise StoreError(
+                f"The journal {self.name} is not the one beside which the checkpoint was written: up to position "
+                f"{mark.position} they differ. Bring back the one that belongs to the checkpoint, with its -wal file."
+            )
+        for _ in self._pages(mark.position, newest, None, None):
+            pass
 
     def read(
         self, position: int = 0, kinds: Sequence[type[Event]] = (), rollout: int | None = None
@@ -167,7 +193,8 @@ class Journal(ABC):
 
     def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
         """The turns of an attempt in order, each with what it was paid; by default of the last one, which counts."""
-        wanted = len(self.rollout(rollout).attempts) - 1 if attempt is None else attempt
+        attempts = self.rollout(rollout).attempts
+        wanted = len(attempts) - 1 if attempt is None else attempt
         turns: list[Turn] = []
         paid: dict[int, float] = {}
         for _, event in self.read(kinds=(TurnRecorded, TurnPaid), rollout=rollout):
@@ -175,6 +202,11 @@ class Journal(ABC):
                 turns.append(event.turn)
             elif isinstance(event, TurnPaid) and event.attempt == wanted:
                 paid[event.turn] = paid.get(event.turn, 0.0) + event.reward
+        if 0 <= wanted < len(attempts) and len(turns) != attempts[wanted].turns:
+            raise StoreError(
+                f"The journal {self.name} has {len(turns)} turns of attempt {wanted} of rollout {rollout}, and "
+                f"{attempts[wanted].turns} were written: it is damaged. Go on from a copy of it that is whole."
+            )
         for index, reward in paid.items():
             turns[index] = replace(turns[index], reward=(turns[index].reward or 0.0) + reward)
         return turns
@@ -278,14 +310,19 @@ class Journal(ABC):
         """What is written inside is written together, or not at all where an exception leaves it."""
 
     @abstractmethod
-    def _write(self, records: Mapping[int, Record], states: Sequence[Written]) -> None:
+    def _write(self, events: Mapping[int, Entry], states: Sequence[Written]) -> None:
         """Keep these events at these positions, without their payloads, and these states in place of older ones."""
+
+    @abstractmethod
+    def _chain(self, position: int) -> int:
+        """The chain of the event at a position; 0 at 0."""
 
     @abstractmethod
     def _records(
         self, after: int, until: int, kind: str | None, rollout: int | None, limit: int
     ) -> list[tuple[int, Record]]:
-        """The first events between two positions, of a kind or of a rollout or all, with their payloads."""
+        """The first events between two positions, of a kind or of a rollout or all, with their payloads. What is not
+        what was written is refused; where all were asked for, so is a gap."""
 
     @abstractmethod
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:
@@ -306,7 +343,13 @@ def _nothing(kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:  # noqa: ARG
 
 def written(state: State) -> Written:
     """The written form of a state."""
-    return Written(state.kind, state.id, str(state.phase), to_json(state.document()))
+    phase, body = str(state.phase), to_json(state.document())
+    return Written(state.kind, state.id, phase, body, state_digest(state.kind, state.id, phase, body))
+
+
+def state_digest(kind: str, id: int, phase: str, body: str) -> int:
+    """The checksum of a state as it is written."""
+    return checksum(f"{kind} {id} {phase} {body}".encode())
 
 
 def _restored(kind: type[S], body: str) -> S:

@@ -210,8 +210,8 @@ class LocalDesk(Desk):
 
     async def note(self, key: Key, name: str, data: Any) -> None:
         """An event, or a span, that somebody will want to look at."""
-        noted = Noted(*key, name, data)
-        await self._ask(lambda writing, _: self._of_attempt(writing, key, noted))
+        # made on the clerk's thread, as it copies what may be long
+        await self._ask(lambda writing, _: self._of_attempt(writing, key, Noted(*key, name, data)))
 
     # -- what is shared -----------------------------------------------------------------------------------------------
 

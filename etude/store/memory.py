@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from etude.store.blobs import MemoryBlobs
 from etude.store.journal import Journal, Written
-from etude.store.record import Record
+from etude.store.record import Entry, Mark, Record
 
 __all__ = ["MemoryJournal"]
 
@@ -21,30 +21,33 @@ class MemoryJournal(Journal):
         super().__init__()
         self.blobs = MemoryBlobs()
         self._events: list[Record] = []
+        self._chains = [0]
         self._of_kind: defaultdict[str, list[int]] = defaultdict(list)
         self._of_rollout: defaultdict[int, list[int]] = defaultdict(list)
         self._kept: dict[tuple[str, int], Written] = {}
         self._ids: defaultdict[str, list[int]] = defaultdict(list)
         self._in_phase: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
 
-    def flush(self) -> None:
-        """Nothing here survives the loss of power."""
+    def flush(self) -> Mark:
+        """Say how far it has come; nothing here survives the loss of power."""
+        return self.end
 
     def close(self) -> None:
         """Nothing to let go of."""
 
     @property
-    def position(self) -> int:
-        """The position of the newest event; 0 where there is none."""
-        return len(self._events)
+    def end(self) -> Mark:
+        """How far it has come."""
+        return Mark(len(self._events), self._chains[-1])
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         """Nothing to undo: what may be refused is refused before the first change."""
         yield
 
-    def _write(self, records: Mapping[int, Record], states: Sequence[Written]) -> None:
-        for position, record in records.items():
+    def _write(self, events: Mapping[int, Entry], states: Sequence[Written]) -> None:
+        for position, (record, _, chain) in events.items():
+            self._chains.append(chain)
             self._events.append(record._replace(payload=b""))
             self._of_kind[record.kind].append(position)
             if record.rollout is not None:
@@ -57,6 +60,9 @@ class MemoryJournal(Journal):
                 insort(self._ids[state.kind], state.id)
             self._in_phase[state.kind, state.phase].add(state.id)
             self._kept[key] = state
+
+    def _chain(self, position: int) -> int:
+        return self._chains[position]
 
     def _records(
         self, after: int, until: int, kind: str | None, rollout: int | None, limit: int

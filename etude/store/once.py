@@ -5,18 +5,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-__all__ = ["KEPT_S", "Answer", "Once"]
+__all__ = ["FEW", "KEPT_S", "MANY", "Answer", "Once", "Share"]
 
 KEPT_S = 120.0
 """Seconds that an answer is kept; a client gives up asking again before they are over."""
-MOST_BYTES = 64 * 2**20
-"""Of answers kept. Beyond that the oldest go first."""
 Answer = tuple[int, bytes]
 """A status, and a body."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many answers are kept, of one key or of all, and how many bytes of them. Beyond that the oldest go first."""
+
+    answers: int
+    bytes: int
+
+
+MANY = Share(2**17, 64 * 2**20)
+"""Of all keys together, and of one that many use."""
+FEW = Share(512, 2**20)
+"""Of an attempt's own key."""
 
 
 @dataclass
@@ -24,8 +36,19 @@ class _Asked:
     """Something under way or done, and how many wait for it."""
 
     at: float
-    task: asyncio.Task[Answer]
+    owner: Hashable
+    task: asyncio.Task[Answer] | None
+    """None once it is done: a task holds on to all that it was made of."""
+    answer: Answer = (0, b"")
     waiting: int = 0
+
+
+@dataclass
+class _Kept:
+    """What is kept of one owner, the oldest first."""
+
+    names: dict[Hashable, None] = field(default_factory=dict)
+    bytes: int = 0
 
 
 class Once:
@@ -35,18 +58,28 @@ class Once:
     and asked again it is done again.
     """
 
-    def __init__(self, kept_s: float = KEPT_S, most_bytes: int = MOST_BYTES) -> None:
-        self._kept_s, self._most_bytes = kept_s, most_bytes
+    def __init__(self, kept_s: float = KEPT_S, most: Share = MANY) -> None:
+        self._kept_s, self._most = kept_s, most
         self._asked: dict[Hashable, _Asked] = {}
+        self._of: dict[Hashable, _Kept] = {}
         self._bytes = 0
 
-    async def answer(self, name: Hashable, make: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """The answer, made now if it was not before. It is made to its end, even where who asked is cancelled."""
+    async def answer(
+        self,
+        name: Hashable,
+        make: Callable[[], Coroutine[Any, Any, Answer]],
+        owner: Hashable = None,
+        share: Share = MANY,
+    ) -> Answer:
+        """The answer, made now if it was not before. It is made to its end, even where who asked is cancelled.
+
+        owner: the key it is asked with, of which no more than this share is kept."""
         self._forget_old()
         asked = self._asked.get(name)
         if asked is None:
-            asked = self._asked[name] = _Asked(time.monotonic(), asyncio.create_task(make()))
-            asked.task.add_done_callback(lambda _: self._keep(name))
+            asked = self._begin(name, make, owner, share)
+        if asked.task is None:
+            return asked.answer
         asked.waiting += 1
         try:
             return await asyncio.shield(asked.task)
@@ -63,27 +96,57 @@ class Once:
         asked = self._asked.get(name)
         if asked is None or asked.waiting:
             return
-        del self._asked[name]
-        if asked.task.done():
-            self._bytes -= len(asked.task.result()[1])
-        asked.task.cancel()
-        await asyncio.wait({asked.task})
-        if not asked.task.cancelled() and asked.task.exception() is None:
-            await undo(asked.task.result())
+        self._forget(name)
+        answer: Answer | None = asked.answer
+        if asked.task is not None:
+            asked.task.cancel()
+            await asyncio.wait({asked.task})
+            failed = asked.task.cancelled() or asked.task.exception() is not None
+            answer = None if failed else asked.task.result()
+        if answer is not None:
+            await undo(answer)
 
-    def _keep(self, name: Hashable) -> None:
-        asked = self._asked.get(name)
-        if asked is None or not asked.task.done():
+    def _begin(
+        self, name: Hashable, make: Callable[[], Coroutine[Any, Any, Answer]], owner: Hashable, share: Share
+    ) -> _Asked:
+        """One that was not asked before."""
+        task = asyncio.create_task(make())
+        asked = self._asked[name] = _Asked(time.monotonic(), owner, task)
+        self._of.setdefault(owner, _Kept()).names[name] = None
+        task.add_done_callback(lambda done: self._done(name, asked, done, share))
+        return asked
+
+    def _done(self, name: Hashable, asked: _Asked, task: asyncio.Task[Answer], share: Share) -> None:
+        """Keep an answer, within its owner's share."""
+        if self._asked.get(name) is not asked:
             return
-        if asked.task.cancelled() or asked.task.exception() is not None:
-            del self._asked[name]
-        else:
-            self._bytes += len(asked.task.result()[1])
+        if task.cancelled() or task.exception() is not None:
+            self._forget(name)
+            return
+        asked.answer, asked.task = task.result(), None
+        kept, size = self._of[asked.owner], len(asked.answer[1])
+        kept.bytes += size
+        self._bytes += size
+        for oldest in list(islice(kept.names, 4)):
+            if len(kept.names) > share.answers or kept.bytes > share.bytes:
+                self._forget(oldest, done=True)
 
     def _forget_old(self) -> None:
         """A few at a time, of those asked first: more than can come in until the next call."""
         before = time.monotonic() - self._kept_s
         for name, asked in list(islice(self._asked.items(), 4)):
-            if asked.task.done() and (asked.at < before or self._bytes > self._most_bytes):
-                self._bytes -= len(asked.task.result()[1])
-                del self._asked[name]
+            if asked.at < before or self._bytes > self._most.bytes or len(self._asked) > self._most.answers:
+                self._forget(name, done=True)
+
+    def _forget(self, name: Hashable, *, done: bool = False) -> None:
+        """It is not known any more. done: only if it is not under way."""
+        asked = self._asked[name]
+        if done and asked.task is not None:
+            return
+        del self._asked[name]
+        kept, size = self._of[asked.owner], len(asked.answer[1])
+        del kept.names[name]
+        kept.bytes -= size
+        self._bytes -= size
+        if not kept.names:
+            del self._of[asked.owner]

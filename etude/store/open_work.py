@@ -15,6 +15,9 @@ from etude.store.limits import Limits
 
 __all__ = ["Due", "Lease", "OpenWork"]
 
+HAND_IN_S = 5.0
+"""Seconds beyond its time, at most as much again, in which a runner may hand in an attempt that it has stopped: it
+alone knows how far the attempt came."""
 SPARE = 256
 """How many reminders that have become idle are kept at least, before they are cleared away."""
 
@@ -67,7 +70,7 @@ class OpenWork:
         self.leases[key] = Lease(runner, limits, now, now)
         self._remind(Due(now + limits.unresponsive_s, "silence", key, now))
         if limits.timeout_s is not None:
-            self._remind(Due(now + limits.timeout_s, "time", key, now))
+            self._remind(Due(now + limits.timeout_s + min(limits.timeout_s, HAND_IN_S), "time", key, now))
 
     def leave(self, rollout: int) -> None:
         """A rollout is not to be played any more."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -22,9 +23,10 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from etude.errors import DataError
+from etude.store.bounds import RefusedError, weigh
 from etude.store.desk import Key
 
-__all__ = ["ATTEMPT", "JSON", "PROTOBUF", "ROLLOUT", "Spanned", "TooManyError", "answer", "spans"]
+__all__ = ["ATTEMPT", "JSON", "PROTOBUF", "ROLLOUT", "Spanned", "answer", "spans"]
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 ROLLOUT, ATTEMPT = "etude.rollout", "etude.attempt"
@@ -33,10 +35,10 @@ _IDS = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span
 _DEEPEST = 64
 MOST_BYTES, MOST_SPANS = 4 * 2**20, 4096
 """Of one export: exporters send some hundreds of spans at once."""
-
-
-class TooManyError(DataError):
-    """An export of more than is read at once."""
+MOST_REPEATED = 16 * 2**20
+"""Bytes of what an export says once and is kept with each of its spans."""
+MOST_PARTS = 100_000
+"""Messages in an export: spans, attributes, events and what they are made of; or values, of one in JSON."""
 
 
 class Spanned(NamedTuple):
@@ -47,25 +49,89 @@ class Spanned(NamedTuple):
 
 
 def spans(body: bytes, form: str) -> list[Spanned]:
-    """The spans of one export; `DataError` where the body is none, `TooManyError` where it is too large."""
+    """The spans of one export; `DataError` where the body is none, `RefusedError` where it is too large."""
     if len(body) > MOST_BYTES:
-        raise TooManyError(f"This export has {len(body)} bytes; send at most {MOST_BYTES} at once.")
+        raise RefusedError(413, f"This export has {len(body)} bytes; send at most {MOST_BYTES} at once.")
     try:
         if form == PROTOBUF:
+            _count(body)
             request = ExportTraceServiceRequest.FromString(body)
         else:
-            document = json.loads(body)
+            weigh(body, MOST_PARTS, _DEEPEST)
+            document = json.loads(body.decode())
             if not isinstance(document, dict):
                 raise ValueError("it is no object")
             request = ParseDict(_with_ids(document), ExportTraceServiceRequest(), ignore_unknown_fields=True)
-        count = sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans)
-        if count > MOST_SPANS:
-            raise TooManyError(f"This export has {count} spans; send at most {MOST_SPANS} at once.")
+        _bound(request)
         return list(_spans(request))
-    except TooManyError:
-        raise
     except (DecodeError, ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"This is no export of spans as OTLP/HTTP has it ({form}): {error}.") from error
+
+
+def _count(body: bytes) -> None:
+    """Refuse an export of more messages than are read of one: before it is parsed, by the lengths that stand in it."""
+    count = spans = 0
+    left = [(0, len(body), ExportTraceServiceRequest.DESCRIPTOR)]
+    while left:
+        at, end, kind = left.pop()
+        for name, start, stop in _fields(body, at, end, kind):
+            count += 1
+            spans += name.message_type is Span.DESCRIPTOR
+            if count > MOST_PARTS or spans > MOST_SPANS:
+                raise RefusedError(
+                    413, f"This export has more than {MOST_SPANS} spans, or {MOST_PARTS} parts; send less at once."
+                )
+            left.append((start, stop, name.message_type))
+
+
+def _fields(body: bytes, at: int, end: int, kind: Descriptor) -> Iterator[tuple[FieldDescriptor, int, int]]:
+    """The fields of a message that are messages themselves, and where each stands. What is malformed ends it: the
+    parser says so."""
+    known = kind.fields_by_number
+    while at < end:
+        tag, at = _varint(body, at, end)
+        if tag & 7 == 2:
+            length, at = _varint(body, at, end)
+            field = known.get(tag >> 3)
+            if at + length > end:
+                return
+            if field is not None and field.message_type is not None:
+                yield field, at, at + length
+            at += length
+        elif tag & 7 == 0:
+            _, at = _varint(body, at, end)
+        elif tag & 7 in (1, 5):
+            at += 8 if tag & 7 == 1 else 4
+        else:
+            raise ValueError("it has a group, which no export has")
+
+
+def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
+    """A number, and what follows it; the end, where there is none."""
+    value = shift = 0
+    while at < end and shift < 70:
+        value |= (body[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if body[at - 1] < 128:
+            return value, at
+    return 0, end
+
+
+def _bound(request: ExportTraceServiceRequest) -> None:
+    """Refuse an export of too many spans; or of so many with so much said of all of them, which is kept with each."""
+    count = size = 0
+    for resource in request.resource_spans:
+        for scope in resource.scope_spans:
+            count += len(scope.spans)
+            size += len(scope.spans) * (resource.resource.ByteSize() + scope.scope.ByteSize())
+    if count > MOST_SPANS:
+        raise RefusedError(413, f"This export has {count} spans; send at most {MOST_SPANS} at once.")
+    if size > MOST_REPEATED:
+        raise RefusedError(
+            413,
+            f"What the resource of these {count} spans says is kept with each of them, and would take {size} bytes; at "
+            f"most {MOST_REPEATED} are kept. Say less there, or send fewer at once.",
+        )
 
 
 def answer(form: str, refused: int, why: str) -> bytes:

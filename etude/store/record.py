@@ -1,9 +1,16 @@
 """The form in which events are written: kind, JSON of the fields, and bytes for what is large (the token arrays of a
-turn, the samples of an evaluation)."""
+turn, the samples of an evaluation).
+
+Each has two checksums beside it. Its *digest* covers all that is written of it, its position included: what was
+damaged or moved is not read. Its *chain* covers its digest and the chain of the event before: an event that is missing,
+or another in its place, changes the chain of all that follow.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from typing import NamedTuple
 
 from etude.errors import StoreError
@@ -32,7 +39,7 @@ from etude.store.events import (
 )
 from etude.store.plain import to_json
 
-__all__ = ["EVENTS", "Record", "decode", "encode"]
+__all__ = ["EVENTS", "Entry", "Mark", "Record", "chained", "checksum", "decode", "digest_of", "encode", "entries"]
 
 EVENTS: dict[str, type[Event]] = {
     event.kind: event
@@ -54,6 +61,51 @@ class Record(NamedTuple):
     body: str
     """JSON."""
     payload: bytes
+
+
+class Mark(NamedTuple):
+    """How far a journal had come."""
+
+    position: int
+    """Of its newest event; 0 where there was none."""
+    chain: int
+    """The chain of that event; 0 where there was none."""
+
+
+class Entry(NamedTuple):
+    """An event with its checksums."""
+
+    record: Record
+    digest: int
+    chain: int
+
+
+def checksum(*parts: bytes) -> int:
+    """64 bits that change where any of these does, as a number that every database holds."""
+    hashed = blake2b(digest_size=8)
+    for part in parts:
+        hashed.update(part)
+    return int.from_bytes(hashed.digest(), "big", signed=True)
+
+
+def digest_of(position: int, record: Record) -> int:
+    """The digest of an event at a position."""
+    body = record.body.encode()
+    return checksum(f"{position} {record.kind} {record.rollout} {len(body)} ".encode(), body, record.payload)
+
+
+def chained(before: int, digest: int) -> int:
+    """The chain of an event with this digest, behind one with that chain."""
+    return checksum(b"%d %d" % (before, digest))
+
+
+def entries(mark: Mark, records: Sequence[Record]) -> Iterator[tuple[int, Entry]]:
+    """These events behind that mark, each with its position."""
+    chain = mark.chain
+    for position, record in enumerate(records, mark.position + 1):
+        digest = digest_of(position, record)
+        chain = chained(chain, digest)
+        yield position, Entry(record, digest, chain)
 
 
 def encode(event: Event) -> Record:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from etude.store import wire
 from etude.store.desk import Desk, Keeper
-from etude.store.forms import Id, Json, Name, Text, Verb
+from etude.store.forms import Id, Ids, Json, Name, Text, Verb, documents
 from etude.store.states import RolloutState
 
 __all__ = ["LONGEST_LEASE", "History", "Keep", "Put", "ResourceForm", "Runners", "Seal", "Statistics"]
@@ -56,12 +56,12 @@ class Seal(Verb):
 
         rollouts: list[RolloutState]
 
-    name, reply = "seal", SealReply
-    rollouts: list[Id] = Field(max_length=1000)
+    name, reply, long = "seal", SealReply, True
+    rollouts: Ids
 
     async def at(self, desk: Desk) -> dict[str, Any]:
         """Seal them."""
-        return {"rollouts": [state.document() for state in await desk.seal(self.rollouts)]}
+        return {"rollouts": await documents(await desk.seal(self.rollouts), RolloutState.document)}
 
 
 class History(Verb):
@@ -80,12 +80,12 @@ class History(Verb):
 
         events: list[Happened]
 
-    name, reply = "history", HistoryReply
+    name, reply, long = "history", HistoryReply, True
     rollout: Id
 
     async def at(self, desk: Desk) -> dict[str, Any]:
         """Read it."""
-        return {"events": [wire.event_document(event) for event in await desk.history(self.rollout)]}
+        return {"events": await documents(await desk.history(self.rollout), wire.event_document)}
 
 
 # -- what is shared ----------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class ResourceForm(Verb):
         version: int
         value: Any
 
-    name, reply = "resource", ResourceReply
+    name, reply, long = "resource", ResourceReply, True
     opens = frozenset({"admin", "runner"})
     resource: Name
     version: int | None = Field(None, ge=1, lt=2**31)
@@ -144,7 +144,7 @@ class Runners(Verb):
 
         runners: list[Runner]
 
-    name, reply = "runners", RunnersReply
+    name, reply, long = "runners", RunnersReply, True
 
     async def at(self, desk: Desk) -> dict[str, Any]:
         """Look around."""

@@ -15,10 +15,11 @@ again. A claim whose runner has gone before the answer was there is handed back 
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
-import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
@@ -36,33 +37,38 @@ from etude.errors import (
     EtudeError,
     IllegalMoveError,
     KeyRefusedError,
-    StoreError,
     UnknownError,
 )
 from etude.observe import get_log
 from etude.records import Outcome
 from etude.store import otlp, wire
+from etude.store.answers import OtherKeyError, RestartedError, UnreadableError, answered, status_of, trouble
+from etude.store.aside import Aside
+from etude.store.bounds import BODY_BYTES, FEW_BYTES, RefusedError, small
 from etude.store.described import description
 from etude.store.desk import Desk, Ended, Key
 from etude.store.forms import Form, Verb
-from etude.store.gate import MOST_BYTES, Gate, problem
+from etude.store.gate import Gate
 from etude.store.keys import Grant, Keyring, Scope
-from etude.store.once import Answer, Once
+from etude.store.once import FEW, MANY, Answer, Once, Share
 from etude.store.serving import Serving, listen
-from etude.store.verbs import VERBS, Batch, ClaimForm, Writing
+from etude.store.verbs import VERBS, Batch, ClaimForm, Note, Writing
 
 __all__ = ["app", "serve"]
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Form)
-COMPRESSED = 32 * 1024
-"""Bytes from which on an answer is compressed, for those who read that."""
-AT_ONCE = 256
+AT_ONCE = 64
 """Spans of one export that are noted beside each other."""
 RESTARTED = (
     "This was sent before the store was restarted, and nobody can tell whether it was written; to write it again might "
     "count it twice. Look at what is there, and send it anew if it is not."
 )
+SHARED = 8
+"""Long requests that are worked on at once of a key that many use: a trainer's, and the runners'."""
+SPANS_GROW = 8
+"""How many times as long as its bytes say an export of spans takes."""
+_TOKEN = re.compile(r"[!-~]{1,200}")
 _LOG = get_log("store")
 
 
@@ -73,7 +79,7 @@ def app(
     routers: Sequence[APIRouter] = (),
     mounts: Mapping[str, ASGIApp] | None = None,
     beside: Sequence[AbstractAsyncContextManager[Any]] = (),
-    most_bytes: int = MOST_BYTES,
+    most_bytes: int = BODY_BYTES,
 ) -> FastAPI:
     """The app that serves a desk, and beside it these routers, and these apps under their paths. beside: what is
     entered on the server's loop for as long as it runs."""
@@ -99,7 +105,7 @@ def app(
     made.router.routes.append(Route("/healthz", _health, methods=["GET"]))
     for path, other in (mounts or {}).items():
         made.mount(path, other)
-    made.add_middleware(Gate, life=door.life, most_bytes=most_bytes, known=door.known)
+    made.add_middleware(Gate, life=door.life, most_bytes=most_bytes, whose=door.whose)
     made.openapi = lambda: _described(made)  # type: ignore[method-assign]  # as FastAPI's documents say to extend it
     return made
 
@@ -113,7 +119,7 @@ def serve(
     routers: Sequence[APIRouter] = (),
     mounts: Mapping[str, ASGIApp] | None = None,
     beside: Sequence[AbstractAsyncContextManager[Any]] = (),
-    most_bytes: int = MOST_BYTES,
+    most_bytes: int = BODY_BYTES,
     start_s: float = 10.0,
     show: Callable[[str], None] | None = None,
 ) -> Serving:
@@ -150,29 +156,35 @@ class _Door:
         """What answers requests for a verb."""
 
         async def answer(request: Request) -> Response:
-            return await _answered(request, self._verb(verb, request))
+            return await answered(request, self._verb(verb, request))
 
         return answer
 
     async def batch(self, request: Request) -> Response:
         """Answer many writings."""
-        return await _answered(request, self._batch(request))
+        return await answered(request, self._batch(request))
 
     async def _verb(self, verb: type[Verb], request: Request) -> Answer:
         grant = self._grant(request, verb.opens)
         body = await request.body()
-        form = _read(verb, body)
-        _own(grant, form)
-        name = _name(request, verb.name, body)
-        if verb is ClaimForm:
-            return await self._claim(request, name or (object(),), form)
-        desk = self._desk_of(request)
-        if form.kept and name is not None:
-            stale = self._stale(request, name)
-            return await self._once.answer(name, lambda: _done(form, desk, stale))
-        if verb.waits:
-            return await self._while_there(request, _done(form, desk)) or _nothing(form)
-        return await _done(form, desk)
+        if verb.waits and len(body) > FEW_BYTES:
+            raise RefusedError(413, f"What is said to wait for something is short, and this has {len(body)} bytes.")
+        async with self._turn(request, grant, body):
+            form, name = await _aside(request).run(len(body), _understood, verb, verb.name, request, body, grant)
+            _own(grant, form)
+            if verb is ClaimForm:
+                return await self._claim(request, grant, name or object(), form)
+            desk = self._desk_of(request)
+            if form.kept and name is not None:
+                stale = self._stale(request, name)
+                return await self._once.answer(name, lambda: _done(form, desk, stale), *_share(grant))
+            if verb.waits:
+                return await self._while_there(request, _done(form, desk)) or _nothing(form)
+            return await _done(form, desk)
+
+    def _turn(self, request: Request, grant: Grant, body: bytes) -> AbstractAsyncContextManager[None]:
+        """Room for a long request: an attempt has one worked on at a time, and a key that many use a few."""
+        return _aside(request).turn(grant, len(body), 1 if grant.key is not None else SHARED)
 
     def _desk_of(self, request: Request) -> Desk:
         """The desk as whoever asks has it: where a life of its keeper is named, in that."""
@@ -187,12 +199,13 @@ class _Door:
         grant = self._grant(request, frozenset({"admin", "runner", "reward"}))
         desk = self._desk_of(request)
         body = await request.body()
-        writings: list[Writing] = list(_read(Batch, body).writings)
-        name = _name(request, "batch", body)
-        if name is None:
-            return await self._write(desk, grant, writings, False)
-        stale = self._stale(request, name)
-        return await self._once.answer(name, lambda: self._write(desk, grant, writings, stale))
+        async with self._turn(request, grant, body):
+            form, name = await _aside(request).run(len(body), _understood, Batch, "batch", request, body, grant)
+            writings: list[Writing] = list(form.writings)
+            if name is None:
+                return await self._write(desk, grant, writings, False)
+            stale = self._stale(request, name)
+            return await self._once.answer(name, lambda: self._write(desk, grant, writings, stale), *_share(grant))
 
     async def _write(self, desk: Desk, grant: Grant, writings: Sequence[Writing], stale: bool) -> Answer:
         """Those of an attempt in order, attempts beside each other."""
@@ -208,7 +221,7 @@ class _Door:
                     _own(grant, writings[place])
                     replies[place] = {"done": await _said(writings[place], desk, stale)}
                 except EtudeError as error:
-                    status, kind = _status(error)
+                    status, kind = status_of(error)
                     replies[place] = {"status": status, "error": {"kind": kind, "message": str(error)}}
 
         await asyncio.gather(*(of_attempt(its) for its in places.values()))
@@ -216,11 +229,13 @@ class _Door:
 
     # -- those who wait -----------------------------------------------------------------------------------------------
 
-    async def _claim(self, request: Request, name: tuple[object, ...], form: Verb) -> Answer:
+    async def _claim(self, request: Request, grant: Grant, name: Hashable, form: Verb) -> Answer:
         """Claim, unless the runner goes away: then nothing is claimed for it, or it is handed back."""
         try:
             desk = self._desk_of(request)
-            answer = await self._while_there(request, self._once.answer(name, lambda: _done(form, desk)))
+            answer = await self._while_there(
+                request, self._once.answer(name, lambda: _done(form, desk), *_share(grant))
+            )
         except asyncio.CancelledError:
             await self._once.abandon(name, self._hand_back)
             raise
@@ -251,19 +266,24 @@ class _Door:
     async def traces(self, request: Request) -> Response:
         """Take spans."""
         form = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        return await _answered(request, self._traces(request, form), form)
+        return await answered(request, self._traces(request, form), form)
 
     async def _traces(self, request: Request, form: str) -> Answer:
         grant = self._grant(request, frozenset({"admin", "reward"}))
         if form not in (otlp.JSON, otlp.PROTOBUF):
             why = f"Spans come as {otlp.PROTOBUF} or {otlp.JSON}, and this says that it is {form!r}."
-            return 415, _problem(request, "Refused", why)
-        try:
-            spans = otlp.spans(await request.body(), form)
-        except otlp.TooManyError as error:
-            return 413, _problem(request, "Refused", str(error))
-        except DataError as error:
-            raise _UnreadableError(str(error)) from error
+            return 415, trouble(request, "Refused", why)
+        body = await request.body()
+        async with self._turn(request, grant, body):
+            try:
+                spans = await _aside(request).run(SPANS_GROW * len(body), otlp.spans, body, form)
+            except DataError as error:
+                raise UnreadableError(str(error)) from error
+            refused = await self._noted(grant, spans)
+        return 200, otlp.answer(form, len(refused), refused[0] if refused else "")
+
+    async def _noted(self, grant: Grant, spans: Sequence[otlp.Spanned]) -> list[str]:
+        """Note spans; why those were refused that were."""
         refused: list[str] = []
 
         async def note(span: otlp.Spanned) -> None:
@@ -271,22 +291,21 @@ class _Door:
             try:
                 if key is None:
                     raise UnknownError(f"A span's resource must have {otlp.ROLLOUT} and {otlp.ATTEMPT}, as integers.")
-                await self._desk.note(key, "span", span.data)
-            except (UnknownError, IllegalMoveError) as error:
+                await self._desk.note(key, "span", small(span.data, "A span"))
+            except (UnknownError, IllegalMoveError, DataError) as error:
                 refused.append(str(error))
 
         for start in range(0, len(spans), AT_ONCE):
             await asyncio.gather(*(note(span) for span in spans[start : start + AT_ONCE]))
-        return 200, otlp.answer(form, len(refused), refused[0] if refused else "")
+        return refused
 
-    def known(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether a request brings any key of this server's, whatever that opens."""
+    def whose(self, headers: Mapping[bytes, bytes]) -> Hashable:
+        """The key of this server's that a request brings, whatever that opens; None without one."""
         text = headers.get(b"x-api-key") or headers.get(b"authorization", b"").partition(b" ")[2]
         try:
-            self._keyring.read(text.strip().decode("latin-1"))
+            return self._keyring.read(text.strip().decode("latin-1"))
         except KeyRefusedError:
-            return False
-        return True
+            return None
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
@@ -299,26 +318,14 @@ class _Door:
         _opens(grant, opens)
         return grant
 
-    def _stale(self, request: Request, name: tuple[object, ...]) -> bool:
+    def _stale(self, request: Request, name: Hashable) -> bool:
         """Whether this was sent to another life of the server before, which may have done it."""
         return request.headers.get(wire.AGAIN, self.life) != self.life and not self._once.knows(name)
 
 
-class _OtherKeyError(KeyRefusedError):
-    """A key that is good, for something else."""
-
-
-class _RestartedError(StoreError):
-    """What must not be done twice, and may have been done."""
-
-
-class _UnreadableError(DataError):
-    """A body that is no JSON at all, or no spans."""
-
-
 def _opens(grant: Grant, opens: frozenset[Scope]) -> None:
     if grant.scope not in opens:
-        raise _OtherKeyError(
+        raise OtherKeyError(
             f"This key is {grant.scope} and does not open this; what does: {', '.join(sorted(opens))}. Ask whoever "
             "runs the store for one."
         )
@@ -327,48 +334,7 @@ def _opens(grant: Grant, opens: frozenset[Scope]) -> None:
 def _own(grant: Grant, form: Form) -> None:
     """A reward key is good for its own attempt."""
     if grant.scope == "reward" and (not isinstance(form, Writing) or form.key != grant.key):
-        raise _OtherKeyError("This key belongs to another attempt; each attempt has its own, in ETUDE_REWARD_KEY.")
-
-
-_STATUSES: tuple[tuple[type[EtudeError], int], ...] = (
-    (_OtherKeyError, 403),
-    (KeyRefusedError, 401),
-    (UnknownError, 404),
-    (IllegalMoveError, 409),
-    (_RestartedError, 412),
-    (_UnreadableError, 400),
-    (DataError, 422),
-    (ConfigError, 422),
-    (StoreError, 503),
-)
-
-
-def _status(error: EtudeError) -> tuple[int, str]:
-    """The status of an error, and its public name."""
-    for kind, status in _STATUSES:
-        if isinstance(error, kind):
-            public = next(base for base in type(error).__mro__ if not base.__name__.startswith("_"))
-            return status, public.__name__
-    raise error
-
-
-async def _answered(request: Request, work: Awaitable[Answer], form: str = otlp.JSON) -> Response:
-    """A response, compressed where that is worth it."""
-    try:
-        status, body = await work
-    except EtudeError as error:
-        status, kind = _status(error)
-        body = _problem(request, kind, str(error))
-    headers = {"www-authenticate": "Bearer"} if status == 401 else {}
-    if len(body) >= COMPRESSED and "gzip" in request.headers.get("accept-encoding", ""):
-        packer = zlib.compressobj(level=1, wbits=31)
-        body = packer.compress(body) + packer.flush()
-        headers["content-encoding"] = "gzip"
-    return Response(body, status, headers, media_type=form if status == 200 else otlp.JSON)
-
-
-def _problem(request: Request, kind: str, why: str) -> bytes:
-    return problem(kind, why, request.scope["state"]["request"])
+        raise OtherKeyError("This key belongs to another attempt; each attempt has its own, in ETUDE_REWARD_KEY.")
 
 
 def _read(form: type[F], body: bytes) -> F:
@@ -378,14 +344,15 @@ def _read(form: type[F], body: bytes) -> F:
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False, include_context=False)
         if wrong[0]["type"] == "json_invalid":
-            raise _UnreadableError(f"The body is no JSON: {wrong[0]['msg']}.") from None
+            raise UnreadableError(f"The body is no JSON: {wrong[0]['msg']}.") from None
         told = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}" for one in wrong[:5])
         more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
         raise DataError(f"The body does not say what it must: {told}{more}.") from None
 
 
 async def _done(form: Verb, desk: Desk, stale: bool = False) -> Answer:
-    return 200, wire.to_json(await _said(form, desk, stale))
+    said = await _said(form, desk, stale)
+    return 200, await asyncio.to_thread(wire.to_json, said) if form.long else wire.to_json(said)
 
 
 async def _said(form: Verb, desk: Desk, stale: bool) -> dict[str, Any]:
@@ -394,14 +361,35 @@ async def _said(form: Verb, desk: Desk, stale: bool) -> dict[str, Any]:
         return await form.at(desk)
     answer = await form.again(desk)
     if answer is None:
-        raise _RestartedError(RESTARTED)
+        raise RestartedError(RESTARTED)
     return answer
 
 
-def _name(request: Request, verb: str, body: bytes) -> tuple[object, ...] | None:
-    """What names a request that must not be done twice; nobody with another key can name it."""
+def _understood(form: type[F], verb: str, request: Request, body: bytes, grant: Grant) -> tuple[F, bytes | None]:
+    """What a body says; and what names a request that must not be done twice: nobody with another key can name it."""
     token = request.headers.get(wire.ONCE)
-    return (request.headers["authorization"], verb, token, zlib.crc32(body)) if token else None
+    if token and not _TOKEN.fullmatch(token):
+        raise DataError(f"The header {wire.ONCE} is 1 to 200 visible characters without a space, and this one is not.")
+    read = _read(form, body)
+    if grant.scope != "admin":
+        for one in read.writings if isinstance(read, Batch) else [read]:
+            if isinstance(one, Note):
+                small(one.data, f"The note '{one.event}'")
+    if not token:
+        return read, None
+    name = blake2b("\n".join((request.headers["authorization"], verb, token, "")).encode(), digest_size=16)
+    name.update(body)
+    return read, name.digest()
+
+
+def _share(grant: Grant) -> tuple[Grant, Share]:
+    """Whose answers are kept, and how many."""
+    return grant, MANY if grant.key is None else FEW
+
+
+def _aside(request: Request) -> Aside:
+    found: Aside = request.scope["state"]["aside"]
+    return found
 
 
 def _nothing(form: Verb) -> Answer:
@@ -422,7 +410,7 @@ async def _health(_: Request) -> Response:
 async def _no_such_page(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     why = f"{request.method} {request.url.path}: {error.detail}; /openapi.json says what there is."
-    return Response(_problem(request, "Refused", why), error.status_code, error.headers, media_type=otlp.JSON)
+    return Response(trouble(request, "Refused", why), error.status_code, error.headers, media_type=otlp.JSON)
 
 
 def _described(served: FastAPI) -> dict[str, Any]:

@@ -7,20 +7,16 @@ import socket
 import threading
 import time
 from types import TracebackType
-from typing import Any, Self
-from weakref import WeakKeyDictionary
+from typing import Any, Self, cast
 
 import uvicorn
 
 from etude.errors import StoreError
 from etude.observe import get_log
+from etude.store.connection import KEPT_ALIVE_S, Connection, RoomyConfig
 
 __all__ = ["Serving", "listen", "reached_at"]
 
-KEPT_ALIVE_S = 75
-"""Seconds that a silent connection is kept: longer than clients keep theirs, so that none asks on one just closed."""
-HEAD_S = 60.0
-"""Seconds that the head of a request may take to arrive, and a new connection to send one."""
 LEFT_S = 2
 """Seconds that answers under way get when the server stops."""
 EVERYWHERE = ("http://0.0.0.0:", "http://[::]:")
@@ -61,7 +57,7 @@ class Serving:
 def listen(served: Any, host: str, port: int, admin: str, closing: asyncio.Event, start_s: float) -> Serving:
     """Serve an app from a thread. Those who wait when it stops are told by `closing`."""
     ears = _bound(host, port)
-    config = uvicorn.Config(
+    config = RoomyConfig(
         served,
         log_config=None,
         log_level="warning",
@@ -103,36 +99,25 @@ def reached_at(url: str, towards: str = ELSEWHERE) -> str:
 
 
 class _Server(uvicorn.Server):
-    """Tells those who wait, before it waits for them."""
+    """Tells those who wait, before it waits for them, and looks at its connections from time to time."""
 
-    def __init__(self, config: uvicorn.Config, closing: asyncio.Event) -> None:
+    def __init__(self, config: RoomyConfig, closing: asyncio.Event) -> None:
         super().__init__(config)
-        self._closing = closing
-        self._heads: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
-        """Connections on which the head of a request is awaited, and until when."""
+        self._closing, self._room = closing, config.room
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: see, once a second, that nobody keeps a connection open by sending a head for ever. The
-        library bounds the time between two requests alone."""
+        """Ten times a second: see, once a second, that none waits for ever, and that there may be more."""
         if counter % 10 == 0:
             now = time.monotonic()
-            for connection in [each for each in self.server_state.connections if not _asks(each)]:
-                if self._heads.setdefault(connection, now + HEAD_S) < now:
-                    connection.transport.abort()
-            for connection in [each for each in self._heads if _asks(each)]:
-                del self._heads[connection]
+            for connection in list(self.server_state.connections):
+                cast(Connection, connection).look(now)
+            self._room.look()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop."""
         self._closing.set()
         await super().shutdown(sockets)
-
-
-def _asks(connection: Any) -> bool:
-    """Whether a request is under way on a connection, or its time to come is bounded by the library."""
-    cycle = connection.cycle
-    return cycle is not None and (not cycle.response_complete or connection.timeout_keep_alive_task is not None)
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -147,5 +132,5 @@ def _bound(host: str, port: int) -> socket.socket:
             ears.close()
             raise
     except OSError as error:
-        raise StoreError(f"The store cannot listen on {host}, port {port}: {error}. Choose another port.") from error
+        raise StoreError(f"The server cannot listen on {host}, port {port}: {error}. Choose another port.") from error
     return ears

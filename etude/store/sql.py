@@ -1,10 +1,13 @@
-"""The journal in a database: a file of SQLite's (`sqlite`), or a PostgreSQL server's (`postgres`). The only file that
-speaks SQLAlchemy, and the one implementation of both: a `Place` says in which few lines they differ.
+"""The journal in a database: a file of SQLite's (`sqlite`), or a PostgreSQL server's (`postgres`). It speaks
+SQLAlchemy, as its tables do (`tables`), and is the one implementation of both: a `Place` says in which few lines they
+differ.
 
 When `append` returns, what was written survives the death of the process, by `kill -9` too. One process writes at a
 time, and the right to write ends with it. Others may read meanwhile.
 
-Every event carries a checksum over its body and payload, which not every database has: a damaged one is refused.
+Every event and every state carries a checksum of its own, which not every database has: what is damaged is refused
+where it is read. Where events are read one after the other, so is a gap. When a writer opens the journal, the database
+looks whether its pages and indexes are whole, so that nothing is left out of an answer either.
 """
 
 from __future__ import annotations
@@ -12,124 +15,43 @@ from __future__ import annotations
 import os
 import socket
 import sqlite3
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from typing import Any, Literal, Protocol
 
-from sqlalchemy import (
-    URL,
-    BigInteger,
-    ClauseElement,
-    Column,
-    Connection,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    NullPool,
-    Row,
-    String,
-    Table,
-    Text,
-    bindparam,
-    create_engine,
-    delete,
-    func,
-    insert,
-    inspect,
-    select,
-    text,
-)
+from sqlalchemy import URL, ClauseElement, Connection, NullPool, Row, create_engine, delete, inspect, select
 from sqlalchemy.exc import DBAPIError, PendingRollbackError, ResourceClosedError
 
 from etude.errors import StoreError
-from etude.store.journal import Journal, Written, written
-from etude.store.record import Record
+from etude.store.journal import Journal, Written, state_digest, written
+from etude.store.record import Entry, Mark, Record, chained, digest_of
 from etude.store.shield import undisturbed
+from etude.store.tables import (
+    DERIVATION,
+    FACTS,
+    FIND_CHAIN,
+    FIND_END,
+    FIND_EVENTS,
+    FIND_LISTED,
+    FIND_LISTED_BACKWARDS,
+    FIND_OF_KIND,
+    FIND_OF_ROLLOUT,
+    FIND_PAYLOADS,
+    FIND_PHASES,
+    FIND_STATES,
+    KEEP_EVENT,
+    KEEP_FACT,
+    KEEP_PAYLOAD,
+    KEEP_STATE,
+    LAST_ID,
+    MANY,
+    SCHEMA,
+    STATES,
+    TABLES,
+)
 
 __all__ = ["SqlJournal"]
-
-SCHEMA = "1"
-"""The layout of the tables below. A journal of another layout is refused."""
-DERIVATION = "3"
-"""What `transitions` makes of events. States made by another version are made anew when a writer opens the journal."""
-LAST_ID = 2**63 - 1
-"""No id is beyond it."""
-MANY = 10_000
-"""Values in one statement, of which SQLite takes 32,766 and PostgreSQL 65,535."""
-
-_NUMBER = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers its rows by a column of exactly this type
-
-TABLES = MetaData()
-FACTS = Table("facts", TABLES, Column("name", String, primary_key=True), Column("value", String, nullable=False))
-"""schema and derivation; writer: who opened it last; flushed: the last position that `flush` made safe."""
-EVENTS = Table(
-    "events",
-    TABLES,
-    Column("position", _NUMBER, primary_key=True, autoincrement=False),
-    Column("kind", String, nullable=False),
-    Column("rollout", BigInteger),
-    Column("body", Text, nullable=False),
-    Column("size", BigInteger, nullable=False),  # bytes of its payload
-    Column("crc", BigInteger, nullable=False),  # of body and payload
-    Index("events_of_kind", "kind", "position"),
-    Index("events_of_rollout", "rollout", "position"),
-)
-BLOBS = Table(
-    "blobs",
-    TABLES,
-    Column("position", _NUMBER, primary_key=True, autoincrement=False),
-    Column("payload", LargeBinary, nullable=False),
-)
-STATES = Table(
-    "states",
-    TABLES,
-    Column("kind", String, primary_key=True),
-    Column("id", BigInteger, primary_key=True),
-    Column("phase", String, nullable=False),
-    Column("body", Text, nullable=False),
-    Index("states_in_phase", "kind", "phase", "id"),
-)
-
-KEEP_STATE = text(
-    "INSERT INTO states (kind, id, phase, body) VALUES (:kind, :id, :phase, :body) "
-    "ON CONFLICT (kind, id) DO UPDATE SET phase = excluded.phase, body = excluded.body"
-)
-KEEP_FACT = text(
-    "INSERT INTO facts (name, value) VALUES (:name, :value) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
-)
-
-# Statements are built once: to build one costs more than to run it.
-FIND_EVENTS = (
-    select(EVENTS)
-    .where(EVENTS.c.position > bindparam("after"), EVENTS.c.position <= bindparam("until"))
-    .order_by(EVENTS.c.position)
-    .limit(bindparam("limit"))
-)
-FIND_OF_KIND = FIND_EVENTS.where(EVENTS.c.kind == bindparam("kind"))
-FIND_OF_ROLLOUT = FIND_EVENTS.where(EVENTS.c.rollout == bindparam("rollout"))
-FIND_PAYLOADS = select(BLOBS).where(BLOBS.c.position.in_(bindparam("positions", expanding=True)))
-FIND_STATES = select(STATES.c.id, STATES.c.body).where(
-    STATES.c.kind == bindparam("kind"), STATES.c.id.in_(bindparam("ids", expanding=True))
-)
-FIND_PHASES = select(STATES.c.id, STATES.c.body).where(  # not ordered, for which SQLite would go through all
-    STATES.c.kind == bindparam("kind"), STATES.c.phase.in_(bindparam("phases", expanding=True))
-)
-FIND_LISTED = (
-    select(STATES.c.body)
-    .where(STATES.c.kind == bindparam("kind"), STATES.c.id > bindparam("after"))
-    .order_by(STATES.c.id)
-    .limit(bindparam("limit"))
-)
-FIND_LISTED_BACKWARDS = (
-    select(STATES.c.body)
-    .where(STATES.c.kind == bindparam("kind"), STATES.c.id < bindparam("after"))
-    .order_by(STATES.c.id.desc())
-    .limit(bindparam("limit"))
-)
-FIND_NEWEST = select(func.max(EVENTS.c.position))
-KEEP_EVENT, KEEP_PAYLOAD = insert(EVENTS), insert(BLOBS)
 
 
 class Place(Protocol):
@@ -161,6 +83,10 @@ class Place(Protocol):
 
     def hold(self, ask: Callable[[str], Any]) -> Callable[[], None]:
         """Have the right to write, or say who has it; what gives it back."""
+        ...
+
+    def damage(self, ask: Callable[[str], Any]) -> str:
+        """What the database finds wrong with its pages and indexes; nothing, as a rule."""
         ...
 
     def under_way(self, raw: Any) -> bool:
@@ -199,9 +125,9 @@ class SqlJournal(Journal):
 
     def __init__(self, place: Place, *, read_only: bool = False) -> None:
         super().__init__()
-        self._place, self._read_only = place, read_only
-        self._newest: int | None = None
-        """The newest position, as this process knows it that alone may write."""
+        self._place, self._read_only, self.name = place, read_only, place.name
+        self._end: Mark | None = None
+        """How far it has come, as this process knows it that alone may write."""
         engine = create_engine(
             URL.create(place.driver, **place.url),
             isolation_level="AUTOCOMMIT",
@@ -216,36 +142,40 @@ class SqlJournal(Journal):
                 held.callback(place.hold(self._connection.exec_driver_sql))
             self.blobs = SqlBlobs(self._connection)
             self._keep_event, self._keep_state = (_spoken(each, self._connection) for each in (KEEP_EVENT, KEEP_STATE))
-            self._prepare()
+            with self._reading("opened"):
+                self._prepare()
             self._opened = opened.pop_all()
 
-    def flush(self) -> None:
-        """Make all that is written survive the loss of power too."""
+    def flush(self) -> Mark:
+        """Make all that is written survive the loss of power too, and say how far that is."""
         with self._lock, self._speaking("flushed"):
             before, after = self._place.to_flush
             self._connection.exec_driver_sql(before)
             try:
                 with self._transaction():
-                    self._note(flushed=str(self.position))
+                    end = self.end
+                    self._note(flushed=str(end.position))
             finally:
                 self._connection.exec_driver_sql(after)
+            return end
 
     def close(self) -> None:
         """Let go of the database, and of the right to write it."""
         with self._lock, self._speaking("closed"):
-            self._newest = None
+            self._end = None
             self._opened.close()
 
     @property
-    def position(self) -> int:
-        """The position of the newest event; 0 where there is none."""
+    def end(self) -> Mark:
+        """How far it has come."""
         with self._lock:
-            if self._newest is not None:
-                return self._newest
-            with self._speaking("read"):
-                newest = int(self._connection.execute(FIND_NEWEST).scalar() or 0)
-            self._newest = None if self._read_only else newest
-            return newest
+            if self._end is not None:
+                return self._end
+            with self._reading():
+                newest: Any = self._connection.execute(FIND_END).one_or_none()
+                end = Mark(0, 0) if newest is None else Mark(newest.position, newest.chain)
+            self._end = None if self._read_only else end
+            return end
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -264,14 +194,29 @@ class SqlJournal(Journal):
             self._connection.exec_driver_sql(said)
         if self._read_only:
             return
+        if tables:
+            self._refuse_damage(facts)
         with self._transaction():
             if not tables:
                 TABLES.create_all(self._connection)
-            elif facts["derivation"] != DERIVATION:
+            elif facts.get("derivation") != DERIVATION:
                 self._connection.execute(delete(STATES))
                 self._write({}, [written(state) for state in self.replay().values()])
             me = f"process {os.getpid()} on {socket.gethostname()}"
             self._note(schema=SCHEMA, derivation=DERIVATION, writer=me)
+
+    def _refuse_damage(self, facts: Mapping[str, str]) -> None:
+        """Refuse a database that is not whole, and one whose last events are gone."""
+        if found := self._place.damage(self._connection.exec_driver_sql):
+            raise self._damaged(f"its database is not whole ({found})")
+        if facts.get("end", _told(Mark(0, 0))) != _told(self.end):
+            raise self._damaged(f"it ends at event {self.position}, which is not the last that was written")
+
+    def _damaged(self, what: str) -> StoreError:
+        return StoreError(
+            f"The journal {self.name} is damaged: {what}. Nothing was changed. Keep it, and go on from a copy of it "
+            "that is whole, with its -wal file."
+        )
 
     def _facts(self) -> dict[str, str]:
         return {fact.name: fact.value for fact in self._connection.execute(select(FACTS))}
@@ -294,13 +239,13 @@ class SqlJournal(Journal):
                 yield
                 self._connection.exec_driver_sql("COMMIT")
             except BaseException:
-                self._newest = None
+                self._end = None
                 if self._place.under_way(self._connection.connection.driver_connection):
                     self._connection.exec_driver_sql("ROLLBACK")
                 raise
 
-    def _write(self, records: Mapping[int, Record], states: Sequence[Written]) -> None:
-        if records:
+    def _write(self, events: Mapping[int, Entry], states: Sequence[Written]) -> None:
+        if events:
             rows = [
                 {
                     "position": position,
@@ -308,51 +253,89 @@ class SqlJournal(Journal):
                     "rollout": record.rollout,
                     "body": record.body,
                     "size": len(record.payload),
-                    "crc": _checksum(record.body, record.payload),
+                    "digest": digest,
+                    "chain": chain,
                 }
-                for position, record in records.items()
+                for position, (record, digest, chain) in events.items()
             ]
             self._connection.exec_driver_sql(self._keep_event, rows)
-            self._newest = max(records)
+            self._end = Mark(rows[-1]["position"], rows[-1]["chain"])
+            self._note(end=_told(self._end))
         if states:
             self._connection.exec_driver_sql(self._keep_state, [state._asdict() for state in states])
+
+    def _chain(self, position: int) -> int:
+        if position == 0:
+            return 0
+        with self._reading():
+            found = self._connection.execute(FIND_CHAIN, {"position": position}).scalar()
+            if found is None:
+                raise self._damaged(f"its event at position {position} is missing")
+            return int(found)
 
     def _records(
         self, after: int, until: int, kind: str | None, rollout: int | None, limit: int
     ) -> list[tuple[int, Record]]:
         asked = FIND_OF_ROLLOUT if rollout is not None else FIND_OF_KIND if kind is not None else FIND_EVENTS
         given = {"after": after, "until": until, "limit": limit, "kind": kind, "rollout": rollout}
-        with self._speaking("read"):
+        with self._reading():
             page = self._connection.execute(asked, given).all()
+            if asked is FIND_EVENTS:
+                self._refuse_gaps(page, after, min(until, after + limit))
             payloads = self.blobs.get([row.position for row in page if row.size])
-        return [(row.position, self._checked(row, payloads.get(row.position, b""))) for row in page]
+            return [(row.position, self._checked(row, payloads.get(row.position, b""))) for row in page]
+
+    def _refuse_gaps(self, page: Sequence[Row[Any]], after: int, last: int) -> None:
+        """Refuse events of which one is missing, or stands in the place of another."""
+        if after == last:
+            return
+        chain = self._chain(after)
+        for position, row in zip_longest(range(after + 1, last + 1), page):
+            if row is None or row.position != position:
+                raise self._damaged(f"its event at position {position} is missing")
+            chain = chained(chain, row.digest)
+            if row.chain != chain:
+                raise self._damaged(f"its event at position {position} does not follow the one before")
 
     def _checked(self, row: Row[Any], payload: bytes) -> Record:
-        if _checksum(row.body, payload) != row.crc:
-            raise StoreError(
-                f"The event at position {row.position} of the journal {self._place.name} does not match its checksum: "
-                "it was damaged after it was written. Keep the journal, and go on from a copy of it that is whole."
-            )
-        return Record(row.kind, row.rollout, row.body, payload)
+        record = Record(row.kind, row.rollout, row.body, payload)
+        if digest_of(row.position, record) != row.digest:
+            raise self._damaged(f"its event at position {row.position} does not match its checksum")
+        return record
 
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:
         found = {}
-        with self._speaking("read"):
+        with self._reading():
             for some in _parts(ids):
                 rows = self._connection.execute(FIND_STATES, {"kind": kind, "ids": some})
-                found.update({row.id: row.body for row in rows})
+                found.update({row.id: self._body(row) for row in rows})
         return found
 
     def _found(self, kind: str, phases: Sequence[str]) -> list[str]:
-        with self._speaking("read"):
+        with self._reading():
             rows = self._connection.execute(FIND_PHASES, {"kind": kind, "phases": phases}).all()
-        return [row.body for row in sorted(rows, key=lambda row: row.id)]
+            return [self._body(row) for row in sorted(rows, key=lambda row: row.id)]
 
     def _listed(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
         end = LAST_ID if backwards else -LAST_ID
         given = {"kind": kind, "after": end if after is None else after, "limit": limit}
-        with self._speaking("read"):
-            return list(self._connection.execute(FIND_LISTED_BACKWARDS if backwards else FIND_LISTED, given).scalars())
+        with self._reading():
+            rows = self._connection.execute(FIND_LISTED_BACKWARDS if backwards else FIND_LISTED, given)
+            return [self._body(row) for row in rows]
+
+    def _body(self, row: Row[Any]) -> str:
+        if state_digest(row.kind, row.id, row.phase, row.body) != row.digest:
+            raise self._damaged(f"its state of {row.kind} {row.id} does not match its checksum")
+        return str(row.body)
+
+    @contextmanager
+    def _reading(self, done: str = "read") -> Iterator[None]:
+        """Say in a sentence what is wrong with what was read: a value of another type than was written, too."""
+        try:
+            with self._speaking(done):
+                yield
+        except (TypeError, ValueError, AttributeError) as error:
+            raise self._damaged(f"a value in it is not what was written ({error})") from error
 
     @contextmanager
     def _speaking(self, done: str) -> Iterator[None]:
@@ -377,8 +360,9 @@ def _spoken(statement: ClauseElement, connection: Connection) -> str:
     return str(statement.compile(dialect=connection.dialect))
 
 
-def _checksum(body: str, payload: bytes) -> int:
-    return zlib.crc32(payload, zlib.crc32(body.encode()))
+def _told(end: Mark) -> str:
+    """The end of a journal as it is noted."""
+    return f"{end.position} {end.chain}"
 
 
 def _parts(values: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -29,7 +29,7 @@ FAILURES: dict[int, str] = {
     sqlite3.SQLITE_IOERR: "the operating system failed to read or write it: look at the disk, its space and its quota; "
     "what was written before is safe",
     sqlite3.SQLITE_CORRUPT: "its contents are damaged, and nothing was changed: keep the file, and go on from a copy "
-    "made by the `.recover` command of sqlite3",
+    "of it that is whole",
     sqlite3.SQLITE_NOTADB: "it is not a database, and nothing was changed: give the path of a journal or a new file",
     sqlite3.SQLITE_READONLY: "it may not be written here: look at the permissions of the file and its directory",
     sqlite3.SQLITE_CANTOPEN: "its directory is missing or closed to us: look at the path and the permissions",
@@ -82,13 +82,25 @@ class InFile:
             ) from error
         return lock.close
 
+    def damage(self, ask: Callable[[str], Any]) -> str:
+        """What SQLite finds wrong with its pages and indexes. Payloads, most of the file, are left to their checksums,
+        unless there are free pages, which might be in use as well: a few seconds per million events."""
+        tables = [""] if ask("PRAGMA freelist_count").scalar() else ["('facts')", "('events')", "('states')"]
+        for table in tables:
+            if (found := str(ask(f"PRAGMA integrity_check{table}").scalar())) != "ok":
+                return " ".join(found.split())
+        return ""
+
     def under_way(self, raw: Any) -> bool:
         """Whether a transaction is still to be undone: after some failures SQLite has undone it itself."""
         return bool(raw.in_transaction)
 
     def failure(self, error: Any) -> str:
         """What went wrong and what to do."""
-        return FAILURES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, str(error))
+        code = getattr(error, "sqlite_errorcode", None)
+        if code in (None, sqlite3.SQLITE_ERROR):  # a text that is none, a table or a column that is not there
+            return f"{error}: {FAILURES[sqlite3.SQLITE_CORRUPT]}"
+        return FAILURES.get(code & 0xFF, str(error))
 
 
 def _writer(path: Path) -> str:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from etude.records import Outcome
 from etude.store import wire
 from etude.store.blobs import pack_turn
+from etude.store.bounds import OF_ITSELF, small
 from etude.store.desk import Desk, Ended, Find, Limits, Use
 from etude.store.forms import (
     LONGEST_POLL,
     Earned,
     Form,
     Id,
+    Ids,
     Json,
     KeyForm,
     Name,
@@ -28,11 +30,17 @@ from etude.store.forms import (
     TurnRead,
     Verb,
     WantedForm,
+    documents,
 )
 from etude.store.run_verbs import History, Keep, Put, ResourceForm, Runners, Seal, Statistics
 from etude.store.states import RolloutState, Status
 
 __all__ = ["VERBS", "AnyWriting", "Batch", "ClaimForm", "Writing"]
+
+
+def _short(told: dict[str, Any]) -> dict[str, Any]:
+    small(told, "What a runner says of itself", *OF_ITSELF)
+    return told
 
 
 # -- who wants rollouts ------------------------------------------------------------------------------------------------
@@ -56,7 +64,7 @@ class Enqueue(Verb):
 
     async def at(self, desk: Desk) -> dict[str, Any]:
         """Queue them."""
-        return {"ids": await desk.enqueue([wanted.made() for wanted in self.wanted])}
+        return {"ids": await desk.enqueue(await documents(self.wanted, WantedForm.made))}
 
 
 class Cancel(Verb):
@@ -64,7 +72,7 @@ class Cancel(Verb):
     stay so."""
 
     name = "cancel"
-    rollouts: list[Id]
+    rollouts: Ids
     why: Annotated[Text, Field(min_length=1)]
 
     async def at(self, desk: Desk) -> dict[str, Any]:
@@ -82,7 +90,7 @@ class Wait(Verb):
         cursor: int
         rollouts: list[RolloutState]
 
-    name, reply, waits = "wait", WaitReply, True
+    name, reply, waits, long = "wait", WaitReply, True, True
     cursor: Id = Field(0, description="0 is the beginning")
     timeout_s: float = Field(0.0, ge=0, le=LONGEST_POLL)
     limit: int = Field(256, ge=1, le=1000)
@@ -94,7 +102,7 @@ class Wait(Verb):
     async def at(self, desk: Desk) -> dict[str, Any]:
         """Wait."""
         cursor, states = await desk.wait(self.cursor, self.timeout_s, self.limit)
-        return {"cursor": cursor, "rollouts": [state.document() for state in states]}
+        return {"cursor": cursor, "rollouts": await documents(states, RolloutState.document)}
 
 
 class FindForm(Verb):
@@ -106,10 +114,10 @@ class FindForm(Verb):
         rollouts: list[RolloutState]
         more: bool
 
-    name, reply = "find", FindReply
-    statuses: list[Status] = Field([])
-    tasks: list[Number] = Field([])
-    ids: list[Id] = Field([])
+    name, reply, long = "find", FindReply, True
+    statuses: list[Status] = Field([], max_length=len(Status))
+    tasks: list[Number] = Field([], max_length=1000)
+    ids: Ids = Field([])
     use: Use | None = None
     sort: Literal["id", "-id"] = "id"
     after: Id | None = None
@@ -119,7 +127,7 @@ class FindForm(Verb):
         """Look for them."""
         told = self.model_dump() | {name: tuple(getattr(self, name)) for name in ("statuses", "tasks", "ids")}
         page = await desk.find(Find(**told))
-        return {"rollouts": [state.document() for state in page.rollouts], "more": page.more}
+        return {"rollouts": await documents(page.rollouts, RolloutState.document), "more": page.more}
 
 
 class _Past(Verb):
@@ -135,11 +143,11 @@ class Turns(_Past):
 
         turns: list[TurnRead]
 
-    name, reply = "turns", TurnsReply
+    name, reply, long = "turns", TurnsReply, True
 
     async def at(self, desk: Desk) -> dict[str, Any]:
         """Read them."""
-        return {"turns": [wire.turn_document(turn) for turn in await desk.turns(self.rollout, self.attempt)]}
+        return {"turns": await documents(await desk.turns(self.rollout, self.attempt), wire.turn_document)}
 
 
 class Events(_Past):
@@ -150,7 +158,7 @@ class Events(_Past):
 
         events: list[dict[str, Any]]
 
-    name, reply = "events", EventsReply
+    name, reply, long = "events", EventsReply, True
 
     async def at(self, desk: Desk) -> dict[str, Any]:
         """Read them."""
@@ -192,7 +200,7 @@ class ClaimForm(Verb):
 
     async def at(self, desk: Desk) -> dict[str, Any]:
         """Claim them."""
-        return {"claims": [wire.claim_document(claim) for claim in await desk.claim(self.runner, self.n, self.wait_s)]}
+        return {"claims": await documents(await desk.claim(self.runner, self.n, self.wait_s), wire.claim_document)}
 
 
 class Heartbeat(Verb):
@@ -213,8 +221,8 @@ class Heartbeat(Verb):
     name, reply = "heartbeat", HeartbeatReply
     opens = frozenset({"admin", "runner"})
     runner: Name
-    running: list[KeyForm]
-    told: dict[str, Json] | None = Field(None, description="what it says of itself")
+    running: list[KeyForm] = Field(max_length=1000)
+    told: Annotated[dict[str, Json], AfterValidator(_short)] | None = Field(None, description="what it says of itself")
 
     async def at(self, desk: Desk) -> dict[str, Any]:
         """Hear it."""
@@ -313,6 +321,7 @@ class TurnForm(Writing):
         tags: list[str] = Field([])
         reward: float | None = None
         anchor: Number | None = None
+        observed: Id | None = None
         finish: Literal["stop", "length", "abort"]
         text: str = ""
         arrays: str = Field(json_schema_extra={"contentEncoding": "base64"}, description="see `etude.store.blobs`")
@@ -329,7 +338,8 @@ class TurnForm(Writing):
 
     async def at(self, desk: Desk) -> dict[str, Any]:
         """Write it."""
-        return {"index": await desk.turn(self.key, wire.turn_of(self.turn.model_dump()))}
+        (turn,) = await documents([self.turn], lambda said: wire.turn_of(said.model_dump()), len(self.turn.arrays))
+        return {"index": await desk.turn(self.key, turn)}
 
     async def again(self, desk: Desk) -> dict[str, Any] | None:
         """A turn is known by its tokens and log-probs: two that are alike to the last bit are taken for one."""

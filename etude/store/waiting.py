@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from etude.records import Task
+from etude.store.bounds import RUNNERS
 from etude.store.clerk import Promise
 from etude.store.desk import Key, RunnerState
 from etude.store.limits import Limits, Use
@@ -62,13 +63,16 @@ class Runners:
     def __init__(self, log: Callable[..., None]) -> None:
         """log: is told who comes, and who is not there any more."""
         self._heard: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        """The one that has been silent longest first: it goes where there are too many."""
         self._log = log
 
     def spoke(self, runner: str, told: Mapping[str, Any] | None = None) -> None:
         """One was heard."""
         if runner not in self._heard:
             self._log("The runner '%s' is here.", runner)
-        _, known = self._heard.get(runner, (0.0, {}))
+        _, known = self._heard.pop(runner, (0.0, {}))
+        if len(self._heard) >= RUNNERS:
+            del self._heard[next(iter(self._heard))]
         self._heard[runner] = time.monotonic(), known if told is None else told
 
     def states(self, has: Iterable[tuple[str, Key]], now: float) -> list[RunnerState]:

@@ -1,17 +1,17 @@
 """`etude answers RUN`: what a run was trained on, to be read: the tasks of a step, and what was answered to each.
 
 The answers come from the run's journal, which may be read while the run goes on. What a rollout of several turns was
-shown between them is read from the very tokens it was shown. Answers to the held-out tasks lie beside it as text, in
-`evaluations/`.
+shown between them is read from the very tokens it was shown. Rollouts that failed stand beside those that were trained
+on, with their outcome and cause. Answers to the held-out tasks lie beside the journal as text, in `evaluations/`.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,17 @@ from rich.text import Text
 from etude.chat import Tokenizer, retold
 from etude.errors import ConfigError
 from etude.observe import format_number, get_log, make_console
-from etude.recipes.agents import asked_of
-from etude.records import Turn
-from etude.store import Journal, open_store
-from etude.tools.rollouts.reading import Counts, counting
+from etude.recipes.agents import SCORED, asked_of
+from etude.recipes.causes import cause_of
+from etude.recipes.play import ending
+from etude.records import Outcome, Turn
+from etude.store import Journal, Phase, RolloutState, TaskDropped, open_store
+from etude.tools.rollouts.reading import counting
 
 __all__ = ["answers", "show"]
 
 JOURNAL, OPTIONS = "journal.sqlite", "run.yaml"
+FAILURES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.SUCCEEDED)
 LONGEST = 300
 """Characters of an answer that are shown, unless it is to be whole."""
 
@@ -50,11 +53,13 @@ def show(
     groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for each in found:
         groups[each["task"]].append(each)
-    console.print(Text(f"Step {step}: {len(found)} answers to {len(groups)} tasks."), soft_wrap=True)
+    failed = sum(each["outcome"] != Outcome.SUCCEEDED for each in found)
+    told = f" {failed} of these rollouts failed: each says why." if failed else ""
+    console.print(Text(f"Step {step}: {len(found)} answers to {len(groups)} tasks.{told}"), soft_wrap=True)
     for group in list(groups.values())[:shown]:
         console.print()
         console.print(Text(_spoken(group[0]["prompt"]), "bold"), soft_wrap=True)
-        console.print(_table(sorted(group, key=lambda each: -each["reward"]), whole))
+        console.print(_table(sorted(group, key=_worth, reverse=True), whole))
     if len(groups) > shown:
         console.print(Text(f"{len(groups) - shown} more tasks: -n {len(groups)} shows all, --json prints them."))
 
@@ -66,8 +71,8 @@ def _at_least_one(tasks: int) -> int:
 
 
 def answers(directory: Path, step: int | None = None, tasks: int | None = None) -> tuple[int, list[dict[str, Any]]]:
-    """Which step, by default the last that was collected, and its answers as plain data, task by task. tasks: how many
-    of its tasks; None is all."""
+    """Return a step, by default the last that was collected, and its rollouts as plain data, task by task: those that
+    were trained on, and those that failed. tasks: how many of its tasks; None is all."""
     most = None if tasks is None else _at_least_one(tasks)
     file = directory / JOURNAL
     if not file.is_file():
@@ -75,19 +80,46 @@ def answers(directory: Path, step: int | None = None, tasks: int | None = None) 
             f"{directory} holds no {JOURNAL}, so no answers of a run. Give the directory that `etude train` printed."
         )
     with closing(open_store(file, read_only=True)) as store:
-        admitted = store.admitted()
-        if not admitted:
+        admitted, dropped = store.admitted(), _dropped(store)
+        steps = admitted.keys() | dropped.keys()  # a step whose tasks all failed was never admitted
+        if not steps:
             raise ConfigError(f"The run in {directory} has not collected its first step yet. Wait until it has.")
-        wanted = max(admitted) if step is None else step
-        if wanted not in admitted:
+        wanted = max(steps) if step is None else step
+        if wanted not in steps:
             raise ConfigError(
-                f"The run in {directory} has no step {wanted}; it has collected steps {min(admitted)} to "
-                f"{max(admitted)}. Give one of them with --step."
+                f"The run in {directory} has no step {wanted}; it has collected steps {min(steps)} to "
+                f"{max(steps)}. Give one of them with --step."
             )
-        counts = counting(directory)
-        found = list(_of(store, wanted, admitted[wanted], counts, partial(_tokenizer, directory)))
+        rollouts = _rollouts(store, admitted.get(wanted, ()), dropped.get(wanted, ()))
+        found = list(_of(store, wanted, rollouts, directory))
         first = list(dict.fromkeys(each["task"] for each in found))[:most]
         return wanted, [each for each in found if each["task"] in first]
+
+
+def _dropped(store: Journal) -> dict[int, list[int]]:
+    """The tasks that each step left out; tasks that scored the model are none of them."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for _, event in store.read(kinds=(TaskDropped,)):
+        if isinstance(event, TaskDropped) and event.task < SCORED:
+            found[event.step].append(event.task)
+    return found
+
+
+def _rollouts(store: Journal, admitted: Sequence[int], dropped: Sequence[int]) -> list[RolloutState]:
+    """The rollouts that a step trained on, and behind those of a task the ones that failed."""
+    trained = store.some(RolloutState, admitted)
+    tries: dict[int, list[RolloutState]] = {trained[id].task: [] for id in admitted} | {task: [] for task in dropped}
+    for id in admitted:
+        tries[trained[id].task].append(trained[id])
+    for task, chosen in tries.items():
+        others = [id for id in store.task(task).rollouts if id not in trained]
+        chosen += [state for state in store.some(RolloutState, others).values() if _failed(state)]
+    return [state for chosen in tries.values() for state in chosen]
+
+
+def _failed(state: RolloutState) -> bool:
+    """Whether a rollout has ended, and otherwise than by success."""
+    return state.phase not in (Phase.QUEUED, Phase.RUNNING) and state.status in FAILURES
 
 
 @cache
@@ -101,13 +133,12 @@ def _tokenizer(directory: Path) -> Tokenizer | None:
         return None
 
 
-def _of(
-    store: Journal, step: int, rollouts: Sequence[int], counts: Counts, speaks: Callable[[], Tokenizer | None]
-) -> Iterator[dict[str, Any]]:
-    for id in rollouts:
-        rollout = store.rollout(id)
-        task, last, turns = store.task(rollout.task), rollout.last, store.turns(id)
-        assert last is not None, "what a step trained on was tried"
+def _of(store: Journal, step: int, rollouts: Sequence[RolloutState], directory: Path) -> Iterator[dict[str, Any]]:
+    counts, turns_at_most = counting(directory), _max_turns(directory)
+    for rollout in rollouts:
+        task, last = store.task(rollout.task), rollout.last
+        turns = store.turns(rollout.id) if last is not None else []
+        earned = counts(rollout)
         yield {
             "step": step,
             "task": task.id,
@@ -115,11 +146,20 @@ def _of(
             "prompt": asked_of(task.fields),
             "ground_truth": task.fields.get("ground_truth"),
             "answer": turns[-1].completion.text if turns else "",
-            "reward": counts(rollout),
-            "parts": dict(last.parts) if counts(rollout) == last.total else {},
+            "reward": earned,
+            "parts": dict(last.parts) if last is not None and earned is not None and earned == last.total else {},
             "tokens": sum(len(turn.completion.ids) for turn in turns),
-            "finish": "length" if last.truncated else turns[-1].completion.finish if turns else "stop",
-        } | ({"conversation": _conversation(speaks(), turns)} if len(turns) > 1 else {})
+            "finish": ending(turns, last is not None and last.truncated, turns_at_most) or "stop",
+            "outcome": str(rollout.status),
+            "error": cause_of(store, rollout) if _failed(rollout) else "",
+        } | ({"conversation": _conversation(_tokenizer(directory), turns)} if len(turns) > 1 else {})
+
+
+def _max_turns(directory: Path) -> int | None:
+    """The most turns that a rollout of a run may have, where an environment plays; agents bound themselves."""
+    file = directory / OPTIONS
+    told = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return None if told.get("agent", {}).get("path") is not None else told.get("env", {}).get("max_turns")
 
 
 def _conversation(tokenizer: Tokenizer | None, turns: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -142,16 +182,33 @@ def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
     for name in ("times", "reward", *parts, "tokens"):
         table.add_column(name, justify="right")
     table.add_column("answer")
-    alike: dict[tuple[str, float, str], list[Mapping[str, Any]]] = defaultdict(list)
+    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for each in group:
-        alike[_told(each), each["reward"], each["finish"]].append(each)
-    for (told, _, _), (each, *others) in alike.items():
+        alike[_told(each), each["reward"], each["finish"], each["outcome"], each["error"]].append(each)
+    for (told, *_), (each, *others) in alike.items():
         text = told if whole or len(told) <= LONGEST else told[: LONGEST - 1] + "…"
         cut = "" if each["finish"] == "stop" else f"  [{each['finish']}]"
         numbers = [each["reward"], *(each["parts"].get(name, float("nan")) for name in parts)]
-        cells = [str(1 + len(others)), *map(format_number, numbers), str(each["tokens"])]
-        table.add_row(*map(Text, cells), Text.assemble(text, (cut, "dim")))
+        shown = ["–" if number is None else format_number(number) for number in numbers]
+        cells = [str(1 + len(others)), *shown, str(each["tokens"])]
+        table.add_row(*map(Text, cells), Text.assemble(text, (cut, "dim"), (_why(each, whole, bool(text)), "red")))
     return table
+
+
+def _why(answer: Mapping[str, Any], whole: bool, behind: bool) -> str:
+    """The outcome of a rollout that failed, and its cause: of a long one the beginning and the end, where causes stand.
+    behind: whether it follows the answer."""
+    if answer["outcome"] == Outcome.SUCCEEDED:
+        return ""
+    error = answer["error"]
+    if not whole and len(error) > LONGEST:
+        error = f"{error[: LONGEST // 3]} … {error[-2 * LONGEST // 3 :]}"
+    return ("\n" if behind else "") + f"{answer['outcome']}: {error}"
+
+
+def _worth(answer: Mapping[str, Any]) -> float:
+    """What the best come first by; those without a reward come last."""
+    return float("-inf") if answer["reward"] is None else float(answer["reward"])
 
 
 def _told(answer: Mapping[str, Any]) -> str:

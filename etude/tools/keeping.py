@@ -30,7 +30,7 @@ from etude.store.local_desk import LocalDesk
 from etude.store.server import serve
 from etude.store.serving import reached_at
 
-__all__ = ["keep"]
+__all__ = ["LOOK_S", "heard_at", "keep", "told_to_stop"]
 
 JOURNAL = "journal.sqlite"
 LOOK_S = 1.0
@@ -42,7 +42,7 @@ def keep(where: str, listen: str, *, keys: bool = False, give_over: bool = False
     """Serve the store in a directory, or in the PostgreSQL database of an address, until it is told to stop. keys:
     show those that let others in. give_over: let the run that it keeps be taken up in another place."""
     configure("info", mask=mask_text)
-    host, port = _heard_at(listen)
+    host, port = heard_at(listen)
     _, chosen = store_address()
     directory = None if "://" in where else Path(where).expanduser()
     if directory is not None and directory.is_file():
@@ -61,7 +61,7 @@ def keep(where: str, listen: str, *, keys: bool = False, give_over: bool = False
         stack.callback(lambda: asyncio.run(desk.close()))
         if give_over:
             asyncio.run(desk.give_over())
-        stopping = stack.enter_context(_told_to_stop())
+        stopping = stack.enter_context(told_to_stop())
         serving = stack.enter_context(serve(desk, keyring, host=host, port=port))
         address = reached_at(serving.url)
         _introduce(
@@ -77,7 +77,8 @@ def keep(where: str, listen: str, *, keys: bool = False, give_over: bool = False
     console.print(Text(told), soft_wrap=True)
 
 
-def _heard_at(listen: str) -> tuple[str, int]:
+def heard_at(listen: str) -> tuple[str, int]:
+    """The address and the port that `--listen` names."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--listen takes an address and a port, such as 127.0.0.1:8700, and '{listen}' is none.")
@@ -90,7 +91,7 @@ def _file_in(directory: Path) -> Path:
 
 
 @contextmanager
-def _told_to_stop() -> Iterator[threading.Event]:
+def told_to_stop() -> Iterator[threading.Event]:
     """Set by the first SIGINT or SIGTERM; the second ends the wait for whoever is still being answered."""
     stopping = threading.Event()
 

@@ -100,9 +100,14 @@ def test_a_program_that_fails_while_its_model_is_away_is_not_to_blame(there: Map
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("echo out; echo 'it broke' >&2; exit 3", "exit code 3. Its last words: it broke"),
+        (
+            "echo 'error 400'; echo 'it broke' >&2; exit 3",
+            "exit code 3. Its standard output ended with:\nerror 400\nIts standard error ended with:\nit broke",
+        ),
+        ("echo 'error 400'; exit 1", "exit code 1. Its standard output ended with:\nerror 400"),
+        ("echo $OPENAI_API_KEY; exit 1", "exit code 1. Its standard output ended with:\n…"),
         ("kill -9 $$", "the signal SIGKILL"),
-        ("exit 1", "said nothing on standard error"),
+        ("exit 1", "It wrote nothing to standard output or standard error."),
         ("""echo '{"reward": NaN}'""", "a reward is finite"),
         ("""echo '{"reward": "much"}'""", "'much' of type str"),
     ],
@@ -141,7 +146,17 @@ def test_the_time_of_a_program_is_bounded_and_all_of_it_ends(tmp_path: Path) -> 
     found = ran(line, timeout_s=0.5, grace_s=0.2)
     assert found.only.status is Status.TIMED_OUT and time.monotonic() - began < 10
     assert found.events[0][0]["data"]["stdout"] == "said\n"
+    assert found.error == "It was not over after 0.5 s. Its standard output ended with:\nsaid"
     assert all(gone(int(pid)) for pid in pids.read_text().split())
+
+
+def test_a_program_that_takes_longer_than_its_rollout_allows_says_how_far_it_came() -> None:
+    """Its runner stops it, and the desk waits for what the runner has to tell."""
+    limits = Limits(timeout_s=0.5, max_attempts=1)
+    found = played(etude.command("echo asking; echo waits >&2; sleep 60"), wanted(1, limits))
+    assert found.only.status is Status.TIMED_OUT
+    ends = "Its standard output ended with:\nasking\nIts standard error ended with:\nwaits"
+    assert found.error == f"It was not over after 0.5 s. {ends}"
 
 
 def test_a_program_that_is_asked_to_end_may_tidy_up(tmp_path: Path) -> None:

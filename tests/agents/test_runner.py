@@ -127,7 +127,9 @@ def test_what_takes_too_long_is_timed_out(threaded: bool) -> None:
     found = played(hangs if threaded else sleeps, wanted(3), max_concurrency=1)
     release.set()
     assert [state.status for state in found.states] == [Status.TIMED_OUT, Status.SUCCEEDED, Status.SUCCEEDED]
-    assert "0.6 s" in last_error(found.states[0])
+    told = last_error(found.states[0])
+    assert "0.6 s" in told
+    assert threaded or (f"It was at {__file__}:" in told and told.endswith(", in sleeps."))
 
 
 def test_a_coroutine_that_will_not_be_cancelled_is_left_and_counted() -> None:

@@ -1,11 +1,11 @@
-"""DAPO's over-long penalty and its filter."""
+"""DAPO's over-long penalty."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from etude.algorithms.filters import Overlong, informative
+from etude.algorithms.filters import Overlong
 from etude.errors import ConfigError, MissingColumnError
 from etude.observe import Metrics
 from tests.algorithms.flat import flat_view, float64
@@ -34,20 +34,6 @@ def test_the_penalty_needs_a_reward() -> None:
 def test_a_buffer_longer_than_the_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"`buffer` is 4096, more than the whole of `max_length` = 1024"):
         Overlong(max_length=1024, buffer=4096)
-
-
-def test_groups_whose_metric_is_all_the_same_are_dropped_and_groups_of_one_are_kept() -> None:
-    metric = float64([1, 100.1, 0, 100.1, 1, 100.1, 7])
-    group = torch.tensor([0, 1, 0, 1, 2, 1, 3])
-    assert informative(metric, group).tolist() == [True, False, True, False, True, False, True]
-
-
-def test_the_filter_looks_at_the_task_and_not_at_a_penalised_reward() -> None:
-    view = flat_view([1, 6], reward=float64([1, 1]), metric=float64([1, 1]))
-    batch = Overlong(max_length=6, buffer=4).penalised(view, Metrics())
-    assert batch.metric is not None and batch.reward is not None
-    assert not informative(batch.metric, batch.group).any()
-    assert informative(batch.reward, batch.group).all()
 
 
 def test_the_buffer_is_a_fifth_of_the_limit_unless_it_is_given() -> None:

@@ -25,7 +25,7 @@ KNOBS: dict[str, list[dict[str, Any]]] = {
     "cispo": [{"low": 0.9}, {"high": 1.1}],
     "sapo": [{"tau_positive": 2.0}, {"tau_negative": 2.0}],
     "gmpo": [{"clip": 0.1}],
-    "dppo": [{"divergence": "kl"}, {"threshold": 0.05}, {"cap": 1.1}],
+    "dppo": [{"divergence": "kl"}, {"threshold_low": 0.05}, {"threshold_high": 0.05}, {"cap": 1.1}],
     "clip_cov": [{"clip_low": 0.05}, {"clip_high": 0.05}, {"share": 0.4}, {"cov_low": -9.0}, {"cov_high": 9.0}],
     "kl_cov": [{"share": 0.2}, {"coefficient": 3.0}],
     "dro": [{"beta": 2.0}],
@@ -236,8 +236,11 @@ def test_dppo_drops_only_what_moves_further_away(divergence: Any) -> None:
     mu = torch.tensor([0.3, 0.3, 0.3, 0.3, 1e-4, 0.3]).log()
     now = torch.tensor([0.8, 0.8, 0.02, 0.02, 5e-3, 0.8]).log()
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
-    drop = dppo_drops(now, mu, advantage, divergence=divergence, threshold=0.2 if divergence == "tv" else 0.05)
+    usual = 0.2 if divergence == "tv" else 0.05
+    drop = dppo_drops(now, mu, advantage, divergence=divergence, low=usual, high=usual)
     assert drop.tolist() == [True, False, False, True, False, False]
+    wide = dppo_drops(now, mu, advantage, divergence=divergence, low=usual, high=1.0)
+    assert wide.tolist() == [False, False, False, True, False, False], "a rise is held by the upper one alone"
 
 
 def test_weights_multiply_after_the_maximum() -> None:

@@ -254,6 +254,32 @@ def test_history_served_keeps_the_thinking_that_the_template_would_drop() -> Non
         assert kept or np.array_equal(following, chat.render([ASK, THOUGHT, MORE]))
 
 
+@pytest.mark.parametrize("history", ["served", "template"])
+def test_how_much_was_shown_after_an_answer_is_known_though_the_template_rewrites_it(history: str) -> None:
+    """After the answer before and no earlier one, whether the prompt has the ids of any of them or not."""
+    chat = chat_of("qwen3", history)
+    conversation, messages, shown = chat.conversation(), [ASK], ""
+    completion = chat.tokenizer.encode("<think>\nTwo and two.\n</think>\n\nIt is 4.<|im_end|>")
+    for turn in range(3):
+        prompt = conversation.render(messages)
+        length = conversation.observed(messages, [], prompt)
+        assert chat.tokenizer.decode(prompt[len(prompt) - length :], special=True) == shown, turn
+        _, messages = serve(conversation, messages, [], completion, THOUGHT)
+        messages, shown = [*messages, MORE], "\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_what_stands_before_an_answer_that_the_model_did_not_give_was_not_shown_after_its_own() -> None:
+    chat = chat_of("qwen3")
+    conversation = chat.conversation()
+    made_up = [ASK, Message("assistant", "Hello."), MORE]
+    assert conversation.observed(made_up, [], conversation.render(made_up)) == 0, "the model has not answered"
+    _, messages = serve(conversation, [ASK], [], chat.tokenizer.encode("It is 4.<|im_end|>"), SAID)
+    edited = [*messages, MORE, Message("assistant", "Mine."), ASK]
+    prompt = conversation.render(edited)
+    shown = chat.tokenizer.decode(prompt[len(prompt) - conversation.observed(edited, [], prompt) :], special=True)
+    assert shown.endswith("user\nWhat is it?<|im_end|>\n<|im_start|>assistant\n") and "Mine" not in shown
+
+
 def test_history_template_keeps_the_ids_where_the_template_keeps_the_thinking() -> None:
     chat = chat_of("qwen3", "template")
     conversation, tools = chat.conversation(), [WEATHER]

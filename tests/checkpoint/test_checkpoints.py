@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -16,7 +18,9 @@ import pytest
 import torch
 
 from etude.checkpoint import Checkpoints
-from etude.errors import CheckpointError
+from etude.checkpoint.storage import DTYPES
+from etude.errors import CheckpointError, DamagedFileError
+from etude.integrity import read_json, write_json
 
 FACTS = {"journal": 7, "rate": 0.1, "names": ["a", "b"]}
 
@@ -110,12 +114,13 @@ def flip(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "complaint"),
     [
-        ("__0_0.distcp", Path.unlink, r"its file __0_0.distcp is missing"),
-        ("__0_0.distcp", truncate, r"its file __0_0.distcp has \d+ bytes and should have \d+"),
-        ("__0_0.distcp", flip, r"its file __0_0.distcp is not what was written"),
-        (".metadata", flip, r"its file .metadata is not what was written"),
-        ("facts.json", Path.unlink, r"its facts.json cannot be read"),
-        ("facts.json", truncate, r"its facts.json cannot be read"),
+        ("rank-0.tensors", Path.unlink, r"its file rank-0.tensors is missing"),
+        ("rank-0.tensors", truncate, r"its file rank-0.tensors has \d+ bytes and should have \d+"),
+        ("rank-0.tensors", flip, r"its file rank-0.tensors is not what was written"),
+        ("tensors.json", flip, r"its file tensors.json is not what was written"),
+        ("facts.json", Path.unlink, r"is broken: .*facts.json cannot be read"),
+        ("facts.json", truncate, r"is broken: .*facts.json is damaged"),
+        ("facts.json", flip, r"is broken: .*facts.json is damaged"),
     ],
 )
 def test_a_broken_checkpoint_is_told_and_the_one_before_is_offered(
@@ -139,7 +144,7 @@ def test_a_broken_checkpoint_is_told_and_the_one_before_is_offered(
 
 def test_a_broken_checkpoint_alone_is_told(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    truncate(checkpoints.save(2, tensors(2), {}).path / ".metadata")
+    truncate(checkpoints.save(2, tensors(2), {}).path / "tensors.json")
     for fall_back in (False, True):
         with pytest.raises(CheckpointError, match="There is no whole checkpoint before it"):
             checkpoints.newest(fall_back=fall_back)
@@ -159,11 +164,92 @@ def test_other_tensors_are_refused_before_any_is_written(tmp_path: Path) -> None
         assert bool((weights["a.weight"] == 9).all())
 
 
+def test_no_bit_of_the_facts_can_change_unnoticed(tmp_path: Path) -> None:
+    """Spelled otherwise (white space, the case of an escape) they may be, and then they say the same."""
+    checkpoints = Checkpoints(tmp_path)
+    file = checkpoints.save(21, tensors(2), FACTS | {"score": 0.5, "name": "é"}).path / "facts.json"
+    whole = file.read_bytes()
+    before = checkpoints.newest()
+    refused = 0
+    for place in range(0, 8 * len(whole), 7):
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        file.write_bytes(data)
+        try:
+            assert checkpoints.newest() == before
+        except CheckpointError as error:
+            assert "facts.json" in str(error)
+            refused += 1
+    assert refused > len(whole)
+
+
+def test_every_dtype_is_written_and_read_as_it_was(tmp_path: Path) -> None:
+    tree = {name: torch.arange(-2, 10).to(dtype).reshape(3, 4) for name, dtype in DTYPES.items()}
+    checkpoints = Checkpoints(tmp_path)
+    saved = checkpoints.save(1, tree, {})
+    target = {name: torch.zeros_like(value) for name, value in tree.items()}
+    checkpoints.load(saved, target)
+    for name, value in tree.items():
+        assert torch.equal(target[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+class Planted:
+    """Leaves a file behind where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self._mark,)
+
+
+def test_nothing_in_a_checkpoint_is_unpickled(tmp_path: Path) -> None:
+    """Neither where a file is another's, nor where the manifest was made to agree with that."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    saved = checkpoints.save(1, tensors(1), {})
+    mark = tmp_path / "ran"
+    pickled = pickle.dumps(Planted(mark))
+    told = read_json(saved.path / "facts.json")
+    for name in (*told["files"], ".metadata"):
+        (saved.path / name).write_bytes(pickled)
+        told["files"][name] = {"size": len(pickled), "sha256": hashlib.sha256(pickled).hexdigest()}
+    write_json(saved.path / "facts.json", told)
+    found = checkpoints.newest()
+    assert found is not None, "the manifest agrees"
+    with pytest.raises(CheckpointError, match=r"tensors\.json is damaged: it is not the JSON object"):
+        checkpoints.load(found, like(tensors()))
+    assert not mark.exists()
+
+
+def test_a_file_that_the_disk_does_not_give_back_is_named(tmp_path: Path) -> None:
+    """The memory of a process, read at 0, is an input/output error, as of a disk that fails."""
+    checkpoints = Checkpoints(tmp_path)
+    for name in ("rank-0.tensors", "facts.json"):
+        saved = checkpoints.save(1, {"x": torch.zeros(0)}, {})
+        (saved.path / name).unlink()
+        (saved.path / name).symlink_to("/proc/self/mem")
+        with pytest.raises(CheckpointError, match=rf"{name}.*[Ii]nput/output error|[Ii]nput/output error.*{name}"):
+            checkpoints.newest()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"name": 3}', '{"name": "step-00000001.1", "step": 1}'])
+def test_what_is_no_best_is_told(tmp_path: Path, content: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, tensors(1), {})
+    (tmp_path / "best.json").write_text(content)
+    with pytest.raises(DamagedFileError, match=r"best\.json is damaged.*bring it back from a copy, or remove it"):
+        checkpoints.best()
+
+
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     facts = checkpoints.save(2, tensors(2), {}).path / "facts.json"
-    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"format": 99}))
-    with pytest.raises(CheckpointError, match=r"of format 99.*reads format 1"):
+    told = read_json(facts)
+    write_json(facts, told | {"format": 99})
+    with pytest.raises(CheckpointError, match=r"of format 99.*reads format 2"):
+        checkpoints.newest()
+    facts.write_text(json.dumps(told | {"format": 1}))  # which had no checksum of its own
+    with pytest.raises(CheckpointError, match=r"of format 1.*reads format 2.*with the version that wrote it"):
         checkpoints.newest()
 
 

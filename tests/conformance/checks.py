@@ -103,7 +103,11 @@ ADVANTAGES: dict[str, Item] = {
         exact.test_pkpo_is_the_gradient_of_the_best_of_k,
         restated.test_pkpo,
     ),
-    "token_baseline": formula("the formula; not a multiple of ∇J", *biased(restated.test_token_baseline)),
+    "token_baseline": formula(
+        "the formula; not a multiple of ∇J; π and Σπ² of two policies are refused",
+        *biased(restated.test_token_baseline),
+        restated.test_token_baseline_refuses_probabilities_of_two_policies,
+    ),
     "step_rewards": both(
         "∇J as rewards to go, with and without the group's baseline; otherwise the formula",
         exact.test_step_rewards_to_go_are_the_gradient,
@@ -129,13 +133,15 @@ ADVANTAGES: dict[str, Item] = {
     ),
 }
 
+UNITS = losses.test_losses_of_units_over_turns
+
 POLICY_LOSSES: dict[str, Item] = {
     "ppo": surrogate("both clips, under four reductions", losses.test_ppo),
-    "gspo": surrogate("the token form", losses.test_gspo),
+    "gspo": surrogate("the token form, over rollouts and turns", losses.test_gspo, UNITS),
     "cispo": surrogate("the bounded weight carries no gradient, log π_θ keeps its own", losses.test_cispo),
     "sapo": surrogate("both temperatures", losses.test_sapo),
-    "gmpo": surrogate("one value a rollout, clipped on the side A points to", losses.test_gmpo),
-    "dppo": surrogate("both divergences, the cap, default and other thresholds", losses.test_dppo),
+    "gmpo": surrogate("one value a rollout or turn, clipped on the side A points to", losses.test_gmpo, UNITS),
+    "dppo": surrogate("both divergences, a threshold for each sign of A, the cap", losses.test_dppo),
     "clip_cov": surrogate(
         "the loss, and which tokens are picked",
         losses.test_clip_cov,
@@ -161,7 +167,7 @@ POLICY_LOSSES: dict[str, Item] = {
         losses.test_decoupled_ppo_log_linear,
         losses.test_log_linear_decoupled_ppo_is_reinforce_on_policy,
     ),
-    "vespo": surrogate("the soft weight carries no gradient", losses.test_vespo),
+    "vespo": surrogate("the soft weight, of a rollout or a turn, carries no gradient", losses.test_vespo, UNITS),
     "m2po": surrogate(
         "the loss, and that the fewest tokens are dropped",
         losses.test_m2po,
@@ -173,10 +179,15 @@ SUPERVISED: dict[str, Item] = {
     "sft": slope("the formula", supervised.test_sft),
     "dpo": slope("the formula, with and without label smoothing", supervised.test_dpo),
     "reward_model": slope("the formula", supervised.test_reward_model),
-    "value": slope("the larger of both squares, and without a clip", supervised.test_value),
+    "value": slope(
+        "the larger of both squares, and without a clip; every reduction",
+        supervised.test_value,
+        supervised.test_value_reductions,
+    ),
     "distill_topk": slope(
-        "both directions with a bucket for the tail, and why the bucket is needed",
+        "both directions with a bucket for the tail, and why the bucket is needed; every reduction",
         supervised.test_distill_topk,
+        supervised.test_distill_topk_reductions,
         supervised.test_without_the_tail_the_truncated_divergence_can_be_negative,
     ),
     "echo": slope("tool output is learned from, and nothing else", supervised.test_echo),
@@ -268,8 +279,14 @@ REDUCTIONS: dict[str, Item] = {
     ),
     "entropy bonus": formula("reduced as the loss is", shaping.test_entropy_bonus_is_reduced_as_the_loss_is),
     "top entropy": formula("which tokens are kept", shaping.test_top_entropy_keeps_the_most_uncertain_tokens),
-    "overlong": formula("DAPO's penalty", shaping.test_overlong_penalty),
-    "informative": formula("DAPO's filter", shaping.test_the_filter_keeps_groups_that_differ),
+    "overlong": formula("DAPO's penalty, over the limit too, and its own buffer", shaping.test_overlong_penalty),
+    "truncated": formula("which rollouts are left out", shaping.test_truncated_rollouts_are_left_out),
+    "refill": formula(
+        "DAPO's filter, as the scheduler of a run acts by it: on exact sums, on the part that is named",
+        shaping.test_the_filter_keeps_groups_whose_rewards_differ,
+        shaping.test_the_filter_keeps_groups_of_one,
+        shaping.test_the_filter_compares_the_part_that_is_named,
+    ),
     "the world itself": gradient(
         "the enumeration is complete, and its gradients are slopes",
         exact.test_the_enumeration_is_complete,

@@ -45,18 +45,31 @@ def fixture(seed: int = 0, sizes: Sequence[int] = LENGTHS, **options: object) ->
 
 
 def said(batch: Batch, seed: int = 1, drift: float = 0.4) -> dict[str, Tensor]:
-    """What a model might say of the batch: leaves that take gradients, NaN at every context token."""
+    """What a model might say of the batch: leaves that take gradients, NaN at every context token but for the log-prob
+    of what was observed."""
     rng = torch.Generator().manual_seed(seed)
 
     def near(values: Tensor, scale: float) -> Tensor:
         moved = values + scale * torch.randn(values.shape, generator=rng, dtype=values.dtype)
         return torch.where(batch.action, moved, torch.nan)
 
+    logp = near(batch.need("old_logp"), drift)
+    guess = -torch.rand(batch.tokens, generator=rng, dtype=logp.dtype)
     return {
-        "logp": near(batch.need("old_logp"), drift).requires_grad_(),
+        "logp": torch.where(observed(batch), guess, logp).requires_grad_(),
         "entropy": near(batch.need("entropy"), 0.1).requires_grad_(),
         "full_kl": near(batch.need("entropy"), 0.1).requires_grad_(),
     }
+
+
+def observed(batch: Batch) -> Tensor:
+    """[T] bool: what ECHO learns from."""
+    return batch.need("observation") & ~batch.action
+
+
+def taught(algorithm: Algorithm, batch: Batch) -> Tensor:
+    """[T] bool: the tokens that may have a gradient: what was chosen, and under ECHO what was observed."""
+    return batch.action | observed(batch) if algorithm.echo else batch.action
 
 
 def shown(leaves: dict[str, Tensor], part: Batch) -> Outputs:
@@ -133,6 +146,7 @@ def every_algorithm() -> dict[str, Algorithm]:
     found["gae=white"] = Algorithm(advantage=ADVANTAGES["gae"](whiten=True, lam=0.9, bootstrap_truncated=True))
     found["decoupled=log_linear"] = Algorithm(loss=LOSSES["decoupled_ppo"](prox="log_linear"))
     found["mask_truncated"] = Algorithm(mask_truncated=True)
+    found["echo"] = Algorithm(echo=0.5)
     reductions = ("token-sum", "seq-mean-token-mean", "seq-mean-token-sum")
     for how in reductions:
         found[f"reduction={how}"] = Algorithm(loss=LOSSES["ppo"](reduction=how))

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import CodeType, FunctionType
 
 import pytest
@@ -48,8 +48,7 @@ class Mutation:
 
 def mutated(mutation: Mutation) -> CodeType:
     """The code of the broken function."""
-    function = inspect.unwrap(mutation.function)
-    assert isinstance(function, FunctionType)
+    function = plain(mutation.function)
     source = textwrap.dedent(inspect.getsource(function))
     count = source.count(mutation.old)
     assert count == 1, f"`{mutation.old}` stands {count} times in {function.__qualname__}; a mutation needs exactly one"
@@ -58,16 +57,24 @@ def mutated(mutation: Mutation) -> CodeType:
     flags = __future__.annotations.compiler_flag
     space = dict(function.__globals__)
     exec(compile(changed, f"<mutation of {function.__qualname__}>", "exec", flags, dont_inherit=True), space)
-    made = inspect.unwrap(space[function.__name__])
-    assert isinstance(made, FunctionType)
-    return made.__code__
+    return plain(space[function.__name__]).__code__
+
+
+def plain(function: object) -> FunctionType:
+    """The function itself, without what decorates it."""
+    if isinstance(function, property):
+        function = function.fget
+    elif isinstance(function, cached_property):
+        function = function.func
+    found = inspect.unwrap(function) if callable(function) else function
+    assert isinstance(found, FunctionType)
+    return found
 
 
 @contextmanager
 def applied(mutation: Mutation) -> Iterator[None]:
     """The broken function in the place of the sound one."""
-    function = inspect.unwrap(mutation.function)
-    assert isinstance(function, FunctionType)
+    function = plain(mutation.function)
     sound = function.__code__
     function.__code__ = mutated(mutation)
     try:

@@ -5,11 +5,42 @@ from __future__ import annotations
 from functools import partial
 
 from etude.algorithms.advantages import best, group, role, statistics, token, turns, whole
+from etude.algorithms.advantages.rewards import Rewards
 from tests.conformance import test_advantages_exact as exact
 from tests.conformance import test_advantages_restated as restated
 from tests.conformance.mutations import Mutation
 
+PAYMENTS = Rewards.payments.func
+
 MUTATIONS = [
+    Mutation(
+        "paid to the last action",
+        PAYMENTS,
+        "torch.searchsorted(self.view.index, at, right=True) - 1",
+        "self.view.rollouts.offsets[rollout + 1] - 1",
+        partial(restated.test_reinforce_pp, 0.9),
+    ),
+    Mutation(
+        "paid to the first action",
+        PAYMENTS,
+        "torch.searchsorted(self.view.index, at, right=True) - 1",
+        "self.view.rollouts.offsets[rollout]",
+        restated.test_turn_baseline,
+    ),
+    Mutation(
+        "two policies",
+        token._refuse_other_policy,
+        "pi.square() > squares + slack",
+        "pi.square() > squares + 1",
+        restated.test_token_baseline_refuses_probabilities_of_two_policies,
+    ),
+    Mutation(
+        "two policies",
+        token._refuse_other_policy,
+        "squares - slack > pi.square()",
+        "squares - 2 > pi.square()",
+        restated.test_token_baseline_refuses_probabilities_of_two_policies,
+    ),
     Mutation(
         "sign flip",
         group.dr_grpo,

@@ -9,8 +9,11 @@ from etude.algorithms.losses import clip, covariance, plain, proximal, selection
 from etude.algorithms.reduce import reduce
 from tests.conformance import test_advantages_exact as exact
 from tests.conformance import test_corrections as corrections
+from tests.conformance import test_law_micro_batch as micro
 from tests.conformance import test_losses as losses
 from tests.conformance.mutations import Mutation
+
+UNITS = losses.test_losses_of_units_over_turns
 
 MUTATIONS = [
     Mutation(
@@ -41,20 +44,37 @@ MUTATIONS = [
     Mutation("sum for mean", sequence.gspo, "units.mean", "units.sum", losses.test_gspo),
     Mutation("sum for mean", sequence.gmpo, "units.mean", "units.sum", losses.test_gmpo),
     Mutation("clip on the wrong side", sequence.gmpo, "clamp(-CLAMP, clip)", "clamp(-clip, CLAMP)", losses.test_gmpo),
+    Mutation("wrong unit", sequence.GSPO.terms, "view.units(self.unit)", "view.rollouts", UNITS),
+    Mutation("wrong unit", sequence.GMPO.terms, "view.units(self.unit)", "view.rollouts", UNITS),
+    Mutation("wrong unit", sequence.VESPO.terms, "view.units(self.unit)", "view.rollouts", UNITS),
     Mutation("mean for product", sequence.vespo, "units.sum(", "units.mean(", losses.test_vespo),
     Mutation(
         "wrong direction",
         trust.dppo_drops,
         "(p - mu) * advantage.sign()",
         "(mu - p) * advantage.sign()",
-        partial(losses.test_dppo, "tv", 0.2, 0.01),
+        partial(losses.test_dppo, "tv", 0.2),
+    ),
+    Mutation(
+        "swapped thresholds",
+        trust.dppo_drops,
+        "advantage > 0, p.new_tensor(high)",
+        "advantage < 0, p.new_tensor(high)",
+        partial(losses.test_dppo, "tv", 0.2),
+    ),
+    Mutation(
+        "one threshold for both",
+        trust.DPPO.terms,
+        "usual if self.threshold_high is None else self.threshold_high",
+        "low",
+        partial(losses.test_dppo, "kl", 0.05),
     ),
     Mutation(
         "dropped half",
         trust.dppo_drops,
         " + others_mu * (others_mu / others).log()",
         "",
-        partial(losses.test_dppo, "kl", 0.05, 0.01),
+        partial(losses.test_dppo, "kl", 0.05),
     ),
     Mutation(
         "dropped mask", covariance.clip_cov, "advantage.masked_fill(chosen, 0.0)", "advantage", losses.test_clip_cov
@@ -66,6 +86,13 @@ MUTATIONS = [
         "loss + coefficient * (logp - old_logp).abs()",
         losses.test_kl_cov,
     ),
+    Mutation(
+        "rounded to the nearest",
+        covariance.quota,
+        "int(share * tokens)",
+        "round(share * tokens)",
+        losses.test_kl_cov_picks_the_highest,
+    ),
     Mutation("wrong centre", covariance.covariance, "p - means[1]", "p", losses.test_kl_cov_picks_the_highest),
     Mutation(
         "off by one",
@@ -73,6 +100,30 @@ MUTATIONS = [
         "where - offsets[rollout]",
         "where - offsets[rollout] + 1",
         losses.test_clip_cov_picks_by_hash_within_the_band,
+    ),
+    Mutation(
+        "one seed for all",
+        selection.token_keys,
+        "torch.tensor(seed,",
+        "torch.tensor(7,",
+        micro.test_random_picks_depend_on_seed_and_step,
+    ),
+    Mutation(
+        "one step for all", selection.token_keys, "^ step)", "^ 2)", micro.test_random_picks_depend_on_seed_and_step
+    ),
+    Mutation(
+        "one rollout for all",
+        selection.token_keys,
+        'view.batch.need("rollout_id", by="A random choice").long()[rollout]',
+        "torch.zeros_like(rollout)",
+        micro.test_random_picks_depend_on_seed_and_step,
+    ),
+    Mutation(
+        "constant",
+        selection.token_keys,
+        "mix(key ^ (where - offsets[rollout]))",
+        "torch.zeros_like(where)",
+        micro.test_random_picks_depend_on_seed_and_step,
     ),
     Mutation(
         "off by one",

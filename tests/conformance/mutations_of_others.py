@@ -6,15 +6,24 @@ from functools import partial
 
 from etude.algorithms import Algorithm, filters, kl, logits
 from etude.algorithms.corrections import Correction, accepted, importance, mean_one, mismatch, opsm
-from etude.algorithms.entropy import top_entropy
+from etude.algorithms.entropy import top_entropy, top_threshold
 from etude.algorithms.losses import distill, pairs
-from etude.algorithms.losses.supervised import SFT, Echo, value_error
+from etude.algorithms.losses.supervised import SFT, Echo, Value, value_error
+from etude.data.adapt import _Row
+from etude.recipes.collection import Collection
+from etude.recipes.scheduler import Scheduler, _Group
+from etude.records import level
 from tests.conformance import test_assembled as assembled
 from tests.conformance import test_corrections as corrections
 from tests.conformance import test_kl as kls
+from tests.conformance import test_law_supervised as law
 from tests.conformance import test_shaping as shaping
 from tests.conformance import test_supervised as supervised
 from tests.conformance.mutations import Mutation
+from tests.data import test_adapt as adapt
+
+LEVEL = _Group.level.fget
+assert LEVEL is not None
 
 MUTATIONS = [
     Mutation(
@@ -138,8 +147,118 @@ MUTATIONS = [
         "(max_length - buffer + 1)",
         shaping.test_overlong_penalty,
     ),
+    Mutation("wrong buffer", filters.Overlong.penalty, "// 5", "// 4", shaping.test_overlong_penalty),
     Mutation(
-        "inverted filter", filters.informative, "~Groups", "Groups", shaping.test_the_filter_keeps_groups_that_differ
+        "stops at the limit",
+        filters.overlong_penalty,
+        "over.clamp(min=0)",
+        "over.clamp(min=0, max=buffer)",
+        shaping.test_overlong_penalty,
+    ),
+    Mutation(
+        "rounded down",
+        top_threshold,
+        "round(share * count)",
+        "int(share * count)",
+        shaping.test_top_entropy_keeps_the_most_uncertain_tokens,
+    ),
+    Mutation(
+        "inverted mask",
+        Algorithm._weighed,
+        "keep &= ~view",
+        "keep &= view",
+        shaping.test_truncated_rollouts_are_left_out,
+    ),
+    Mutation(
+        "rounding tells apart",
+        level,
+        "4 * precision * (abs(high) + abs(low))",
+        "0",
+        shaping.test_the_filter_keeps_groups_whose_rewards_differ,
+    ),
+    Mutation(
+        "inverted filter",
+        Scheduler._settle,
+        "self._refill and group.level",
+        "self._refill and not group.level",
+        shaping.test_the_filter_keeps_groups_whose_rewards_differ,
+    ),
+    Mutation(
+        "groups of one",
+        LEVEL,
+        "len(values) > 1 and ",
+        "",
+        shaping.test_the_filter_keeps_groups_of_one,
+    ),
+    Mutation(
+        "total for the part",
+        Collection.compared,
+        "return parts[self.metric]",
+        "return total",
+        shaping.test_the_filter_compares_the_part_that_is_named,
+    ),
+    Mutation(
+        "own denominator",
+        Echo.__call__,
+        "max(whole.observations, 1)",
+        "max(len(logp), 1)",
+        law.test_supervised_losses_do_not_depend_on_micro_batches_or_their_order,
+    ),
+    Mutation(
+        "own denominator",
+        SFT.__call__,
+        "self.reduced(told, view, whole)",
+        "self.reduced(told, view, Denominators.of(view))",
+        law.test_supervised_losses_do_not_depend_on_micro_batches_or_their_order,
+    ),
+    Mutation(
+        "own denominator",
+        pairs.DPO.__call__,
+        "max(whole.groups, 1)",
+        "max(len(margin), 1)",
+        law.test_supervised_losses_do_not_depend_on_micro_batches_or_their_order,
+    ),
+    Mutation(
+        "own denominator",
+        pairs.RewardModel.__call__,
+        "max(whole.groups, 1)",
+        "max(len(margin), 1)",
+        law.test_supervised_losses_do_not_depend_on_micro_batches_or_their_order,
+    ),
+    Mutation(
+        "mean for sum",
+        pairs.DPO.__call__,
+        "view.rollouts.sum(",
+        "view.rollouts.mean(",
+        partial(supervised.test_dpo, 0.0),
+    ),
+    Mutation(
+        "dropped mask",
+        SFT.__call__,
+        "told = view.logp",
+        'told = view.forward("logp")[: len(view.index)]',
+        law.test_supervised_losses_learn_from_their_own_tokens_and_look_at_no_others,
+    ),
+    Mutation(
+        "dropped reduction",
+        Value.__call__,
+        "self.reduced(loss, view, whole)",
+        "loss.sum() / max(whole.tokens, 1)",
+        supervised.test_value_reductions,
+    ),
+    Mutation(
+        "dropped reduction",
+        distill.TopKDistillation.__call__,
+        "self.reduced(loss, view, whole)",
+        "loss.sum() / max(whole.tokens, 1)",
+        supervised.test_distill_topk_reductions,
+    ),
+    Mutation(
+        "after a row's first action alone",
+        _Row.add,
+        "max(begins, self.length)",
+        "max(begins, self.length or len(turn.prompt))",
+        adapt.test_a_history_that_the_template_rewrote_has_the_observation_that_its_turn_names,
     ),
     Mutation(
         "masked KL",

@@ -102,12 +102,12 @@ def gmpo(bound: float) -> Formula:
     return formula
 
 
-def dppo(divergence: str, delta: float, cap: float) -> Formula:
+def dppo(divergence: str, low: float, high: float, cap: float) -> Formula:
     def formula(x: Tokens) -> Array:
         pi, mu = np.exp(x.frozen), np.exp(x.mu)
         away = np.where(x.advantage > 0, pi > mu, pi < mu) & (x.advantage != 0)
         far = np.abs(pi - mu) if divergence == "tv" else mu * np.log(mu / pi) + (1 - mu) * np.log((1 - mu) / (1 - pi))
-        keep = ~(away & (far > delta))
+        keep = ~(away & (far > np.where(x.advantage > 0, high, low)))
         found: Array = -x.advantage * np.minimum(pi / mu, cap) * x.logp * keep
         return found
 

@@ -6,6 +6,7 @@ rows a rollout, rewards paid along the way (some of them on a tool's answer), Na
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from etude.algorithms import Estimate, State, View
 from etude.algorithms.advantages import ADVANTAGES
 from etude.batch import Batch
+from etude.errors import BatchError
 from tests.conformance import restated_advantages as restated
 from tests.conformance import restated_turns
 from tests.conformance.fixtures import awkward
@@ -32,15 +34,12 @@ def batch(seed: int, *, along_the_way: bool = True, groups: Sequence[int] = GROU
     reward = torch.as_tensor(np.random.default_rng(seed).normal(size=made.rollouts))
     if not along_the_way:
         reward[made.group == 3] = 100.1
-    answered = made.action.roll(1) & ~made.action  # context right after an action, in the same rollout
-    answered[made.unit_tokens[:-1].clamp(max=made.tokens - 1)] = False
-    paid = torch.where(answered, 0.3, made.need("token_reward"))
-    likely, share = made.need("old_logp").exp(), made.need("sum_pi_squared")
-    return made.replace(
-        reward=reward,
-        token_reward=paid if along_the_way else torch.zeros_like(likely),
-        sum_pi_squared=likely**2 + share * (1 - likely) ** 2,  # Σπ² is at least π² of the token, and at most 1
-    )
+    acted = made.action.long().cumsum(0)
+    earlier = torch.cat([acted.new_zeros(1), acted])[made.unit_tokens[:-1].clamp(max=made.tokens)]
+    answered = ~made.action & (acted > earlier.repeat_interleave(made.unit_tokens.diff()))  # a tool's, in any row
+    amounts = torch.linspace(-1, 2, made.tokens, dtype=torch.float64)  # no two alike
+    paid = torch.where(answered, amounts, made.need("token_reward"))
+    return made.replace(reward=reward, token_reward=paid if along_the_way else torch.zeros_like(amounts))
 
 
 def estimate(name: str, of: Batch, state: State | None = None, **knobs: Any) -> Estimate:
@@ -129,6 +128,33 @@ def test_pkpo(k: int) -> None:
 
 def test_token_baseline() -> None:
     restates("token_baseline", restated.token_baseline)
+
+
+def test_token_baseline_refuses_probabilities_of_two_policies() -> None:
+    """No distribution has a Σπ² below the square of one of its probabilities, or above what all but one leave for it.
+    What float32 rounds away is no reason."""
+    made = batch(0)
+    logp, squares = made.need("old_logp"), made.need("sum_pi_squared")
+    estimate("token_baseline", made)
+    first = int(made.action.nonzero()[2])
+    most = logp.exp().square() + (1 - logp.exp()).square()
+    for wrong in (logp.exp().square() * 0.99, most * 1.01):
+        other = squares.clone()
+        other[first] = wrong[first]
+        assert re.search(r"no distribution has", refusal(made.replace(sum_pi_squared=other)))
+    sure = torch.where(made.action, -1e-7, torch.nan).float()
+    rounded = torch.where(made.action, 1 - 3e-7, torch.nan).float()
+    found = estimate("token_baseline", made.replace(old_logp=sure, sum_pi_squared=rounded)).advantage
+    assert bool(torch.isfinite(found).all())
+
+
+def refusal(of: Batch) -> str:
+    """The sentence that the token baseline refuses a batch with; nothing where it does not."""
+    try:
+        estimate("token_baseline", of)
+    except BatchError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])

@@ -84,6 +84,12 @@ def test_two_policies_are_refused_where_nothing_reads_the_third(loss: str) -> No
         Algorithm(loss=LOSSES[loss](), advantage=RLOO, correction=Correction(policies="two"))
 
 
+def test_two_policies_are_refused_where_an_advantage_needs_the_trainers_whole_distribution() -> None:
+    """π would be the sampler's, and Σπ² of the pass that is not made."""
+    with pytest.raises(ConfigError, match=r"`correction.policies=two` the first would be the sampler's"):
+        Algorithm(advantage=ADVANTAGES["token_baseline"](), correction=Correction(policies="two"))
+
+
 def test_a_reward_that_may_fall_below_zero_is_refused_for_maxrl() -> None:
     with pytest.raises(ConfigError, match=r"`advantage=maxrl` needs rewards of at least 0"):
         Algorithm(advantage=ADVANTAGES["maxrl"](), kl=KLS["in_reward"]())

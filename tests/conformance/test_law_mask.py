@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.algorithms import Algorithm, State
+from etude.algorithms import Algorithm, State, View
+from etude.algorithms.advantages.rewards import Rewards
 from etude.batch import COLUMNS, Batch, Kind
-from tests.conformance.laws import every_algorithm, fixture, gradient, said, through
+from tests.conformance.laws import every_algorithm, fixture, gradient, observed, said, taught, through
 from tests.sweeps import sweep
 
 ALGORITHMS = every_algorithm()
@@ -30,7 +31,8 @@ def test_what_stands_in_the_context_changes_nothing(name: str, seed: int, scribb
     algorithm, batch = ALGORITHMS[name], fixture(seed)
     clean = through(algorithm, batch)
     other = scribbled(batch, scribble)
-    leaves = {k: torch.where(batch.action, v.detach(), scribble) for k, v in said(batch).items()}
+    read = taught(algorithm, batch)
+    leaves = {k: torch.where(read, v.detach(), scribble) for k, v in said(batch).items()}
     found = gradient(algorithm, algorithm.estimate(other, State()), leaves)
     assert torch.equal(found.loss, clean.loss)
     for key, grad in found.grads.items():
@@ -44,16 +46,14 @@ def test_context_gets_no_gradient_and_actions_get_a_finite_one(name: str, seed: 
     found = through(ALGORITHMS[name], batch)
     assert torch.isfinite(found.loss)
     for grad in found.grads.values():
-        assert bool((grad[~batch.action] == 0).all())
+        assert bool((grad[~taught(ALGORITHMS[name], batch)] == 0).all())
         assert bool(torch.isfinite(grad).all())
 
 
 @given(seed=st.integers(0, 50))
 def test_echo_is_the_named_exception_and_teaches_tool_output_only(seed: int) -> None:
     batch, algorithm = fixture(seed), Algorithm(echo=0.5)
-    seen = batch.need("observation") & ~batch.action
-    leaves = said(batch)
-    leaves["logp"] = torch.where(seen, -1.0, leaves["logp"].detach())
+    seen, leaves = observed(batch), said(batch)
     ready = algorithm.estimate(batch, State())
     found, without = gradient(algorithm, ready, leaves), gradient(Algorithm(), ready, leaves)
     extra = found.grads["logp"] - without.grads["logp"]
@@ -72,5 +72,7 @@ def test_a_reward_paid_on_tool_output_belongs_to_the_action_before() -> None:
     for token in (at, at + 1):
         paid = torch.zeros(batch.tokens, dtype=torch.float64)
         paid[token] = 2.0
+        told = View(batch.replace(token_reward=paid, reward=torch.zeros_like(batch.need("reward"))))
+        assert told.index[Rewards(told).of_tokens(torch.float64).nonzero()[:, 0]].tolist() == [at]
         columns.append(algorithm.estimate(batch.replace(token_reward=paid), State()).batch.need("advantage"))
     assert torch.equal(columns[0], columns[1])

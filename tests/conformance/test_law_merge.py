@@ -18,20 +18,22 @@ ALGORITHMS = every_algorithm()
 
 def apart(batch: Batch, rng: np.random.Generator) -> tuple[Batch, torch.Tensor]:
     """The same rollouts with turns kept apart: each row is cut at random places, and every later piece repeats
-    some of what came before it as context. Also, for each token of the new batch, which old token it repeats."""
-    rows: list[tuple[int, list[tuple[int, bool]]]] = []  # (rollout, its (old token, is it an action here))
+    some of what came before it as context. Also, for each token of the new batch, which old token it repeats. What was
+    chosen and what was observed is so in its own piece alone, as `etude.data.adapt` has it."""
+    rows: list[tuple[int, list[tuple[int, bool]]]] = []  # (rollout, its (old token, is it new here))
     for r in range(batch.rows):
         start, end = int(batch.offsets[r]), int(batch.offsets[r + 1])
         cuts = sorted(set(rng.integers(start, end + 1, 2).tolist())) if end > start else []
         for a, b in zip([start, *cuts], [*cuts, end], strict=True):
             before = range(int(rng.integers(start, a + 1)), a)
-            row = [(t, False) for t in before] + [(t, bool(batch.action[t])) for t in range(a, b)]
+            row = [(t, False) for t in before] + [(t, True) for t in range(a, b)]
             rows.append((int(batch.unit[r]), row))
     old = torch.tensor([t for _, row in rows for t, _ in row], dtype=torch.int64)
-    action = torch.tensor([act for _, row in rows for _, act in row], dtype=torch.bool)
+    new = torch.tensor([own for _, row in rows for _, own in row], dtype=torch.bool)
+    action = new & batch.action[old]
     columns: dict[str, object] = {}
     for name, column in batch.columns():
-        if column.kind is Kind.TOKEN and name not in batch.extra:
+        if column.kind in (Kind.TOKEN, Kind.TOKEN_K) and name not in batch.extra:
             columns[name] = column.tensor[old]
         elif column.kind is Kind.UNIT and name not in batch.extra:
             columns[name] = column.tensor
@@ -39,7 +41,7 @@ def apart(batch: Batch, rng: np.random.Generator) -> tuple[Batch, torch.Tensor]:
         name: Column(c.kind, c.tensor[old] if c.kind is Kind.TOKEN else c.tensor) for name, c in batch.extra.items()
     }
     columns |= {"action": action, "token_reward": torch.where(action, batch.need("token_reward")[old], torch.nan)}
-    columns |= {"observation": torch.zeros_like(action), "part_names": batch.part_names, "extra": extra}
+    columns |= {"observation": new & batch.need("observation")[old], "part_names": batch.part_names, "extra": extra}
     lengths = [len(row) for _, row in rows]
     return Batch(
         offsets=torch.tensor([0, *np.cumsum(lengths).tolist()]),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.algorithms import Algorithm, Estimated, State
+from etude.algorithms import ADVANTAGES, LOSSES, Algorithm, Estimated, State
 from etude.batch import Batch
 from tests.conformance.laws import Table, every_algorithm, fixture, gradient, said
 from tests.sweeps import sweep
@@ -87,7 +87,14 @@ def test_ranks_that_hold_some_groups_each_estimate_what_one_rank_would(name: str
 
 def test_random_picks_depend_on_seed_and_step() -> None:
     batch = fixture(4, (8, 8, 8), longest=40)
-    picks: Algorithm = every_algorithm()["loss=clip_cov"]
-    chosen = [picks.estimate(batch, State(), seed=s, step=t).batch.chosen for s, t in ((1, 1), (1, 1), (2, 1), (1, 2))]
-    assert all(column is not None for column in chosen)
-    assert torch.equal(chosen[0], chosen[1])  # type: ignore[arg-type]
+    picks = Algorithm(advantage=ADVANTAGES["rloo"](), loss=LOSSES["clip_cov"](share=0.05, cov_low=0.0, cov_high=99.0))
+    chosen = [
+        picks.estimate(batch, State(), seed=seed, step=step).batch.need("chosen")
+        for seed, step in ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
+    ]
+    assert all(0 < int(column.sum()) < int(batch.action.sum()) for column in chosen)
+    assert torch.equal(chosen[0], chosen[1])
+    others = chosen[1:]
+    assert not any(torch.equal(one, other) for i, one in enumerate(others) for other in others[:i])
+    renamed = batch.replace(rollout_id=batch.need("rollout_id") + 1)
+    assert not torch.equal(picks.estimate(renamed, State(), seed=1, step=1).batch.need("chosen"), chosen[0])

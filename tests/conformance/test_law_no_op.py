@@ -70,7 +70,12 @@ FLIPS: dict[str, dict[str, Flip]] = {
     "loss=cispo": {"low": Flip(0.9), "high": Flip(1.1)},
     "loss=sapo": {"tau_positive": Flip(2.0), "tau_negative": Flip(2.0)},
     "loss=gmpo": {"clip": Flip(0.05)},
-    "loss=dppo": {"divergence": Flip("kl"), "threshold": Flip(0.01), "cap": Flip(0.8)},
+    "loss=dppo": {
+        "divergence": Flip("kl"),
+        "threshold_low": Flip(0.01),
+        "threshold_high": Flip(0.01),
+        "cap": Flip(0.8),
+    },
     "loss=clip_cov": {
         "clip_low": Flip(0.5),
         "clip_high": Flip(0.5),
@@ -157,8 +162,6 @@ def run(algorithm: Algorithm) -> Found:
     """Two steps' worth of estimating, so that what is carried from step to step can show."""
     data = batch()
     leaves = said(data)
-    seen = data.need("observation") & ~data.action
-    leaves["logp"] = torch.where(seen, -1.0, leaves["logp"].detach())
     first = algorithm.estimate(data, State(), seed=1, step=1)
     second = algorithm.estimate(data, first.following, seed=1, step=2)
     return gradient(algorithm, second, leaves)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import pytest
 import torch
 
 from etude.algorithms import Algorithm, Denominators, Outputs, State, View
 from etude.algorithms.advantages import ADVANTAGES
 from etude.algorithms.entropy import Entropy
-from etude.algorithms.filters import Overlong, informative
+from etude.algorithms.filters import Overlong
 from etude.algorithms.losses import LOSSES
+from etude.errors import CollectionError
+from etude.recipes.collection import Collection
+from etude.recipes.scheduler import Admit, Finished, Issue, Opened, Scheduler
 from tests.conformance.fixtures import awkward
 from tests.conformance.test_losses import VALUE, off_policy
 from tests.conformance.twin import flat, tries
@@ -31,30 +37,93 @@ def test_entropy_bonus_is_reduced_as_the_loss_is() -> None:
 
 
 def test_top_entropy_keeps_the_most_uncertain_tokens() -> None:
+    """A share is rounded to the nearest whole number of tokens."""
     batch, _ = off_policy()
-    algorithm = Algorithm(advantage=ADVANTAGES["rloo"](), entropy=Entropy(top_share=0.3))
-    keep = algorithm.estimate(batch, State()).batch.need("keep")[View(batch).index].numpy()
     entropy = flat([t["entropy"] for t in tries(batch)])
-    wanted = np.argsort(-entropy)[: round(0.3 * len(entropy))]
-    assert {*keep.nonzero()[0]} == {*wanted}
+    for wanted, share in ((6, 5.6 / len(entropy)), (5, 5.4 / len(entropy))):
+        algorithm = Algorithm(advantage=ADVANTAGES["rloo"](), entropy=Entropy(top_share=share))
+        keep = algorithm.estimate(batch, State()).batch.need("keep")[View(batch).index].numpy()
+        assert {*keep.nonzero()[0]} == {*np.argsort(-entropy)[:wanted]}
+
+
+def test_truncated_rollouts_are_left_out() -> None:
+    """All their tokens, and those of no other; without the option, none."""
+    batch, _ = off_policy()
+    batch = batch.replace(truncated=torch.arange(batch.rollouts) % 3 == 0)
+    kept = flat([np.full(len(t), not t.facts["truncated"]) for t in tries(batch)])
+    assert 0 < kept.sum() < len(kept)
+    for masked, wanted in ((True, kept), (False, np.ones(len(kept)))):
+        algorithm = Algorithm(advantage=ADVANTAGES["rloo"](), mask_truncated=masked)
+        keep = algorithm.estimate(batch, State()).batch.need("keep")[View(batch).index].numpy()
+        assert keep.tolist() == (wanted > 0).tolist()
 
 
 def test_overlong_penalty() -> None:
-    """min(−(len − (max − buffer)) / buffer · factor, 0), on the reward and not on the metric."""
-    batch = awkward(3, longest=12)
+    """min(−(len − (max − buffer)) / buffer · factor, 0), on the reward and not on the metric; a buffer of a fifth."""
+    batch = awkward(3, longest=14)
     plain = Algorithm(advantage=ADVANTAGES["rloo"]())
-    held = Algorithm(advantage=ADVANTAGES["rloo"](), overlong=Overlong(max_length=12, buffer=8, factor=0.5))
-    before, after = (a.estimate(batch, State()).batch for a in (plain, held))
     lengths = np.array([len(t) for t in tries(batch)])
-    wanted = np.minimum(-(lengths - 4) / 8 * 0.5, 0)
-    assert (wanted < 0).any() and (wanted == 0).any()
-    found = (after.need("reward") - before.need("reward")).numpy()
-    np.testing.assert_allclose(found, wanted, rtol=VALUE, atol=VALUE)
-    assert torch.equal(after.need("metric"), before.need("metric"))
+    assert lengths.max() > 12, "some are over the limit"
+    for given, buffer in ((8, 8), (None, 2)):
+        held = Algorithm(advantage=ADVANTAGES["rloo"](), overlong=Overlong(max_length=12, buffer=given, factor=0.5))
+        before, after = (a.estimate(batch, State()).batch for a in (plain, held))
+        wanted = np.minimum(-(lengths - (12 - buffer)) / buffer * 0.5, 0)
+        assert wanted.min() < -0.5 and (wanted == 0).any()
+        found = (after.need("reward") - before.need("reward")).numpy()
+        np.testing.assert_allclose(found, wanted, rtol=VALUE, atol=VALUE)
+        assert torch.equal(after.need("metric"), before.need("metric"))
 
 
-def test_the_filter_keeps_groups_that_differ() -> None:
-    """A group whose metric is all equal goes, a group of one stays."""
-    metric = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
-    group = torch.tensor([0, 0, 1, 1, 2])
-    assert informative(metric, group).tolist() == [True, True, False, False, True]
+def admitted(tasks: int, metric: Callable[[int, int], float], *, group_size: int = 3) -> list[int]:
+    """The groups that a run's scheduler trains on, with enough of a refill."""
+    plan = Scheduler(tasks=tasks, group_size=group_size, refill=50, retries=0)
+    waiting = plan.on(Opened(1))
+    while True:
+        match waiting.pop(0):
+            case Issue(task, sample):
+                waiting += plan.on(Finished(task, sample, metric(task, sample)))
+            case Admit(_, chosen):
+                return list(chosen)
+
+
+def test_the_filter_keeps_groups_whose_rewards_differ() -> None:
+    """Rewards are sums of tenths, added up in any order: the exact sums decide, and no rounding of theirs."""
+    draw = np.random.default_rng(0)
+    told: dict[int, dict[int, tuple[int, float]]] = {}
+
+    def metric(task: int, sample: int) -> float:
+        group = told.setdefault(task, {})
+        parts = np.array([1, 2, 3, 6]) if task % 2 else draw.integers(1, 4, 4)
+        total = 0.0
+        for part in draw.permutation(parts):
+            total += part / 10
+        group[sample] = (int(parts.sum()), total)
+        return total
+
+    found = admitted(5, metric)
+    differ = [task for task, group in sorted(told.items()) if len({exact for exact, _ in group.values()}) > 1]
+    assert found == differ[:5]
+    rounded = [len({total for _, total in group.values()}) > 1 for task, group in told.items() if task not in differ]
+    assert any(rounded), "no group was level but for rounding: nothing is shown"
+
+
+def test_the_filter_keeps_groups_of_one() -> None:
+    asked: list[int] = []
+
+    def metric(task: int, sample: int) -> float:
+        asked.append(task)
+        return 0.0
+
+    assert admitted(4, metric, group_size=1) == asked == [0, 1, 2, 3]
+
+
+def test_the_filter_compares_the_part_that_is_named() -> None:
+    """Of a reward of two parts; shaping that differs makes no group worth keeping."""
+    collection = Collection(refill=1, metric="correct")
+    parts = {"correct": 1.0, "brevity": 0.3}
+    assert collection.compared(0, parts, 1.3, "") == 1.0
+    assert Collection(refill=1).compared(0, parts, 1.3, "") == 1.3
+    assert collection.compared(0, {}, -1.0, "it could not be judged") == -1.0
+    for lacking, named in (({}, "is one number"), ({"right": 1.0}, "has the parts right")):
+        with pytest.raises(CollectionError, match=f"`collect.metric=correct` compares .* task 7 {named}"):
+            collection.compared(7, lacking, 1.0, "")

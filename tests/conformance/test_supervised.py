@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.algorithms import Denominators, Loss, Outputs, Reduction, View
+from etude.algorithms import Denominators, Loss, Outputs, Reduction, Unit, View
 from etude.algorithms.losses import SUPERVISED
 from etude.algorithms.losses.supervised import Echo
 from etude.batch import Batch
@@ -44,8 +44,8 @@ def is_formula(
     assert bool((grad == 0).all())
 
 
-def lengths(batch: Batch) -> list[int]:
-    return View(batch).rollouts.lengths.tolist()
+def lengths(batch: Batch, unit: Unit = "rollout") -> list[int]:
+    return View(batch).units(unit).lengths.tolist()
 
 
 @pytest.mark.parametrize("how", ["token-mean", "seq-mean-token-mean"])
@@ -109,9 +109,36 @@ def test_value(clip: float | None) -> None:
     is_formula(SUPERVISED["value"](clip=clip), batch, "value", said(batch), index, formula)
 
 
+OVER: list[tuple[Reduction, Unit]] = [("token-sum", "rollout"), ("seq-mean-token-mean", "rollout")]
+OVER += [("seq-mean-token-mean", "turn"), ("seq-mean-token-sum", "turn")]
+
+
+def test_value_reductions() -> None:
+    """Each reduction, over rollouts and over turns."""
+    batch = awkward(3)
+    index, target = View(batch).index, batch.need("returns")[View(batch).index].numpy()
+    for how, unit in OVER:
+        loss, of_units = SUPERVISED["value"](clip=None, reduction=how, unit=unit), lengths(batch, unit)
+
+        def formula(value: Array, how: str = how, of_units: list[int] = of_units) -> float:
+            return reduced((value - target) ** 2 / 2, of_units, how)
+
+        is_formula(loss, batch, "value", said(batch), index, formula)
+
+
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_distill_topk(direction: str) -> None:
     """Three listed tokens, and one bucket for all the others on both sides."""
+    of_topk(direction, "token-mean", "rollout")
+
+
+def test_distill_topk_reductions() -> None:
+    """Each reduction, over rollouts and over turns."""
+    for how, unit in OVER:
+        of_topk("forward", how, unit)
+
+
+def of_topk(direction: str, how: Reduction, unit: Unit) -> None:
     batch = awkward(3)
     index = View(batch).index
     teacher = torch.from_numpy(np.random.default_rng(1).normal(size=(batch.tokens, 5))).log_softmax(-1)[:, :3]
@@ -125,9 +152,10 @@ def test_distill_topk(direction: str) -> None:
     def formula(logp: Array) -> float:
         p, q = np.exp(logp), np.concatenate([np.exp(told), 1 - np.exp(told).sum(1, keepdims=True)], 1)
         kl = (q * np.log(q / p)).sum(1) if direction == "forward" else (p * np.log(p / q)).sum(1)
-        return reduced(kl, lengths(batch), "token-mean")
+        return reduced(kl, lengths(batch, unit), how)
 
-    is_formula(SUPERVISED["distill_topk"](direction=direction), batch, "topk_logp", student, index, formula)
+    loss = SUPERVISED["distill_topk"](direction=direction, reduction=how, unit=unit)
+    is_formula(loss, batch, "topk_logp", student, index, formula)
 
 
 def test_without_the_tail_the_truncated_divergence_can_be_negative() -> None:

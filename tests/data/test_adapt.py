@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -86,6 +87,52 @@ def test_no_turns_no_rows() -> None:
     assert samples([], 0) == []
 
 
+# -- what the environment showed between answers ----------------------------------------------------------------------
+
+
+def seen(turns: Sequence[Turn]) -> list[tuple[tuple[int, ...], int]]:
+    """Every token that a row marks as observed, after the tokens that it follows."""
+    found = []
+    for row in samples(turns, 0):
+        marked = [] if row.observation is None else np.flatnonzero(row.observation).tolist()
+        assert not row.action[marked].any()
+        found += [(tuple(row.ids[:place].tolist()), int(row.ids[place])) for place in marked]
+    return sorted(found)
+
+
+def test_what_a_prompt_adds_to_the_answer_before_was_observed() -> None:
+    (row,) = samples([turn(0, [1, 2], [3, 4]), turn(1, [1, 2, 3, 4, 5, 6], [7])], 0)
+    assert row.observation is not None and np.flatnonzero(row.observation).tolist() == [4, 5]
+    (alone,) = samples([turn(0, [1, 2], [3, 4])], 0)
+    assert alone.observation is None
+
+
+def test_a_history_that_the_template_rewrote_has_the_observation_that_its_turn_names() -> None:
+    """The thinking 3 was dropped from the answer [3, 4]; 5 and 6 were shown after it."""
+    rewritten = replace(turn(1, [1, 2, 4, 5, 6], [7]), observed=2)
+    rows = samples([turn(0, [1, 2], [3, 4]), rewritten], 0)
+    assert rows[0].observation is None
+    assert rows[1].observation is not None and np.flatnonzero(rows[1].observation).tolist() == [3, 4]
+    assert seen([turn(0, [1, 2], [3, 4]), turn(1, [1, 2, 4, 5, 6], [7])]) == [], "the ids alone do not tell"
+
+
+def test_a_token_that_was_shown_before_is_not_observed_again() -> None:
+    """Two answers to one prompt, and a prompt that goes on from another prompt without its answer."""
+    first, again = turn(0, [1], [2]), turn(2, [1, 2, 5], [7])
+    tokens = [((1, 2), 5)]
+    assert seen([first, turn(1, [1, 2, 5], [6])]) == seen([first, turn(1, [1, 2, 5], [6]), again]) == tokens
+    assert seen([first, turn(1, [1, 2, 5], [6]), turn(2, [1, 2, 5, 8], [7])]) == [*tokens, ((1, 2, 5), 8)]
+
+
+def test_an_answer_that_is_not_learned_from_was_not_observed() -> None:
+    """It is the model's own, even where it stands in the context of one that is learned from."""
+    turns = [turn(0, [1], [2]), turn(1, [1, 2, 5], [6]), turn(2, [1, 2, 5, 6, 8], [7])]
+    tagged = [replace(each, tags=("solver",) if each.index != 1 else ()) for each in turns]
+    (row,) = samples(tagged, 0, ("solver",))
+    assert row.ids.tolist() == [1, 2, 5, 6, 8, 7]
+    assert row.observation is not None and np.flatnonzero(row.observation).tolist() == [4]
+
+
 ids = st.lists(st.integers(1, 2), max_size=4)
 
 
@@ -115,6 +162,13 @@ def test_every_action_token_stands_once_after_exactly_its_own_past(turns: list[T
         assert row.logp[place] == each.completion.logp[n]
         assert row.version[place] == each.completion.version[n]
         assert row.turn[place] == each.index
+
+
+@given(attempts())
+def test_what_was_observed_does_not_depend_on_how_turns_become_rows(turns: list[Turn]) -> None:
+    """Another model's turn between any two keeps each in a row of its own."""
+    apart = [each for one in turns for each in (one, turn(one.index, [9], [9], model="other"))]
+    assert seen(apart) == seen(turns)
 
 
 @given(attempts())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,12 +19,16 @@ def sample(rollout: int, action: str) -> Sample:
     return Sample(list(range(len(acts))), acts, [-0.5] * len(acts), turn, turn, rollout)
 
 
-def test_what_was_told_after_the_first_action_is_observed() -> None:
-    rows = [sample(7, "..A.A.."), sample(9, "A."), sample(9, "..."), sample(9, ".A")]
-    batch = collate(rows, [Rollout(7, 0, 0, 1.0), Rollout(8, 0, 0, 0.25), Rollout(9, 0, 0, -1.0)])
+def test_what_a_row_says_was_observed_is_observed() -> None:
+    """Also before the row's first action; a row that says nothing of it has none."""
+    seen = replace(sample(9, ".o.A"), observation=[False, True, False, False])
+    batch = collate(
+        [sample(7, "..A.A.."), sample(9, "A."), seen],
+        [Rollout(7, 0, 0, 1.0), Rollout(8, 0, 0, 0.25), Rollout(9, 0, 0, -1.0)],
+    )
     assert batch.observation is not None and batch.metric is not None
-    assert batch.observation.int().tolist() == [0, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0]
-    assert batch.unit.tolist() == [0, 2, 2, 2]
+    assert batch.observation.nonzero()[:, 0].tolist() == [10]
+    assert batch.unit.tolist() == [0, 2, 2]
     assert batch.metric.tolist() == [1.0, 0.25, -1.0]
 
 

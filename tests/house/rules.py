@@ -51,6 +51,10 @@ def library_imports(modules: Modules) -> Iterator[str]:
             elif only is not None and library not in {*only, *sys.stdlib_module_names, module.name.split(".")[0]}:
                 allowed = " and ".join(("the standard library", *only))
                 yield f"{module.path}:{found.line} imports {library}; {module.room!r} keeps to {allowed}."
+        for name in (true for true in module.names.values() if true.startswith(table.LAZY)):
+            library = name.removeprefix(table.LAZY)
+            if library in table.LIBRARIES and not listed(module, table.LIBRARIES[library]):
+                yield f"{module.path} takes {library} from etude.lazy, and may not use it."
 
 
 def loads(modules: Modules) -> Iterator[str]:

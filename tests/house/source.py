@@ -44,11 +44,13 @@ class Module:
 def read_package(folder: Path) -> dict[str, Module]:
     """Every module of the package in `folder`, by dotted name."""
     files = {_dotted(folder, path): path for path in sorted(folder.rglob("*.py"))}
-    known = frozenset(files)
     modules = {}
+    trees = {name: ast.parse(path.read_text(), filename=str(path)) for name, path in files.items()}
+    known = {name: (name,) for name in files} | {
+        f"{name}.{each}": (name, place) for name, tree in trees.items() for each, place in _lazy(name, tree)
+    }
     for name, path in files.items():
-        text = path.read_text()
-        tree = ast.parse(text, filename=str(path))
+        text, tree = path.read_text(), trees[name]
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         names = _names(tree)
         imports = tuple(_imports(tree, package, known, names))
@@ -110,7 +112,7 @@ def _dotted(folder: Path, path: Path) -> str:
 
 
 def _imports(
-    tree: ast.AST, package: str, known: frozenset[str], names: Mapping[str, str], late: bool = False
+    tree: ast.AST, package: str, known: Mapping[str, tuple[str, ...]], names: Mapping[str, str], late: bool = False
 ) -> Iterator[Import]:
     """The run-time imports below `tree`; what stands under `if TYPE_CHECKING:` is for the type checker alone."""
     for node in ast.iter_child_nodes(tree):
@@ -124,7 +126,16 @@ def _imports(
         yield from _imports(node, package, known, names, late or isinstance(node, FunctionNode | ast.Lambda))
 
 
-def _targets(node: ast.AST, package: str, known: frozenset[str], names: Mapping[str, str]) -> list[str]:
+def _lazy(package: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """The names that a package loads when they are read, `__getattr__ = names_of(…)`, each with the file it is in."""
+    for node in tree.body:
+        call = node.value if isinstance(node, ast.Assign) else None
+        if isinstance(call, ast.Call) and dotted_name(call.func) == "names_of":
+            for file, names in ast.literal_eval(call.args[1]).items():
+                yield from ((name, f"{package}.{file}") for name in names)
+
+
+def _targets(node: ast.AST, package: str, known: Mapping[str, tuple[str, ...]], names: Mapping[str, str]) -> list[str]:
     """The modules that this node imports: an import statement, or `import_module("…")` with the name spelled out."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
@@ -135,7 +146,7 @@ def _targets(node: ast.AST, package: str, known: frozenset[str], names: Mapping[
             anchor = ".".join(parents[: len(parents) - node.level + 1])
             base = f"{anchor}.{base}".rstrip(".")
         members = [f"{base}.{alias.name}" for alias in node.names]
-        return sorted({member if member in known else base for member in members})
+        return sorted({place for member in members for place in known.get(member, (base,))})
     if isinstance(node, ast.Call) and true_name(node.func, names).split(".")[-1] in ("import_module", "__import__"):
         first = node.args[0] if node.args else None
         if isinstance(first, ast.Constant) and isinstance(first.value, str):

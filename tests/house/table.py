@@ -25,7 +25,7 @@ def _room(floor: int, *rooms: frozenset[str] | str) -> Room:
     return Room(floor, frozenset().union(*({part} if isinstance(part, str) else part for part in rooms)))
 
 
-WORDS = frozenset({"records", "errors", "batch", "protocols", "config", "observe"})
+WORDS = frozenset({"lazy", "records", "errors", "integrity", "batch", "protocols", "config", "observe"})
 INSTRUMENTS = frozenset({"algorithms", "models", "chat", "data", "rewards", "store", "checkpoint", "dispatch"})
 MACHINES = frozenset({"train", "rollout", "sync", "agents"})
 SCORES = frozenset({"recipes", "envs"})
@@ -35,11 +35,13 @@ NO_BATCH = WORDS - {"batch"}
 ROOMS: dict[str, Room] = {
     # floor 0: words
     "errors": _room(0),
+    "lazy": _room(0),
     "records": _room(0),
+    "integrity": _room(0, "errors"),
     "batch": _room(0, "records", "errors"),
     "protocols": _room(0, "records"),
     "config": _room(0, "records", "errors"),
-    "observe": _room(0, "records", "errors"),
+    "observe": _room(0, "lazy", "records", "errors"),
     # floor 1: instruments
     "algorithms": _room(1, WORDS),
     "models": _room(1, WORDS),
@@ -102,7 +104,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "peft": ("models/lora.py",),
     "ray": ("dispatch/ray_crew.py", "dispatch/ray_cluster.py"),
     "megatron": ("train/megatron.py",),
-    "sqlalchemy": ("store/sql.py",),
+    "sqlalchemy": ("store/sql.py", "store/tables.py"),
     "fastapi": ("store/server.py", "agents/proxy/app.py", "dashboard"),
     "tensorboardX": ("observe/tensorboard.py",),
     "wandb": ("observe/wandb.py",),
@@ -116,6 +118,9 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 ONLY_LIBRARIES: dict[str, tuple[str, ...]] = {"errors": (), "records": ("numpy",)}
 
 # What a file must not load, not even through the files of `etude/` that it imports.
+# Whoever takes torch from `etude.lazy` uses it by the same rule, and does not load it.
+LAZY = "etude.lazy."
+
 NEVER_LOADED: dict[str, tuple[str, ...]] = {
     "__init__": ("torch", "transformers", "ray"),
     "cli": ("torch", "transformers", "ray"),

@@ -16,7 +16,7 @@ from etude.checkpoint import export_adapter
 from etude.errors import ConfigError
 from etude.models import Lora, Model, PackedAttention, adapt, adapter_config, create, load, save, tiny
 from etude.models.layers import Fused, FusedLinear
-from etude.models.tiny import FAMILIES
+from etude.models.sizes import FAMILIES
 from tests.components import require
 from tests.models.packs import FOREST, pack_of
 

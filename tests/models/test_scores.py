@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from etude.errors import ConfigError
 from etude.models import PackedAttention, create, load, save
-from etude.models.tiny import FAMILIES, tiny
+from etude.models.sizes import FAMILIES, tiny
 from tests.models.packs import FOREST, pack_of
 
 PACK = pack_of(FOREST, vocabulary=32)

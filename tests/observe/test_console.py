@@ -75,6 +75,19 @@ def test_plain_lines_are_aligned_and_ordered_by_the_headline() -> None:
     ]
 
 
+def test_what_a_mean_leaves_out_is_said_beside_it() -> None:
+    out = io.StringIO()
+    failures = {"reward": "failed_attempts", "eval": "eval/failed"}
+    sink = ConsoleSink(make_console("plain", out), ["reward", "eval", "loss"], failures)
+    sink.open(run())
+    sink.log(1, {"reward": 1.0, "failed_attempts": 168.0, "loss": 0.5, "eval": 0.25, "eval/failed": 2.0})
+    sink.log(2, {"reward": 1.0, "failed_attempts": 0.0, "loss": 0.5})
+    assert out.getvalue().splitlines()[1:] == [
+        "step   1/100  reward   1.000 (168 failed)  eval  0.2500 (2 failed)  loss  0.5000",
+        "step   2/100  reward   1.000  loss  0.5000",
+    ]
+
+
 def test_plain_lines_are_never_cut_and_need_no_known_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     out, names = io.StringIO(), [f"metric_{i}" for i in range(20)]

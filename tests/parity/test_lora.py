@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from etude.checkpoint import export, export_adapter
 from etude.models import Lora, Model, PackedAttention, adapt, adapter_config, create, load, save, tiny
 from etude.models.layers import Fused, FusedLinear
-from etude.models.tiny import FAMILIES
+from etude.models.sizes import FAMILIES
 from tests.autograd import kept_for_backward
 from tests.components import require
 from tests.models.packs import FOREST, apart, pack_of, paths

@@ -15,7 +15,7 @@ from etude.batch import Batch
 from etude.data.adapt import samples
 from etude.data.collate import collate
 from etude.models import Lora, Model, adapt, create, tiny
-from etude.models.tiny import FAMILIES
+from etude.models.sizes import FAMILIES
 from etude.recipes.workers import Improve
 from etude.records import Completion, Rollout, SamplingParams, Turn
 from etude.rollout import EngineConfig, TorchEngine

@@ -46,6 +46,11 @@ def fragile(task: Task, answer: str) -> float:
     return digits(task, answer)
 
 
+def strict(task: Task, answer: str) -> float:
+    """Pays for answers that it can read, and raises on the others."""
+    return 1.0 if len(answer) % 2 else float(task.fields["missing"])  # type: ignore[arg-type]
+
+
 def in_parts(task: Task, answer: str) -> dict[str, float]:
     """Named parts."""
     return {"digits": digits(task, answer), "short": -len(answer) / 100}

@@ -59,6 +59,14 @@ def test_the_best_checkpoint_scores_as_it_did_then(trained: Path, capsys: Captur
     assert scored(capsys, str(trained), "--best")["eval/mean@2"] == pytest.approx(best["score"])
 
 
+def test_a_checkpoint_of_a_run_is_talked_with(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    best = json.loads((trained / "checkpoints" / "best.json").read_text())
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n"))
+    assert main(["chat", str(trained), "--best"]) == 0
+    shown = capsys.readouterr().out
+    assert f"This is step {best['step']} of {trained}." in shown and "> 1+1=" in shown
+
+
 def test_a_model_is_scored_without_a_run(world: Path, trained: Path, quiet: list[str], capsys: Captured) -> None:
     before = json.loads((trained / "evaluations" / "step-00000000.jsonl").read_text().splitlines()[0])
     named, first = (scored(capsys, word, *quiet) for word in (f"model.path={world / 'model'}", str(world / "model")))

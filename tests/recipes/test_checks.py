@@ -40,6 +40,28 @@ def test_the_sampler_is_compared_with_the_policy_at_every_step(world: Path) -> N
     assert from_the_models(run_of(world, kl="full")) == {"old_logp", "ref_logp"}
 
 
+def test_a_part_of_the_reward_that_nothing_compares_is_refused(world: Path) -> None:
+    parts = {"reward": "combined", "reward.path": None, "reward.parts.right": "exact", "reward.parts.form": "format"}
+    named = parts | {"reward.parts.form.tags": "[a]", "collect.metric": "right"}
+    with pytest.raises(ConfigError, match=r"`collect\.refill=0` replaces none"):
+        before(run_of(world, **named))
+    with pytest.raises(
+        ConfigError, match=r"`collect\.metric=left` names no part of this reward, which has right, form"
+    ):
+        before(run_of(world, **named | {"collect.refill": 2, "collect.metric": "left"}))
+    before(run_of(world, **named | {"collect.refill": 2}))
+
+
+@pytest.mark.parametrize(("change", "named"), [({}, "neither `env` nor"), ({"env.max_turns": 1}, "`env.max_turns=1`")])
+def test_learning_what_is_shown_between_answers_is_refused_where_there_is_one(
+    world: Path, change: dict[str, int], named: str
+) -> None:
+    env = {"env.path": "tests.recipes.partners:Echo"}
+    with pytest.raises(ConfigError, match=f"`echo=0.5` learns to predict .* single answer.*{named}"):
+        before(run_of(world, echo=0.5, **(env | change if change else {})))
+    before(run_of(world, echo=0.5, **env))
+
+
 def test_room_is_made_for_the_longest_prompt_and_answer(world: Path) -> None:
     model, _ = policy(run_of(world))
     room(run_of(world, **{"data.max_prompt": 122}), model)

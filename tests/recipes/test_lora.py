@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
+from etude.checkpoint.storage import read_table
 from etude.cli import main
 from etude.models import load, save
 from etude.recipes.build import build
@@ -36,7 +36,7 @@ def logits(module: torch.nn.Module) -> Tensor:
 def stored(directory: Path) -> set[str]:
     """The names of what the newest checkpoint of a run holds."""
     newest = max((directory / "checkpoints").glob("step-*"))
-    return set(FileSystemReader(newest).read_metadata().state_dict_metadata)
+    return set(read_table(newest).state_dict_metadata)
 
 
 @pytest.fixture(scope="module")

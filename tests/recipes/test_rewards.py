@@ -71,6 +71,18 @@ def test_the_part_that_fails_is_counted_by_its_name(world: Path, tmp_path: Path,
     assert "it answered 500: " in capsys.readouterr().err
 
 
+def test_answers_that_a_reward_raises_on_are_counted_beside_its_mean(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    given = {"reward.path": f"{REWARDS}:strict", "observe.console": "plain"}
+    (step,) = measured(train(world, tmp_path / "run", steps=1, **given))
+    told = capsys.readouterr()
+    assert step["reward"] == 1.0 and step["failed_attempts"] > 0
+    assert f"reward   1.000 ({step['failed_attempts']:.0f} failed)" in told.out
+    assert "So far 1 answer could not be judged" in told.err
+    assert "KeyError: 'missing' (rewards.py, line " in told.err and "The task has the fields prompt" in told.err
+
+
 def test_programs_are_run_by_a_run(world: Path, tmp_path: Path, capsys: Captured) -> None:
     """What a model of random weights writes is no program: all are run, none fails to be judged."""
     lines = [{"prompt": f"{n}+1=", "answer": {"inputs": [""], "outputs": [str(n + 1)]}} for n in range(4)]

@@ -93,6 +93,13 @@ def test_a_group_of_one_is_never_level() -> None:
     assert list(admit.tasks) == [0, 1, 2, 3] and not dropped and admit.spare == 0
 
 
+def test_sums_in_another_order_tell_no_rollouts_apart() -> None:
+    sums = (0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.1 + 0.3 + 0.2)
+    assert len(set(sums)) == 2
+    admit, _, _ = play(scheduler(), 1, lambda task, sample: sums[sample], random.Random(0))
+    assert admit.spare == 4
+
+
 def test_a_failed_rollout_is_tried_again_and_then_left_out_of_its_group() -> None:
     def fails_once(task: int, sample: int) -> float | None:
         return None if (task, sample) == (1, 2) else float(sample)

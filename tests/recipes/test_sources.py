@@ -21,7 +21,8 @@ from etude.data.collate import collate
 from etude.envs import Observation, TextEnv
 from etude.errors import CollectionError, EngineError, RewardError
 from etude.protocols import Ids
-from etude.recipes.collecting import Collection, Groups
+from etude.recipes.collecting import Groups
+from etude.recipes.collection import Collection
 from etude.recipes.environment import EnvConfig
 from etude.recipes.episodes import Episodes
 from etude.recipes.rows import Keep
@@ -29,7 +30,7 @@ from etude.recipes.sampling import Sampling
 from etude.recipes.sources import EngineSource
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, Judging
-from etude.store import Event, Journal, Phase, Rewarded, Status, TaskDropped, TurnRecorded, open_store
+from etude.store import Event, Journal, Mark, Phase, Rewarded, Status, TaskDropped, TurnRecorded, open_store
 from tests.recipes.runs import rows_of
 from tests.worlds import make_tokenizer
 
@@ -83,6 +84,7 @@ def even(task: Task, answer: str) -> float:
 
 
 CHAT = characters()
+BEGINNING = Mark(0, 0)
 
 
 @contextmanager
@@ -93,7 +95,7 @@ def sourced(
     *,
     judging: Judging | None = None,
     state: Any = None,
-    position: int = 0,
+    mark: Mark = BEGINNING,
     at_once: int = 64,
     greedy: bool = False,
     env: EnvConfig | None = None,
@@ -119,7 +121,7 @@ def sourced(
             greedy=greedy,
             keep=keep,
         )
-        source.take_up(state, position)
+        source.take_up(state, mark)
         yield source
 
 
@@ -243,12 +245,12 @@ def test_what_stops_a_run_leaves_nothing_running(who: str, complaints: list[str]
 
 def test_a_replayed_step_has_the_same_groups(tmp_path: Path) -> None:
     with closing(open_store(tmp_path / "journal.sqlite")) as store, sourced(Scripted(), store) as source:
-        state, position = source.state(), store.position
+        state, mark = source.state(), store.end
         before = [source.next(step) for step in (1, 2)]
     engine = Scripted()
     with (
         closing(open_store(tmp_path / "journal.sqlite")) as store,
-        sourced(engine, store, state=state, position=position) as source,
+        sourced(engine, store, state=state, mark=mark) as source,
     ):
         after = [source.next(step) for step in (1, 2)]
         assert not engine.asked and all(groups.replayed for groups in after)

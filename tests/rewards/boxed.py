@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from etude.rewards.box import Box, Ended, Limits, Protection, protections
+from etude.rewards.box import Box, Ended, Limits
+from etude.rewards.probe import Protection, protections
 
 WAYS = {"namespaces": (), "without namespaces": ("namespaces",)}
 """The means with which a program is kept here, and what is left where the kernel grants no namespace."""

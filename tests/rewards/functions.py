@@ -106,6 +106,50 @@ def takes_any(solution_str: str, ground_truth: str, **others: Any) -> float:
     return float(len(others))
 
 
+def lacks(task: Task, answer: str) -> float:
+    """Asks for what is not there, as the answer says."""
+    match answer:
+        case "field":
+            return float(task.fields["anser"])  # type: ignore[arg-type]
+        case "item":
+            return float(task["anser"])
+        case "attribute":
+            return float(task.anser)  # type: ignore[attr-defined]
+        case "other":
+            return float({}["anser"])
+        case _:
+            raise ValueError("no such luck")
+
+
+def of_verl(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    return float(extra_info[solution_str])
+
+
+class Unshown(Exception):
+    """An exception that cannot be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
+
+
+class Broken:
+    """What raises wherever it is looked at."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise LookupError(name)
+
+    def __repr__(self) -> str:
+        raise RuntimeError("not even this")
+
+
+def strange(task: Task, answer: str) -> Any:
+    """Returns what can hardly be looked at."""
+    if answer == "unshown":
+        raise Unshown
+    values = {"huge": 10**400, "minus": -(10**400), "long": "x" * 100_000, "broken": Broken()}
+    return values.get(answer, 1.0)
+
+
 class Holder:
     """Callable objects are functions too, also where they wait."""
 

@@ -17,7 +17,9 @@ import pytest
 
 from etude.errors import RewardError
 from etude.rewards import box as boxes
-from etude.rewards.box import PROTECTIONS, Box, BoxLostError, Limits, protections
+from etude.rewards import probe
+from etude.rewards.box import Box, BoxLostError, Limits
+from etude.rewards.probe import PROTECTIONS, protections
 from tests.rewards.boxed import NAMED, WAYS, left, needs, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up as Linux shows them")
@@ -424,9 +426,9 @@ def test_a_box_that_cannot_be_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         RewardError, match=r"No program can be run here: the box that keeps it is lost, because it ended"
     ):
-        asyncio.run(boxes._tried(()))
-    monkeypatch.setattr(boxes, "_PROBE", "print('nonsense')")
+        asyncio.run(probe._tried(()))
+    monkeypatch.setattr(probe, "_PROBE", "print('nonsense')")
     monkeypatch.undo()
-    monkeypatch.setattr(boxes, "_PROBE", "print('nonsense')")
+    monkeypatch.setattr(probe, "_PROBE", "print('nonsense')")
     with pytest.raises(RewardError, match=r"one that does nothing wrong ended with exit 0"):
-        asyncio.run(boxes._tried(()))
+        asyncio.run(probe._tried(()))

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from etude.rewards import PARTS, REWARDS
-from etude.rewards.box import PROTECTIONS
 from etude.rewards.constraints import CONSTRAINTS
+from etude.rewards.probe import PROTECTIONS
 from tests.house.documents import ROOT
 
 PAGE = (ROOT / "docs" / "rewards.md").read_text()

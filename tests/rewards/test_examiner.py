@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.box import Box, Limits
+from etude.rewards.box import Box, Found, Limits
 from etude.rewards.inside.frames import LARGEST, packed, receive, send
 from etude.rewards.inside.plain import DEEPEST, NotPlainError, decode, encode
 
@@ -207,7 +207,7 @@ def passed(code: str, statement: str, names: list[str]) -> bool:
     async def tried() -> bool:
         async with Box(code, Limits()) as box:
             tests = {"names": [(name, name) for name in names], "statements": [(statement, True)], "seconds": 10.0}
-            return [each["passed"] for each in await box.examine(tests, 10.0)] == [True]
+            return await box.examine(tests, 1, 10.0) == Found((True,), "")
 
     return asyncio.run(tried())
 
@@ -249,11 +249,11 @@ def test_a_program_named_like_a_builtin_is_tried_where_it_is_meant() -> None:
 
 
 def test_numbers_and_tables_of_numpy_are_plain() -> None:
-    async def tried() -> list[Any]:
+    async def tried() -> Found:
         code = "import numpy\ndef table(n): return numpy.arange(n)\ndef mean(x): return numpy.mean(x)"
         async with Box(code, Limits(packages=True, memory_mb=2048)) as box:
             statements = [("assert table(3) == [0, 1, 2]", True), ("assert mean([1, 2]) == 1.5", True)]
             tests = {"names": [("table", "table"), ("mean", "mean")], "statements": statements, "seconds": 20.0}
-            return await box.examine(tests, 20.0)
+            return await box.examine(tests, 2, 20.0)
 
-    assert asyncio.run(tried()) == [{"passed": True}, {"passed": True}]
+    assert asyncio.run(tried()) == Found((True, True), "")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from etude.errors import ConfigError, PlugInError, RewardError
+from etude.observe import configure
 from etude.records import Outcome, Task
 from etude.rewards import Exact, Function, Gsm8k, Judge, Judging, Math, Regex, RewardFunction, ScoredByModel, Verdict
 from etude.rewards.judge import HOPELESS
@@ -242,6 +243,91 @@ def test_a_score_without_its_policy_is_refused() -> None:
     for wrong in ({"error_score": 1.0}, {"on_error": "score"}, {"on_error": "score", "error_score": math.nan}):
         with pytest.raises(ConfigError):
             Judging(**wrong)  # type: ignore[arg-type]
+
+
+def test_calls_that_hang_are_judged_side_by_side_and_told_of_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info")
+    began = time.monotonic()
+    with Judge(MISBEHAVES, Judging(timeout=2.0)) as judge:
+        verdicts = judged(judge, *["sleep 6"] * 9)
+    assert {verdict.outcome for verdict in verdicts} == {Outcome.TIMED_OUT}
+    assert time.monotonic() - began < 9, "one after another they would take 18 seconds"
+    told = capsys.readouterr().err
+    for count in ("1 answer", "2 answers", "4 answers", "8 answers"):
+        assert f"So far {count} could not be judged; {HOPELESS} failures in a row stop the run." in told
+    assert told.count("So far") == 4 and "took longer than `judging.timeout` = 2 seconds on task" in told
+
+
+def test_a_function_is_called_once_at_a_time_as_long_as_it_computes() -> None:
+    beside: list[int] = []
+
+    def computes(task: Any, answer: str) -> float:
+        beside.append(1)
+        most, until = len(beside), time.thread_time() + 0.7
+        while time.thread_time() < until:
+            pass
+        beside.pop()
+        return float(most)
+
+    with Judge(computes) as judge:
+        assert {verdict.reward for verdict in judged(judge, "a", "b", "c")} == {1.0}
+
+
+def test_without_workers_a_function_is_called_once_at_a_time() -> None:
+    beside: list[int] = []
+
+    def waits(task: Any, answer: str) -> float:
+        beside.append(1)
+        time.sleep(0.6)
+        return float(len([beside.pop(), *beside]))
+
+    with Judge(waits, Judging(workers=0)) as judge:
+        assert {verdict.reward for verdict in judged(judge, "a", "b", "c")} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "answer", "told"),
+    [
+        (functions.lacks, "field", "KeyError: 'anser' (functions.py, line "),
+        (functions.lacks, "item", "has no field 'anser'; it has prompt, ground_truth, extra_info"),
+        (functions.lacks, "attribute", "has no attribute 'anser' (functions.py, line "),
+        (functions.of_verl, "anser", "KeyError: 'anser' (functions.py, line "),
+    ],
+)
+def test_a_field_that_is_not_there_is_told_with_those_that_are(
+    function: Callable[..., Any], answer: str, told: str
+) -> None:
+    with Judge(function, Judging(workers=0)) as judge:
+        verdict = asyncio.run(judge.judge(task(extra_info={"split": "train", "index": 3}), answer))
+    assert verdict.outcome is Outcome.FAILED and told in verdict.error
+    if answer != "item":
+        assert "The task has the fields prompt, ground_truth, extra_info, and its `extra_info` has split, index." in (
+            verdict.error
+        )
+
+
+def test_other_failures_are_told_without_the_fields() -> None:
+    with Judge(functions.lacks) as judge:
+        (verdict,) = judged(judge, "raises")
+    assert "no such luck" in verdict.error and "The task has" not in verdict.error
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ("huge", "it returned inf; a finite number is needed"),
+        ("minus", "it returned -inf; a finite number is needed"),
+        ("long", "xxx… of type str; a number is needed"),
+        ("broken", "LookupError: shape"),
+        ("unshown", "failed on task 0 of sums: Unshown (functions.py, line "),
+    ],
+)
+def test_whatever_a_function_returns_is_a_verdict_and_a_short_sentence(answer: str, told: str) -> None:
+    for place in (0, 1):
+        with Judge(Function(path="tests.rewards.functions:strange"), Judging(workers=place, timeout=5.0)) as judge:
+            failed, fine = judged(judge, answer, "fine")
+        assert failed.outcome is Outcome.FAILED and told in failed.error and len(failed.error) < 400
+        assert fine.reward == 1.0
 
 
 # -- beginning and end ------------------------------------------------------------------------------------------------

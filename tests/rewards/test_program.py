@@ -16,7 +16,7 @@ from etude.records import Outcome, Task
 from etude.rewards import Judge, Judging, Program, Verdict
 from etude.rewards import box as boxes
 from etude.rewards import program as programs
-from etude.rewards.box import protections
+from etude.rewards.probe import protections
 from etude.rewards.program import program_of
 from tests.rewards.tasks import task
 
@@ -351,8 +351,8 @@ def test_a_protection_that_is_asked_for_and_not_there_is_refused(
 ) -> None:
     configure("info")
     monkeypatch.setattr(programs, "protections", lambda: protections(("namespaces", "landlock", "filter", "stranger")))
-    with pytest.raises(ConfigError, match=r"`require` asks for network, and .* can reach the network: it grants"):
+    with pytest.raises(ConfigError, match=r"`require` asks for network, and .* sockets of others: it grants"):
         Judge(Program(require=("network",)))
     with Judge(Program()):
         told = capsys.readouterr().err
-    assert "WARNING" in told and "on this machine they can reach the network; read and write files" in told
+    assert "WARNING" in told and "they can reach the network or sockets of others; read and write files" in told

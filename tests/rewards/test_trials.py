@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from etude.records import Task
-from etude.rewards.trials import Calls, Scripts, Statements, same_output, same_value, trial_of
+from etude.rewards.inside.compare import same_output, same_value
+from etude.rewards.trials import Calls, Scripts, Statements, trial_of
 from tests.rewards.tasks import task
 
 PAIR = {"inputs": ["1\n", "2\n"], "outputs": ["a\n", "b\n"]}

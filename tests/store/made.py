@@ -34,7 +34,8 @@ def turn(
         top_ids=draw.integers(0, 1000, (tokens, 2)),
         top_logp=-draw.random((tokens, 2)),
     )
-    return Turn(draw.integers(0, 1000, 4), said, index, tags=("solver",), reward=reward, anchor=anchor)
+    prompt = draw.integers(0, 1000, 4)
+    return Turn(prompt, said, index, tags=("solver",), reward=reward, anchor=anchor, observed=index % 4 or None)
 
 
 def group(task: int, size: int = 2) -> list[Event]:

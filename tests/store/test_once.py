@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from etude.store.once import Answer, Once
+from etude.store.once import Answer, Once, Share
 
 
 class Work:
@@ -91,7 +91,7 @@ def test_what_nobody_waits_for_is_cancelled_or_undone() -> None:
 
 def test_the_old_and_the_many_are_forgotten() -> None:
     async def story() -> None:
-        soon, few, work = Once(kept_s=0.02), Once(most_bytes=1000), Work()
+        soon, few, work = Once(kept_s=0.02), Once(most=Share(10**6, 1000)), Work()
         await soon.answer("a", work.do)
         await asyncio.sleep(0.03)
         await soon.answer("b", work.do)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from etude.store import gate
+from etude.store import bounds
 from etude.store.client import MOST, RemoteDesk
 from etude.store.described import REFUSED
 from etude.store.forms import LONGEST_POLL
@@ -28,5 +28,5 @@ def test_the_statuses_are_those_that_are_described() -> None:
 def test_the_numbers_are_those_of_the_code() -> None:
     patience = RemoteDesk.__init__.__kwdefaults__["patience_s"]
     assert f"`patience_s`, {patience:.0f} seconds" in PAGE and KEPT_S == 120 and "for two minutes" in PAGE
-    assert f"more than {gate.MOST_BYTES >> 20} MiB" in PAGE and f"within {gate.READ_S:.0f} seconds" in PAGE
+    assert f"more than {bounds.BODY_BYTES >> 20} MiB" in PAGE and f"within {bounds.BODY_S:.0f} seconds" in PAGE
     assert f"at most {MOST} rollouts" in PAGE and f"at most {LONGEST_POLL:.0f} seconds" in PAGE

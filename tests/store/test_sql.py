@@ -20,6 +20,7 @@ from etude.store import (
     Admitted,
     Event,
     Journal,
+    Mark,
     Phase,
     RolloutQueued,
     RolloutState,
@@ -144,7 +145,7 @@ def test_a_journal_of_another_schema_is_left_alone(path: Path) -> None:
         raw.execute("UPDATE facts SET value = '99' WHERE name = 'schema'")
     before = path.read_bytes()
     for read_only in (False, True):
-        with pytest.raises(StoreError, match=r"it wants schema 1 and found schema 99\. Nothing was changed"):
+        with pytest.raises(StoreError, match=r"it wants schema 2 and found schema 99\. Nothing was changed"):
             open_store(path, read_only=read_only)
     assert path.read_bytes() == before
 
@@ -275,9 +276,91 @@ def test_a_flipped_bit_is_never_trained_on(path: Path, table: str, column: str) 
         raw.execute(f"UPDATE {table} SET {column} = ? WHERE position = ?", (damaged, position))
     with (
         closing(open_store(path)) as store,
-        pytest.raises(StoreError, match=f"event at position {position} of the journal .* does not match its checksum"),
+        pytest.raises(
+            StoreError, match=f"journal .* is damaged: its event at position {position} does not match its checksum"
+        ),
     ):
         store.turns(0)
+
+
+STATE = ("kind", "id", "phase", "body", "digest")
+
+
+@pytest.mark.parametrize("column", STATE)
+def test_a_state_that_was_changed_is_never_trained_on(path: Path, column: str) -> None:
+    """A reward of 1 for one of 0 is as good a state as the one that was derived."""
+    values = {"kind": "'task'", "id": "7", "phase": "'admitted'", "digest": "digest + 1"}
+    changed = values.get(column, """replace(body, '"reward":1.0', '"reward":0.5')""")
+    with closing(sqlite3.connect(path)) as raw, raw:
+        assert raw.execute(f"UPDATE states SET {column} = {changed} WHERE kind = 'rollout' AND id = 1").rowcount == 1
+    with (
+        closing(open_store(path)) as store,
+        pytest.raises(StoreError, match=r"damaged: its state of (rollout|task) (1|7) does not match its checksum"),
+    ):
+        store.rollouts()
+        store.tasks()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("DELETE FROM events WHERE position = 5", "event at position 5 is missing"),
+        ("UPDATE events SET position = 99 WHERE position = 5", "it ends at event 99, which is not the last"),
+        ("DELETE FROM events WHERE position = (SELECT max(position) FROM events)", "which is not the last that was"),
+        (
+            "UPDATE events SET chain = chain + 1 WHERE position = 5",
+            "event at position 5 does not follow the one before",
+        ),
+        ("UPDATE events SET kind = 'noted' WHERE position = 5", "event at position 5 does not match its checksum"),
+        ("UPDATE events SET rollout = 7 WHERE position = 5", "event at position 5 does not match its checksum"),
+        ("UPDATE events SET size = 3 WHERE position = 2", None),
+        ("UPDATE events SET digest = 'x' WHERE position = 5", "a value in it is not what was written"),
+        ("UPDATE events SET body = x'ff' WHERE position = 5", "a value in it is not what was written"),
+        ("UPDATE facts SET value = 'x' WHERE name = 'end'", "which is not the last that was written"),
+        ("UPDATE facts SET name = 'enD' WHERE name = 'end'", "which is not the last that was written"),
+    ],
+)
+def test_an_event_that_is_gone_or_another_is_noticed(path: Path, change: str, complaint: str | None) -> None:
+    with closing(sqlite3.connect(path)) as raw, raw:
+        assert raw.execute(change).rowcount == 1
+    if complaint is None:  # the size says only where a payload is to be looked for
+        with closing(open_store(path)) as store:
+            assert log_of(store) == [encode(event) for event in BEGUN]
+        return
+    with pytest.raises(StoreError, match=rf"journal\.db is damaged: .*{complaint}"), closing(open_store(path)) as store:
+        store.check(Mark(0, 0))
+
+
+def test_an_index_from_which_an_entry_is_missing_is_noticed(path: Path) -> None:
+    """What is not found by it would not be replayed."""
+    with closing(open_store(path)) as store:
+        store.append([Admitted(1, (0, 1))])
+    with closing(sqlite3.connect(path)) as raw, raw:
+        raw.execute("PRAGMA writable_schema = ON")
+        raw.execute("UPDATE sqlite_schema SET sql = sql || ' WHERE position < 9' WHERE name = 'events_of_kind'")
+    with closing(sqlite3.connect(path)) as raw, raw:
+        raw.execute("REINDEX events_of_kind")
+        raw.execute("PRAGMA writable_schema = ON")
+        raw.execute("UPDATE sqlite_schema SET sql = replace(sql, ' WHERE position < 9', '')")
+    with pytest.raises(StoreError, match=r"journal\.db is damaged: its database is not whole \(.*events_of_kind"):
+        open_store(path)
+
+
+def test_a_mark_tells_its_journal_from_another(path: Path, tmp_path: Path) -> None:
+    with closing(open_store(path)) as store:
+        mark = store.flush()
+        assert mark == store.end and mark.position == len(BEGUN)
+        store.append(group(1))
+        store.check(mark)
+    with closing(open_store(tmp_path / "other.db")) as other:
+        other.append([*group(0), *tried(0), *tried(1, reward=0.0)])
+        with pytest.raises(StoreError, match=r"other\.db is not the one beside which the checkpoint was written"):
+            other.check(mark)
+    with (
+        closing(open_store(tmp_path / "shorter.db")) as other,
+        pytest.raises(StoreError, match=rf"shorter\.db holds 0 events, and held {mark.position} when"),
+    ):
+        other.check(mark)
 
 
 def test_a_payload_that_is_gone_is_noticed(path: Path) -> None:
@@ -312,7 +395,12 @@ def test_every_question_is_answered_from_an_index(path: Path) -> None:
         raw: Any = store._connection.connection.driver_connection
         raw.set_trace_callback(asked.append)
         store.append([*group(1), *tried(2), *tried(3), Admitted(1, (2, 3)), TaskDropped(0, 1, "flat")])
-        for answer in (store.read(), store.read(3, kinds=(RolloutQueued, TurnRecorded)), store.read(rollout=2)):
+        for answer in (
+            store.read(),
+            store.read(3),
+            store.read(3, kinds=(RolloutQueued, TurnRecorded)),
+            store.read(rollout=2),
+        ):
             assert len(list(answer)) > 0
         assert store.turns(2) and store.admitted(1) and store.rollouts(Phase.ADMITTED) and store.task(0)
         assert len(list(store.listed(RolloutState))) == 4 == len(list(store.listed(RolloutState, backwards=True)))
@@ -321,7 +409,7 @@ def test_every_question_is_answered_from_an_index(path: Path) -> None:
         questions = [question for question in asked if question.startswith("SELECT")]
         plans = {row[3] for question in questions for row in raw.execute(f"EXPLAIN QUERY PLAN {question}")}
     assert plans == {
-        "SEARCH events",  # the newest
+        "SEARCH events USING INTEGER PRIMARY KEY (rowid=?)",  # the one before
         "SEARCH events USING INTEGER PRIMARY KEY (rowid>? AND rowid<?)",
         "SEARCH events USING INDEX events_of_kind (kind=? AND position>? AND position<?)",
         "SEARCH events USING INDEX events_of_rollout (rollout=? AND position>? AND position<?)",

@@ -13,7 +13,17 @@ import pytest
 from etude.cli import main
 from etude.records import Completion, Outcome, Turn
 from etude.store import open_store
-from etude.store.events import Admitted, AttemptEnded, AttemptStarted, Rewarded, RolloutQueued, TaskIssued, TurnRecorded
+from etude.store.events import (
+    Admitted,
+    AttemptEnded,
+    AttemptStarted,
+    Noted,
+    Rewarded,
+    RolloutQueued,
+    TaskDropped,
+    TaskIssued,
+    TurnRecorded,
+)
 from etude.tools.answers import answers
 
 Captured = pytest.CaptureFixture[str]
@@ -110,6 +120,68 @@ def test_what_a_turn_earned_stands_beside_it(tmp_path: Path, capsys: Captured) -
     shown = capsys.readouterr().out
     assert "first  [earned 0.2500]" in shown and "second" in shown and "-0.0000" not in shown
     assert [each.get("reward") for each in answers(tmp_path)[1][0]["conversation"]] == [0.25, None]
+
+
+def failing(directory: Path) -> Path:
+    """A run whose first step trained on one try of two, and left a task out whose tries both failed."""
+    directory.mkdir()
+    (directory / "run.yaml").write_text("{model: {path: nowhere, tokenizer: null}, agent: {path: a:b, failed: drop}}")
+    refused = {"path": "/v1/responses", "status": 400, "error": "'audio' is not supported."}
+    with closing(open_store(directory / "journal.sqlite")) as store:
+        for task in (0, 1):
+            store.append([TaskIssued(task, task, "", {"question": f"q{task}", "prompt": None})])
+            for rollout in (2 * task, 2 * task + 1):
+                store.append([RolloutQueued(rollout, task, rollout % 2), AttemptStarted(rollout, 0)])
+        store.append([Rewarded(0, 0, 1.0, {}, False), AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False)])
+        store.append([Noted(1, 0, "refused", refused), AttemptEnded(1, 0, Outcome.FAILED, "exit code 1.", False)])
+        store.append([AttemptEnded(2, 0, Outcome.TIMED_OUT, "It was not over after 9 s.", False)])
+        store.append([AttemptEnded(3, 0, Outcome.FAILED, "Traceback " + "x" * 900 + " the end", False)])
+        store.append([TaskDropped(1, 1, "every rollout failed"), Admitted(1, (0,))])
+    return directory
+
+
+def test_rollouts_that_failed_are_shown_with_their_outcome_and_cause(tmp_path: Path, capsys: Captured) -> None:
+    run = failing(tmp_path / "run")
+    assert main(["answers", str(run), "-n", "2"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("Step 1: 4 answers to 2 tasks. 3 of these rollouts failed: each says why.")
+    assert "failed: exit code 1. The endpoint refused a call to /v1/responses (400): 'audio' is not" in shown
+    assert "timed_out: It was not over after 9 s." in shown
+    assert "failed: Traceback x" in shown and "the end" in shown and "x" * 400 not in shown
+    found = answers(run)[1]
+    assert [(each["task"], each["outcome"], each["reward"]) for each in found] == [
+        *((0, "succeeded", 1.0), (0, "failed", None)),
+        *((1, "timed_out", None), (1, "failed", None)),
+    ]
+    assert main(["answers", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[1])["error"].startswith("exit code 1.\nThe endpoint")
+
+
+def test_a_step_that_came_to_nothing_is_shown_too(tmp_path: Path, capsys: Captured) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with closing(open_store(run / "journal.sqlite")) as store:
+        store.append([TaskIssued(0, 0, "", {"prompt": "?"}), RolloutQueued(0, 0, 0), AttemptStarted(0, 0)])
+        store.append([AttemptEnded(0, 0, Outcome.FAILED, "no such tool", False), TaskDropped(0, 1, "all failed")])
+    assert main(["answers", str(run)]) == 0
+    assert "failed: no such tool" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("finish", "turns", "told"), [("stop", 2, "max_turns"), ("stop", 1, "truncated"), ("length", 2, "length")]
+)
+def test_what_cut_a_rollout_off_is_named(finish: str, turns: int, told: str, tmp_path: Path, capsys: Captured) -> None:
+    ids = np.zeros(1, np.int32)
+    (tmp_path / "run.yaml").write_text("{model: {path: nowhere, tokenizer: null}, env: {max_turns: 2}}")
+    with closing(open_store(tmp_path / "journal.sqlite")) as store:
+        store.append([TaskIssued(0, 0, "", {"prompt": "?"}), RolloutQueued(0, 0, 0), AttemptStarted(0, 0)])
+        for n in range(turns):
+            completion = Completion(ids, np.zeros(1, np.float32), ids, finish, "said")  # type: ignore[arg-type]
+            store.append([TurnRecorded(0, 0, Turn(ids, completion, n))])
+        store.append([Rewarded(0, 0, 0.5, {}, True), AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False)])
+        store.append([Admitted(1, (0,))])
+    assert main(["answers", str(tmp_path)]) == 0
+    assert f"[{told}]" in capsys.readouterr().out
 
 
 def test_a_journal_that_is_being_written_is_read(run: Path) -> None:

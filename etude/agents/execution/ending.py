@@ -15,13 +15,14 @@ from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
 from etude.agents.hands import Hands
+from etude.observe.log import get_log
 
 __all__ = ["ending", "ran"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-log = logging.getLogger("etude.agents")
+log = get_log("agents")
 
 
 def ran(work: Coroutine[Any, Any, T], within_s: float) -> T:

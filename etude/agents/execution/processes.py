@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import pickle
 import signal
@@ -41,10 +40,11 @@ from etude.agents.runner import Pace
 from etude.config.env import for_a_runner
 from etude.config.plugin import load_named, of_a_file
 from etude.errors import AgentError
+from etude.observe.log import get_log
 
 __all__ = ["ProcessRunners"]
 
-log = logging.getLogger("etude.agents")
+log = get_log("agents")
 
 TICK = 0.1
 """Seconds between two looks at the processes."""

@@ -14,7 +14,6 @@ A thread cannot be killed: an agent that may hang for good is safer in processes
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 import time
 from typing import Self
@@ -24,11 +23,12 @@ from etude.agents.execution.again import Again
 from etude.agents.execution.ending import ran
 from etude.agents.runner import Pace, Runner
 from etude.errors import AgentError, EtudeError
+from etude.observe.log import get_log
 from etude.store.desk import Desk
 
 __all__ = ["ThreadRunners"]
 
-log = logging.getLogger("etude.agents")
+log = get_log("agents")
 
 MARGIN = 2.0
 """Seconds that a runner may take beyond what its pace allows."""

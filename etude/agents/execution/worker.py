@@ -28,10 +28,11 @@ from etude.agents.execution.ending import ending, ran
 from etude.agents.runner import Pace, Runner
 from etude.config.env import store_address
 from etude.errors import ConfigError, EtudeError
+from etude.observe.log import get_log
 
 __all__ = ["REFUSED", "STOP", "Appointment", "appointed_elsewhere", "join", "main", "serve"]
 
-log = logging.getLogger("etude.agents")
+log = get_log("agents")
 
 REFUSED = 2
 """The exit code of a process that had something to say against what it was asked, in the last line it wrote."""

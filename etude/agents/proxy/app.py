@@ -77,6 +77,7 @@ def router(endpoint: Endpoint) -> APIRouter:
 
     async def count_tokens(request: Request) -> Response:
         """How many tokens a request to /v1/messages would show the model."""
+        key = None
         try:
             key = _entitled(endpoint, request)
             body = await _body(request, endpoint.config.max_body_mib)
@@ -84,7 +85,9 @@ def router(endpoint: Endpoint) -> APIRouter:
         except GoneError:
             return Response(status_code=499)
         except Exception as error:
-            return _refused(COUNTING, error if isinstance(error, Refusal) else _broken(error))
+            refusal = error if isinstance(error, Refusal) else _broken(error)
+            await endpoint.refused(key, request.url.path, refusal)
+            return _refused(COUNTING, refusal)
 
     async def models(request: Request) -> Response:
         """The models there are."""
@@ -112,6 +115,7 @@ def _answering(endpoint: Endpoint, path: str, dialect: Dialect) -> Callable[[Req
     async def answer(request: Request) -> Response:
         """Answer one call, and record it."""
         began = time.perf_counter()
+        key = None
         try:
             key = _entitled(endpoint, request)
             body = await _body(request, endpoint.config.max_body_mib)
@@ -123,13 +127,16 @@ def _answering(endpoint: Endpoint, path: str, dialect: Dialect) -> Callable[[Req
             call = await endpoint.open(dialect, key, body, tags, began, request.headers.get("x-etude-state", ""))
             if call.asked.stream:
                 failed = dialect.writer(call.reply(endpoint.chat.tokenizer)).failed
-                return _Streamed(dialect, partial(endpoint.stream, call), failed, _headers(call))
+                refused = partial(endpoint.refused, key, path)
+                return _Streamed(dialect, partial(endpoint.stream, call), failed, refused, _headers(call))
             told = await _unless_gone(request.receive, endpoint.answer(call))
             return _json(told, headers=_headers(call))
         except GoneError:
             return Response(status_code=499)
         except Exception as error:
-            return _refused(dialect, error if isinstance(error, Refusal) else _broken(error))
+            refusal = error if isinstance(error, Refusal) else _broken(error)
+            await endpoint.refused(key, path, refusal)
+            return _refused(dialect, refusal)
 
     return answer
 
@@ -137,7 +144,9 @@ def _answering(endpoint: Endpoint, path: str, dialect: Dialect) -> Callable[[Req
 async def _passed_on(endpoint: Endpoint, dialect: Dialect, call: Foreign, request: Request) -> Response:
     """What another's model answers."""
     if call.body.get("stream") is True:
-        return _Streamed(dialect, partial(endpoint.elsewhere.stream, call), lambda refusal: event(error(refusal)), {})
+        refused = partial(endpoint.refused, call.sitting.key, f"/v1{call.path}")
+        work = partial(endpoint.elsewhere.stream, call)
+        return _Streamed(dialect, work, lambda refusal: event(error(refusal)), refused, {})
     data = await _unless_gone(request.receive, endpoint.elsewhere.whole(call))
     return Response(data, media_type="application/json")
 
@@ -148,11 +157,17 @@ class _Streamed(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, dialect: Dialect, work: _Work, failed: Callable[[Refusal], bytes], headers: dict[str, str]
+        self,
+        dialect: Dialect,
+        work: _Work,
+        failed: Callable[[Refusal], bytes],
+        refused: Callable[[Refusal], Awaitable[None]],
+        headers: dict[str, str],
     ) -> None:
-        """work: writes the events. failed: what is written where it cannot go on."""
+        """work: writes the events. failed: what is written where it cannot go on. refused: is told of a call that got
+        no answer."""
         super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._dialect, self._work, self._failed = dialect, work, failed
+        self._dialect, self._work, self._failed, self._refused = dialect, work, failed, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         one = asyncio.Lock()
@@ -188,6 +203,7 @@ class _Streamed(Response):
                 return
             refusal = error if isinstance(error, Refusal) else _broken(error)
             if not started:
+                await self._refused(refusal)
                 await _refused(self._dialect, refusal)(scope, receive, send)
                 return
             if not await given(self._failed(refusal)):

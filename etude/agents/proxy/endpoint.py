@@ -18,7 +18,7 @@ from typing import Self
 from pydantic import Field
 
 from etude.agents.proxy.answering import Answering, Write
-from etude.agents.proxy.asked import Asked, Body, Dialect, Refusal
+from etude.agents.proxy.asked import Asked, Body, Dialect, Kind, Refusal
 from etude.agents.proxy.external import Elsewhere, External, Foreign
 from etude.agents.proxy.gate import Gate
 from etude.agents.proxy.meter import Meter
@@ -30,7 +30,7 @@ from etude.agents.proxy.upstream import Upstream
 from etude.chat import Chat
 from etude.chat.tokenizer import Ids
 from etude.config import Config
-from etude.errors import ChatError, ConfigError, KeyRefusedError
+from etude.errors import ChatError, ConfigError, EtudeError, KeyRefusedError
 from etude.observe import get_log
 from etude.records import SamplingParams
 from etude.store.desk import Desk, Find, Key, Use
@@ -47,6 +47,13 @@ FARTHEST = 64
 """Characters for each token of the model's context, beyond which a prompt is refused without being read."""
 AT_ONCE = 100
 """Of how many attempts that is asked at a time."""
+NOTED: tuple[Kind, ...] = ("invalid", "not_found", "too_large", "forbidden")
+"""Refusals that the call itself causes, which are noted on its attempt. The others are in the journal by other notes or
+turns, or pass."""
+MOST_REFUSALS = 16
+"""Different refusals that are noted of an attempt; all are counted."""
+LONGEST = 2000
+"""Characters of a refusal that are noted."""
 
 
 class EndpointConfig(Config):
@@ -192,7 +199,7 @@ class Endpoint:
         sitting = await self._sitting(key)
         asked = _joined(asked, sitting)
         sampling, ignored = self._policy.params(asked, sitting.use)
-        self._refuse_what_no_context_holds(asked)
+        await self._refuse_what_no_context_holds(key, asked)
         prompt, opened = await self._prompt(sitting, asked)
         sitting.calls += 1
         id = f"{dialect.prefix}{key.rollout}-{key.attempt}-{sitting.calls}"
@@ -226,11 +233,12 @@ class Endpoint:
             raise no_model(asked.model, self.models)
         return asked
 
-    def _refuse_what_no_context_holds(self, asked: Asked) -> None:
+    async def _refuse_what_no_context_holds(self, key: Key, asked: Asked) -> None:
         """What is so long that its tokens need not be counted, which would keep everybody waiting."""
         context, size = self._context, asked.characters()
         if context is not None and (size > FARTHEST * context or len(asked.messages) > context):
             self._meter.counts["context_length"] += 1
+            await self.desk.note(key, "context_length_exceeded", {"characters": size, "context": context})
             raise Refusal(
                 f"prompt is too long: {size} characters in {len(asked.messages)} messages; this model's maximum context"
                 f" length is {context} tokens. Shorten the messages.",
@@ -294,6 +302,23 @@ class Endpoint:
         """Write the answers as they come, after `start`: what goes wrong before it is raised, what goes wrong later is
         written in the dialect's words."""
         await self._answering.stream(call, start, write)
+
+    async def refused(self, key: Key | None, path: str, refusal: Refusal) -> None:
+        """Count a call that got no answer, and note on its attempt why: agents often keep that to themselves, and fail.
+        key: whose call it was, where that is known."""
+        self._meter.counts["refused"] += 1
+        if key is None or refusal.kind not in NOTED:
+            return
+        try:
+            sitting = await self._sitting(key)
+            if len(sitting.refused) >= MOST_REFUSALS or refusal.message in sitting.refused:
+                return
+            sitting.refused.add(refusal.message)
+            told = {"path": path, "status": refusal.status, "param": refusal.param, "code": refusal.code}
+            told = {name: value for name, value in told.items() if value is not None}
+            await self.desk.note(key, "refused", {**told, "error": refusal.message[:LONGEST]})
+        except (Refusal, EtudeError) as error:  # the attempt is over, or the store is away: the answer goes out anyway
+            get_log("agents").debug(f"A refused call of {key} could not be noted: {error}")
 
     # -- what has ended -----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Literal
 
@@ -39,6 +39,8 @@ class Prompt:
     changed: int = 0
     """Of a call that continues: how many of its tokens stand between the first and the last that would be others, had
     the conversation been rendered anew."""
+    observed: int | None = None
+    """How many tokens at its end were shown after the model's last answer; None where the ids tell it."""
 
 
 class Sitting:
@@ -51,6 +53,8 @@ class Sitting:
         self.calls = 0
         """How many there were."""
         self.under_way: set[asyncio.Task[None]] = set()
+        self.refused: set[str] = set()
+        """Why calls were refused, as far as that is noted."""
         self.spoke = time.monotonic()
         """When it last called."""
         self._chat = chat
@@ -103,13 +107,12 @@ class Sitting:
         return self._answers.get(id)
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Body], compare: bool) -> Prompt:
-        prompt = self._found(
-            self._conversation.render(messages, tools), any(each.role == "assistant" for each in messages)
-        )
+        ids = self._conversation.render(messages, tools)
+        prompt = self._found(ids, any(each.role == "assistant" for each in messages))
+        prompt = replace(prompt, observed=self._conversation.observed(messages, tools, ids))
         if not compare or prompt.how != "continued":
             return prompt
-        anew = self._chat.render(messages, tools)
-        return Prompt(prompt.ids, prompt.hash, prompt.how, _apart(prompt.ids, anew))
+        return replace(prompt, changed=_apart(ids, self._chat.render(messages, tools)))
 
     def _text_ids(self, prompt: str | Ids) -> Ids:
         """The ids of a text, those of the longest beginning that was served before among them."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from etude.algorithms.advantages.rewards import Rewards
 from etude.algorithms.advantages.statistics import described
 from etude.algorithms.base import Advantage, Estimate, State
 from etude.algorithms.view import View
 from etude.observe import Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["RolloutAdvantage", "shared"]
 

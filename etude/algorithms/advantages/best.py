@@ -11,17 +11,19 @@ which is a running sum over the group and exactly 0 below place k − 1 and wher
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from etude.algorithms.advantages.base import RolloutAdvantage
 from etude.algorithms.advantages.statistics import EPSILON, Groups
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import View
 from etude.errors import BatchError
+from etude.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["PKPO", "PassAtK", "pass_at_k", "pkpo"]
 

@@ -7,13 +7,16 @@ mean must not teach anything.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from etude.algorithms.advantages.base import RolloutAdvantage
 from etude.algorithms.advantages.statistics import EPSILON, Groups
 from etude.algorithms.view import View
 from etude.errors import RewardError
+from etude.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["GRPO", "OPO", "RLOO", "DrGRPO", "MaxRL", "ReMax", "dr_grpo", "grpo", "maxrl", "opo", "remax", "rloo"]
 

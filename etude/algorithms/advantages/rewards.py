@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from etude.algorithms.view import View, places
 from etude.errors import RewardError
+from etude.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Rewards"]
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from etude.algorithms.advantages.base import shared
 from etude.algorithms.advantages.rewards import Rewards
 from etude.algorithms.base import Advantage, Estimate, State
 from etude.algorithms.view import Ranks, View
+from etude.lazy import torch
 from etude.observe import Last, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["RAE", "moved_on"]
 

@@ -7,12 +7,15 @@ batch goes through `Ranks` in two phases, first counts and sums, then squared de
 from __future__ import annotations
 
 from functools import cached_property
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from etude.algorithms.view import Ranks
+from etude.lazy import torch
 from etude.observe import Max, Mean, Metrics, Min
+from etude.records import level
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["EPSILON", "Groups", "compared", "described", "moments", "whiten"]
 
@@ -73,10 +76,9 @@ class Groups:
         return (self.sum(self.centred(values) ** 2) / (self.size - 1).clamp(min=1)).sqrt()
 
     def level(self, values: Tensor) -> Tensor:
-        """[N] bool: groups of two or more whose values are all equal, but for the rounding of sums in another order."""
-        top, low = self.largest(values), self.least(values)
-        rounding = 8 * torch.finfo(values.dtype).eps * torch.maximum(top.abs(), low.abs())
-        return (top - low <= rounding) & ~self.alone
+        """[N] bool: groups of two or more whose values are all equal, as `etude.records.level` has it."""
+        alike: torch.Tensor = level(self.least(values), self.largest(values), torch.finfo(values.dtype).eps)
+        return alike & ~self.alone
 
 
 def moments(values: Tensor, ranks: Ranks, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:

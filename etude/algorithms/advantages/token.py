@@ -6,16 +6,21 @@ from one action token to the next of the same rollout, whatever stands between t
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from pydantic import Field
-from torch import Tensor
 
 from etude.algorithms.advantages.rewards import Rewards
 from etude.algorithms.advantages.statistics import Groups, described, moments, whiten
 from etude.algorithms.base import Advantage, Estimate, State, log_ratio
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import Ranks, View
+from etude.errors import BatchError
+from etude.lazy import torch
 from etude.observe import Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "GAE",
@@ -27,6 +32,9 @@ __all__ = [
     "optimal_token_baseline",
     "reinforce_pp",
 ]
+
+SQUARES_SLACK = 1e-3
+"""How far Σπ² may be from what π allows, as a share of it: more than float32 rounds away, less than two policies."""
 
 
 def gae(
@@ -58,7 +66,7 @@ def optimal_token_baseline(
     number for each group. Any will do; one that all of a group's G_t equal makes A exactly 0.
     """
     above = rollouts.to_go(rewards)
-    others = (sum_pi_squared - (2 * logp).exp()).clamp(min=0)
+    others = (sum_pi_squared - (2 * logp).exp()).clamp(min=0)  # below 0 by rounding alone: see `_refuse_other_policy`
     energy = torch.expm1(logp).square() + others  # (1 − π)² + Σ_{v≠a} π_v², which does not cancel where π is near 1
     weight = rollouts.so_far(energy.to(rewards.dtype))
 
@@ -154,7 +162,8 @@ class OptimalTokenBaseline(Advantage):
     the rollout itself, so it is biased. A rollout that has ended leaves both sums; beyond the end of the second-longest
     there is nobody to compare with and the baseline is 0, so that equal rewards give 0 except on that tail.
     Ours: t counts action tokens only; 1 − 2π + Σπ² is summed as (1 − π)² + Σπ² − π², which does not cancel where the
-    policy is sure; the sums over a group are in float64.
+    policy is sure; the sums over a group are in float64. π and Σπ² are of one policy, or no distribution has them: the
+    batch is refused, and so is `correction.policies=two`, where π would be the sampler's and Σπ² the trainer's.
     """
 
     def needs(self) -> frozenset[str]:
@@ -163,15 +172,31 @@ class OptimalTokenBaseline(Advantage):
     def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
         group, earned, by = view.batch.group, Rewards(view), "The advantage `token_baseline`"
         floor = Groups(group).least(earned.total)
+        logp, sum_pi_squared = view.column("old_logp", by), view.column("sum_pi_squared", by)
+        _refuse_other_policy(view, logp.double().exp(), sum_pi_squared.double())
         found = optimal_token_baseline(
             earned.of_tokens(view.dtype, less=floor),
-            view.column("old_logp", by),
-            view.column("sum_pi_squared", by),
+            logp,
+            sum_pi_squared,
             view.rollouts,
             group,
             floor,
         )
         return Estimate(found, metrics=described(found, view.ranks))
+
+
+def _refuse_other_policy(view: View, pi: Tensor, squares: Tensor) -> None:
+    """Σπ² is at least π² and at most π² + (1 − π)², for any distribution in which this token has π."""
+    slack = SQUARES_SLACK * squares
+    bad = (pi.square() > squares + slack) | (squares - slack > pi.square() + (1 - pi).square())
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        rollout = int(view.rollouts.holding(torch.tensor([at], device=bad.device)))
+        raise BatchError(
+            f"The advantage `token_baseline` found π = {float(pi[at]):g} and Σπ² = {float(squares[at]):g} at action "
+            f"token {at - int(view.rollouts.offsets[rollout])} of rollout {view.batch.name_of(rollout)}, which no "
+            f"distribution has. Compute `old_logp` and `sum_pi_squared` with the same policy, at the same temperature."
+        )
 
 
 class OnPolicyDistillation(Advantage):

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from etude.algorithms.advantages.group import grpo
 from etude.algorithms.advantages.rewards import Rewards
@@ -25,6 +23,10 @@ from etude.algorithms.base import Advantage, Estimate, State
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import View
 from etude.errors import ConfigError
+from etude.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "MTGRPO",

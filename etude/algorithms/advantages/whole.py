@@ -6,9 +6,9 @@ rank holding all of them would.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from pydantic import Field
-from torch import Tensor
 
 from etude.algorithms.advantages.base import RolloutAdvantage, shared
 from etude.algorithms.advantages.group import dr_grpo, grpo
@@ -16,7 +16,11 @@ from etude.algorithms.advantages.statistics import EPSILON, Groups, moments, whi
 from etude.algorithms.base import Advantage, Estimate, State
 from etude.algorithms.view import Ranks, View
 from etude.errors import ConfigError
+from etude.lazy import torch
 from etude.observe import Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["GDPO", "GPG", "BatchStd", "ReinforcePPBaseline", "batch_std", "gdpo", "gpg", "reinforce_pp_baseline"]
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from etude.algorithms.base import PolicyLoss, log_ratio
 from etude.algorithms.view import View
 from etude.errors import ConfigError
+from etude.lazy import torch
 from etude.observe import Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["CISPO", "PPO", "SAPO", "cispo", "ppo", "sapo", "surrogate"]
 

@@ -7,16 +7,20 @@ chosen once, before the update and over all ranks, so that neither the loss nor 
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from etude.algorithms.base import PolicyLoss, log_ratio
 from etude.algorithms.losses.clip import surrogate
 from etude.algorithms.losses.selection import highest, lowest, token_keys
 from etude.algorithms.view import Ranks, View, places
 from etude.errors import ConfigError
+from etude.lazy import torch
 from etude.observe import Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["ClipCov", "KLCov", "clip_cov", "covariance", "kl_cov"]
 

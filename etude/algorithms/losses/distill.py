@@ -11,16 +11,18 @@ under which the teacher's columns are computed; the loss does not change.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from etude.algorithms.base import LossValue, TokenLoss
 from etude.algorithms.reduce import Denominators
 from etude.algorithms.view import View
+from etude.lazy import torch
 from etude.observe import Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["TopKDistillation", "tail", "topk_kl"]
 

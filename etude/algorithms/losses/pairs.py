@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from etude.algorithms.base import Loss, LossValue
 from etude.algorithms.reduce import Denominators
 from etude.algorithms.view import View, wide
 from etude.errors import BatchError
+from etude.lazy import torch
 from etude.observe import Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["DPO", "RewardModel", "pairs", "preference"]
 
@@ -49,6 +50,7 @@ def _rollouts(view: View, group: int) -> str:
 
 def preference(margin: Tensor, *, label_smoothing: float) -> Tensor:
     """−(1 − ε)·log σ(margin) − ε·log σ(−margin)."""
+    logsigmoid = torch.nn.functional.logsigmoid
     return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
 
 

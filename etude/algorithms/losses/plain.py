@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pydantic import Field
-from torch import Tensor
 
 from etude.algorithms.base import PolicyLoss, log_ratio
 from etude.algorithms.view import View
 from etude.observe import Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["DRO", "GPG", "REINFORCE", "capped_ratio", "dro", "reinforce"]
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from etude.algorithms.base import PolicyLoss, log_ratio
 from etude.algorithms.losses.clip import surrogate
 from etude.algorithms.view import View
+from etude.lazy import torch
 from etude.observe import Max, Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["DecoupledPPO", "decoupled_ppo", "log_linear"]
 

@@ -6,10 +6,13 @@ called and not on where it stands, so order, packing and ranks cannot change wha
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from etude.algorithms.view import Ranks, View
+from etude.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["highest", "lowest", "mix", "token_keys"]
 

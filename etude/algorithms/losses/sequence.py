@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from etude.algorithms.base import CLAMP, PolicyLoss, log_ratio
 from etude.algorithms.losses.clip import surrogate
@@ -14,7 +12,11 @@ from etude.algorithms.reduce import Reduction
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import View, places
 from etude.errors import BatchError, ConfigError
+from etude.lazy import torch
 from etude.observe import Max, Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["GMPO", "GSPO", "VESPO", "gmpo", "gspo", "vespo"]
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from pydantic import Field
-from torch import Tensor
 
 from etude.algorithms.base import Loss, LossValue, TokenLoss
 from etude.algorithms.reduce import Denominators
 from etude.algorithms.view import View, places, wide
+from etude.lazy import torch
 from etude.observe import Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["SFT", "Echo", "Value", "value_error"]
 

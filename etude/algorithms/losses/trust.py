@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from etude.algorithms.base import PolicyLoss, log_ratio
 from etude.algorithms.losses.plain import capped_ratio, reinforce
 from etude.algorithms.view import Ranks, View
+from etude.lazy import torch
 from etude.observe import Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["DPPO", "M2PO", "Divergence", "dppo_drops", "m2po", "outliers"]
 
@@ -19,19 +21,23 @@ Divergence = Literal["tv", "kl"]
 THRESHOLDS: dict[Divergence, float] = {"tv": 0.2, "kl": 0.05}
 
 
-@torch.no_grad()
 def dppo_drops(
-    logp: Tensor, behavior_logp: Tensor, advantage: Tensor, *, divergence: Divergence, threshold: float
+    logp: Tensor, behavior_logp: Tensor, advantage: Tensor, *, divergence: Divergence, low: float, high: float
 ) -> Tensor:
-    """[A] bool: the tokens whose probability moved further from μ than allowed, in the direction A pushes."""
-    p, mu = logp.exp(), behavior_logp.exp()
-    outward = (p - mu) * advantage.sign()
-    if divergence == "tv":
-        return outward > threshold
-    least = torch.finfo(p.dtype).tiny
-    others, others_mu = (-torch.expm1(x).clamp(max=-least) for x in (logp, behavior_logp))
-    moved = mu * (behavior_logp - logp) + others_mu * (others_mu / others).log()
-    return (outward > 0) & (moved > threshold)
+    """[A] bool: the tokens whose probability moved further from μ than allowed, in the direction A pushes.
+
+    high: how far it may rise where A > 0. low: how far it may fall where A < 0.
+    """
+    with torch.no_grad():
+        p, mu = logp.exp(), behavior_logp.exp()
+        outward = (p - mu) * advantage.sign()
+        bound = torch.where(advantage > 0, p.new_tensor(high), p.new_tensor(low))
+        if divergence == "tv":
+            return outward > bound
+        least = torch.finfo(p.dtype).tiny
+        others, others_mu = (-torch.expm1(x).clamp(max=-least) for x in (logp, behavior_logp))
+        moved = mu * (behavior_logp - logp) + others_mu * (others_mu / others).log()
+        return (outward > 0) & (moved > bound)
 
 
 def m2po(logp: Tensor, behavior_logp: Tensor, advantage: Tensor, dropped: Tensor) -> Tensor:
@@ -58,25 +64,32 @@ def outliers(distance: Tensor, bound: float, ranks: Ranks) -> Tensor:
 class DPPO(PolicyLoss):
     """Divergence PPO: −sg(min(w, 20))·A·log π_θ·keep, w = π_θ / μ, with a trust region of probabilities, not of ratios.
 
-    Source: 2602.04879 (binary approximation). A token is dropped if its probability has moved from μ beyond the
-    threshold in the direction A pushes: by |π_θ − μ| for `tv`, by the KL divergence of the two-outcome distributions
-    (this token, any other) for `kl`. Assumes that what matters is probability mass: a rare token may double freely, a
-    common one may not. Everything is against the sampler, so a correction of the mismatch has nothing left to weigh.
+    Source: 2602.04879 (binary approximation); two thresholds as in its authors' code. A token is dropped if its
+    probability has moved from μ too far in the direction A pushes: up by more than `threshold_high` where A > 0, down
+    by more than `threshold_low` where A < 0. The distance is |π_θ − μ| for `tv`, for `kl` the divergence
+    KL(μ ‖ π_θ) of the two-outcome distributions (this token, any other). Assumes that what matters is probability
+    mass: a rare token may double freely, a common one may not. Everything is against the sampler, so a correction of
+    the mismatch has nothing left to weigh.
     """
 
     reads_old = False
     reads_behavior = True
 
     divergence: Divergence = Field("tv", description="how the distance from the sampler is measured")
-    threshold: float | None = Field(
-        None, gt=0, description="how far a token may move; none takes the measure's own, 0.2 for tv and 0.05 for kl"
+    threshold_low: float | None = Field(
+        None, gt=0, description="how far a token may fall where A < 0; none is 0.2 for tv and 0.05 for kl"
+    )
+    threshold_high: float | None = Field(
+        None, gt=0, description="how far a token may rise where A > 0; none is 0.2 for tv and 0.05 for kl"
     )
     cap: float = Field(20.0, gt=0, description="the most that π_θ/μ may weigh a token")
 
     def terms(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")
-        bound = THRESHOLDS[self.divergence] if self.threshold is None else self.threshold
-        drop = dppo_drops(view.logp, behavior, advantage, divergence=self.divergence, threshold=bound)
+        usual = THRESHOLDS[self.divergence]
+        low = usual if self.threshold_low is None else self.threshold_low
+        high = usual if self.threshold_high is None else self.threshold_high
+        drop = dppo_drops(view.logp, behavior, advantage, divergence=self.divergence, low=low, high=high)
         push = advantage.masked_fill(drop, 0.0) * capped_ratio(view.logp, behavior, self.cap)
         return reinforce(view.logp, push), Metrics({"clip_share": Mean.over(drop.count_nonzero(), len(drop))})
 

@@ -23,6 +23,8 @@ from etude.rewards.inside.plain import decode, encode
 __all__ = ["run_script", "serve"]
 
 FILE = "answer.py"
+MOST_TEXT = 10_000
+"""Characters of an exception's text that get across."""
 
 
 def run_script(code: str) -> int:
@@ -96,9 +98,8 @@ class _Server:
             answer = {"value": encode(result, self._keep)}
             after = [encode(each, self._keep) for each in given]
             return answer if after == question["on"] else answer | {"after": after}
-        except Exception as error:
-            kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-            return {"raised": kinds[0], "text": str(error)}
+        except BaseException as error:  # it ends a test, and the next one asks again
+            return _raised(error)
 
     def _named(self, name: str) -> Any:
         if name not in self._names:
@@ -135,6 +136,16 @@ class _Server:
             return decode(answer["value"], self._find)
 
         return callback
+
+
+def _raised(error: BaseException) -> Any:
+    """What a program raised, by the name that Python has for it; its own text may raise as well."""
+    kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+    try:
+        text = str(error)[:MOST_TEXT]
+    except BaseException:
+        text = ""
+    return {"raised": kinds[0], "text": text}
 
 
 def _call(function: Callable[..., Any], given: list[Any], named: dict[str, Any]) -> Any:

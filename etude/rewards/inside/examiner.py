@@ -1,44 +1,79 @@
-"""Whoever tries a program's functions, in a process of its own that holds the tests, out of the program's reach.
+"""The examiner: a process that holds the tests of a program, out of the program's reach, and compares.
 
-The tests are run here. A name of the program is a `Thing` in them: what is done with it is asked for over a pipe, and
-what comes back is plain, or a `Thing` again. So a test's `assert` compares values of this process by the rules of this
-process; a program that redefines `==`, replaces builtins or ends itself changes nothing but its own answers. A `Thing`
-equals another `Thing` where the program says so, and never a plain value.
+What a script printed lies in a file that nobody writes to any more. A program's functions are tried while it runs: a
+name of the program is a `Thing` in a test. What is done with it is asked for over a pipe, and what comes back is plain,
+or a `Thing` again. So a test's `assert` compares values of this process by the rules of this process; a program that
+redefines `==`, replaces builtins or ends itself changes nothing but its own answers. A `Thing` equals another `Thing`
+where the program says so, and never a plain value.
 
-What was found is written down test by test, for the keeper to read when all has ended.
+Whatever a value does here, where it is compared, hashed or shown, fails its test and nothing else. Of each test one
+letter is written down, for the keeper to read when all has ended.
 """
 
 from __future__ import annotations
 
 import builtins
 import importlib
-import json
 import os
 import select
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any
 
-from etude.rewards.inside.frames import HEAD, LARGEST, packed, unpacked
+from etude.rewards.inside.compare import same_output, same_value
+from etude.rewards.inside.frames import FROM_PROGRAM, HEAD, packed, unpacked
 from etude.rewards.inside.plain import NotPlainError, decode, encode
 
-__all__ = ["GoneError", "Line", "Thing", "UnfitError", "examine"]
+__all__ = [
+    "FAILED",
+    "LONGEST",
+    "PASSED",
+    "UNFIT",
+    "GoneError",
+    "Line",
+    "Thing",
+    "UnfitError",
+    "examine",
+    "examine_output",
+]
 
+PASSED, FAILED, UNFIT = "1", "0", "?"
+"""What is written of a test; behind the last, why no program can be put to it."""
+LONGEST = 400
+"""Bytes of that sentence at most."""
 KNOWN = ("builtins", "math", "operator", "_operator")
 """Modules whose functions a test may hand to a program by name."""
+_USUAL = (Exception, SystemExit, KeyboardInterrupt)
+_ENDS_LOOPS = (StopIteration, StopAsyncIteration)
 
 
 class UnfitError(BaseException):
     """A test does what cannot be done with a program that is elsewhere. It goes the same way as `GoneError`."""
 
 
+class LeftError(BaseException):
+    """The program raised what no test may take for something else: Python ends a loop by it, or a generator."""
+
+
 class GoneError(BaseException):
     """The program has ended, says what makes no sense, or took too long: nothing more can be asked, and no test passes
     any more. Like an interrupt it goes through a test's `except Exception`."""
+
+
+def examine_output(said: int, found: int, wanted: str) -> int:
+    """Compare what lies in a file with what a script should have printed."""
+
+    def same() -> bool:
+        with open(said, "rb", closefd=False) as file:
+            file.seek(0)
+            return same_output(wanted, file.read().decode(errors="replace"))
+
+    _write(found, PASSED if _holds(same) else FAILED)
+    return 0
 
 
 def examine(told: int, asks: int, found: int, tests: Any) -> int:
@@ -54,15 +89,11 @@ def examine(told: int, asks: int, found: int, tests: Any) -> int:
 
 
 def _calls(asking: Line, found: int, tests: Any) -> None:
-    """Call one function with each list of arguments, and write down what it returns."""
-    for given in tests["given"]:
+    """Call one function with each list of arguments, and compare what it returns."""
+    for given, wanted in zip(tests["given"], tests["wanted"], strict=True):
         asking.begin()
-        try:
-            value = asking.function(tests["call"])(*given)
-            result = {"value": encode(value, _nothing)}
-        except (Exception, NotPlainError) as error:
-            result = {"raised": f"{type(error).__name__}: {error}"}
-        _write(found, result)
+        passed = _holds(lambda: same_value(wanted, asking.function(tests["call"])(*given)))  # noqa: B023
+        _write(found, PASSED if passed else FAILED)
 
 
 def _statements(asking: Line, found: int, tests: Any) -> None:
@@ -75,31 +106,40 @@ def _statements(asking: Line, found: int, tests: Any) -> None:
             names[name] = asking.named(known_as)
     for text, counts in tests["statements"]:
         asking.begin()
-        passed = True
-        try:
-            exec(compile(text, "tests", "exec"), names)
-        except ImportError as error:
-            passed = False
-            if not counts and text.startswith(("import ", "from ")):  # it imports what is there: no program has a part
-                asking.unfit = f"they import what is not in the box ({error}; see `reward.packages`)"
-        except (Exception, UnfitError):
-            passed = False
+        passed = _holds(lambda: _runs(text, names, asking, imports=not counts)) and not asking.left  # noqa: B023
         if asking.gone:
             return
         if asking.unfit:
-            _write(found, {"unfit": asking.unfit})
+            _write(found, UNFIT + asking.unfit)
             return
-        _write(found, {"passed": passed})
+        _write(found, PASSED if passed else FAILED)
         if not (passed or counts):
             return
 
 
-def _write(found: int, result: Any) -> None:
-    os.write(found, json.dumps(result).encode() + b"\n")
+def _runs(text: str, names: dict[str, Any], asking: Line, *, imports: bool) -> bool:
+    """Run a statement. imports: where it is an import and fails, no program has a part in that."""
+    try:
+        exec(compile(text, "tests", "exec"), names)
+    except ImportError as error:
+        if imports and text.startswith(("import ", "from ")):
+            asking.unfit = f"they import what is not in the box ({error}; see `reward.packages`)"
+        return False
+    return True
 
 
-def _nothing(value: Any) -> Any:
-    raise NotPlainError(f"a {type(value).__name__} is no plain value")
+def _holds(test: Callable[[], bool]) -> bool:
+    """Whether a test holds: nothing that it raises leaves it, but that the program is gone."""
+    try:
+        return test()
+    except GoneError:
+        raise
+    except BaseException:
+        return False
+
+
+def _write(found: int, what: str) -> None:
+    os.write(found, what.encode("ascii", "replace")[:LONGEST])
 
 
 class Line:
@@ -115,9 +155,12 @@ class Line:
         """Whether it said its last; also where a test took no notice."""
         self.unfit = ""
         """Why no program can be put to a test; also where that took no notice."""
+        self.left = False
+        """Whether the program raised in this test what leaves every program; also where that took no notice."""
 
     def begin(self) -> None:
         """Begin a test."""
+        self.left = False
         self._until = time.monotonic() + self._seconds
 
     def named(self, name: str) -> Any:
@@ -156,10 +199,23 @@ class Line:
 
     def _value(self, answer: Any) -> Any:
         if "raised" in answer:
-            kind = getattr(builtins, str(answer["raised"]), None)
-            usual = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if usual else Exception)(str(answer.get("text", "")))  # type: ignore[misc]
+            raise self._raised(str(answer["raised"]), str(answer.get("text", "")))
         return self._decoded(answer.get("value"))
+
+    def _raised(self, name: str, text: str) -> BaseException:
+        """What the program raised, as an exception of this process."""
+        kind = getattr(builtins, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            kind = Exception
+        if issubclass(kind, _ENDS_LOOPS) or not issubclass(kind, _USUAL):
+            self.left = True
+            return LeftError(text)
+        try:
+            return kind(text)
+        except TypeError:  # its kind wants more than a text
+            error = kind.__new__(kind)
+            error.args = (text,)
+            return error
 
     def _decoded(self, message: Any) -> Any:
         try:
@@ -215,7 +271,7 @@ class Line:
 
     def _receive(self) -> dict[str, Any]:
         length = int.from_bytes(self._exactly(HEAD), "big")
-        if length > LARGEST:
+        if length > FROM_PROGRAM:
             raise self._lost(f"a message of {length} bytes")
         try:
             answer = unpacked(self._exactly(length))

@@ -6,11 +6,13 @@ import json
 import os
 from typing import Any
 
-__all__ = ["HEAD", "LARGEST", "packed", "receive", "send", "unpacked"]
+__all__ = ["FROM_PROGRAM", "HEAD", "LARGEST", "packed", "receive", "send", "unpacked"]
 
 HEAD = 4
 LARGEST = 256 << 20
-"""Bytes of the longest message that is read; what claims to be longer ends the conversation."""
+"""Bytes of the longest message with tests; what claims to be longer ends the conversation."""
+FROM_PROGRAM = 16 << 20
+"""The same of a message from a program."""
 
 
 def packed(message: Any) -> bytes:

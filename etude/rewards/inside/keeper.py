@@ -1,18 +1,19 @@
 """Keeps one program: starts it, once for each run, ends all that it started, and tells what it said.
 
     parent ═pipe═ warden ── keeper ─┬─ program      a script with its input, or functions that are asked for
-                                    └─ examiner     the tests of those functions
+                                    └─ examiner     what a script should print, or the tests of those functions
 
 The warden only waits, so that somebody outside the program's namespaces buries what is left. The keeper is the first
 process within them. It and all that it starts have no rights (`confine`), and it holds nothing that is worth stealing:
-what a script should print is known to the parent alone, and tests come to the keeper when the program is long a process
-of its own. When the parent closes the pipe, or is gone, the keeper ends everything and itself.
+an examiner reads from the parent's pipe itself what it is to expect, so that this never lies in the memory from which
+programs are forked. An examiner writes its verdict, a letter for each test, to a file without a name that the keeper
+made after the program was started: no program has a descriptor of it, or of the parent's pipe. When the parent closes
+the pipe, or is gone, the keeper ends everything and itself.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import select
 import signal
@@ -25,7 +26,7 @@ from typing import Any, NoReturn
 from etude.rewards.inside import kernel
 from etude.rewards.inside.candidate import FILE, run_script, serve
 from etude.rewards.inside.confine import STRANGERS, Apart, Rules
-from etude.rewards.inside.examiner import examine
+from etude.rewards.inside.examiner import LONGEST, examine, examine_output
 from etude.rewards.inside.frames import receive, send
 
 __all__ = ["main"]
@@ -79,6 +80,7 @@ def _keep(apart: Apart, code: str, usual: Mapping[int, Any]) -> NoReturn:
     sys.path += apart.rules.readable
     keeper = _Keeper(apart, code, usual)
     try:
+        send(OUT, {})  # it is there, and nothing of the program has run
         while True:
             send(OUT, keeper.do(keeper.next()))
     except ClosedError:
@@ -93,6 +95,9 @@ class _Keeper:
         self._apart, self._code, self._usual = apart, code, usual
         self._nothing = os.open(os.devnull, os.O_RDWR)
         self._line = -1, -1
+        self._said = -1
+        self._expected: Any = None
+        """What an examiner is to expect; in its own process alone."""
         self._started: list[int] = []
         self._woken, wakes = os.pipe()
         for end in (self._woken, wakes):
@@ -113,25 +118,40 @@ class _Keeper:
         match request["do"]:
             case "run":
                 return self._run(request["input"], request["seconds"], request["output"])
+            case "output":
+                return {"output": self._output().decode(errors="replace")}
+            case "compare":
+                return self._compare(request["seconds"])
             case "load":
                 return self._load()
             case _:
-                return self._examine(request["tests"], request["seconds"])
+                return self._examine(request["count"], request["seconds"])
 
     def _run(self, text: str, seconds: float, most: int) -> Any:
-        """Run the program as a script on this input."""
-        given, said = _memory(text.encode(errors="replace")), _memory()
-        program = self._start([given, said, self._nothing], lambda: run_script(self._heeding()))
+        """Run the program as a script on this input, and keep so much of what it prints."""
+        given = _memory(text.encode(errors="replace"))
+        self._forget_output()
+        self._said = _memory()
+        program = self._start([given, self._said, self._nothing], lambda: run_script(self._heeding()))
         ended = self._await(program, seconds)
         self.end_all()
-        os.lseek(said, 0, os.SEEK_SET)
-        output = b""
-        while len(output) <= most and (part := os.read(said, most + 1 - len(output))):
-            output += part
-        for descriptor in (given, said):
-            os.close(descriptor)
-        flood = {"ended": "flood"} if len(output) > most else {}
-        return {**ended, **flood, "output": output.decode(errors="replace")}
+        os.close(given)
+        flood = {"ended": "flood"} if os.fstat(self._said).st_size > most else {}
+        os.truncate(self._said, min(os.fstat(self._said).st_size, most + 1))
+        return {**ended, **flood}
+
+    def _output(self) -> bytes:
+        """What the last run printed."""
+        return _read(self._said, os.fstat(self._said).st_size)
+
+    def _forget_output(self) -> None:
+        if self._said >= 0:
+            os.close(self._said)
+            self._said = -1
+
+    def _compare(self, seconds: float) -> Any:
+        """Have what the last run printed compared with what it should have, by a process that alone knows that."""
+        return self._verdict([self._said], lambda wanted: examine_output(3, 4, wanted), 1, seconds)
 
     def _load(self) -> Any:
         """Have the program loaded by a process that will be asked for its functions."""
@@ -143,23 +163,32 @@ class _Keeper:
         self._line = told, asks
         return {}
 
-    def _examine(self, tests: Any, seconds: float) -> Any:
+    def _examine(self, count: int, seconds: float) -> Any:
         """Have the loaded program tried by a process that holds the tests."""
-        found, nothing = _memory(), self._nothing
-        kept = [nothing, nothing, nothing, *self._line, found]
-        examiner = self._start(kept, lambda: examine(3, 4, 5, tests))
+        verdict = self._verdict(self._line, lambda tests: examine(3, 4, 5, tests), count, seconds)
         for end in self._line:
             os.close(end)
+        return verdict
+
+    def _verdict(self, descriptors: Sequence[int], work: Callable[[Any], int], count: int, seconds: float) -> Any:
+        """Start a process that reads from the parent what it is to expect, and return the letters that it writes."""
+        found, nothing = _memory(), self._nothing
+        known, knows = os.pipe()
+        examiner = self._start(
+            [nothing, nothing, nothing, *descriptors, found], lambda: work(self._expected), asks=True
+        )
+        os.close(knows)
+        os.read(known, 1)  # it ends when the examiner has closed it, and the pipe to the parent is this process's again
+        os.close(known)
         ended = self._await(examiner, seconds)
         self.end_all()
-        with os.fdopen(found, "rb") as file:
-            file.seek(0)
-            whole = file.read().rpartition(b"\n")[0]
-        return {**ended, "found": [json.loads(line) for line in whole.splitlines()]}
+        letters = _read(found, count + LONGEST)
+        os.close(found)
+        return {**ended, "found": letters.decode("ascii", errors="replace")}
 
-    def _start(self, descriptors: Sequence[int], work: Callable[[], int]) -> int:
+    def _start(self, descriptors: Sequence[int], work: Callable[[], int], *, asks: bool = False) -> int:
         """Start a process that has these descriptors, counted from 0, and no others. What it does returns its exit
-        code, and from whatever else it may do it does not come back."""
+        code, and from whatever else it may do it does not come back. asks: it first reads a message of the parent."""
         child = os.fork()
         if child:
             self._started.append(child)
@@ -169,6 +198,8 @@ class _Keeper:
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if asks:
+                self._expected = receive(IN)
             moved = [fcntl.fcntl(each, fcntl.F_DUPFD, HIGH) for each in descriptors]
             for place, each in enumerate(moved):
                 os.dup2(each, place)
@@ -249,6 +280,14 @@ def _buried() -> tuple[int, int] | None:
     except ChildProcessError:
         return None
     return (process, status) if process else None
+
+
+def _read(descriptor: int, most: int) -> bytes:
+    """So much of a file, from its beginning."""
+    parts = bytearray()
+    while len(parts) < most and (part := os.pread(descriptor, most - len(parts), len(parts))):
+        parts += part
+    return bytes(parts)
 
 
 def _memory(text: bytes = b"") -> int:

@@ -26,6 +26,7 @@ __all__ = [
     "lock_mounts",
     "make_root",
     "mount_memory",
+    "numbers_of",
     "own_mounts",
     "take_orphans",
     "unmount",
@@ -52,15 +53,31 @@ _DEATH_SIGNAL, _DUMPABLE, _NO_NEW_PRIVILEGES, _SUBREAPER, _SECCOMP = 1, 4, 38, 3
 _OUTWARD: dict[str, tuple[int, ...]] = {
     # the number of each call on x86_64, and on aarch64, which has left some out
     "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "kcmp": (312, 272),
     "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "move_pages": (279, 239),
+    "migrate_pages": (256, 238),
     "mount": (165, 40),
     "umount2": (166, 39),
     "pivot_root": (155, 41),
     "mount_setattr": (442, 442),
+    "open_tree": (428, 428),
+    "open_tree_attr": (467, 467),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "statmount": (457, 457),
+    "listmount": (458, 458),
     "chroot": (161, 51),
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -68,7 +85,11 @@ _OUTWARD: dict[str, tuple[int, ...]] = {
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
+    "fanotify_init": (300, 262),
+    "syslog": (103, 116),
     "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -87,20 +108,25 @@ _OUTWARD: dict[str, tuple[int, ...]] = {
     "memfd_secret": (447, 447),
 }
 """Calls that reach a network, other processes' memory, more rights, or memory that no limit counts."""
-_ON_PROCESSES: dict[str, tuple[int, ...]] = {
+_SIGNALS: dict[str, tuple[int, ...]] = {
     "kill": (62, 129),
     "tkill": (200, 130),
     "tgkill": (234, 131),
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
-    "prlimit64": (302, 261),
 }
-"""Calls whose first argument names the process that they act on."""
+_LIMITS: dict[str, tuple[int, ...]] = {"prlimit64": (302, 261)}
+"""Both are calls whose first argument names the process that they act on."""
 _OWNERS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "fcntl": ((72, 25), (8, 10, 15)),
-    "ioctl": ((16, 29), (0x8901, 0x8902)),
+    "ioctl": ((16, 29), (0x8901, 0x8902, 0x5412)),
 }
-"""Calls that have a file send signals to whom it is told, each with the second arguments by which they do."""
+"""Calls that have a file send signals to the process that is named, or type into a terminal; each with the second
+arguments by which they do."""
+_CLONE, _CLONE3, _SOCKETPAIR = (56, 220), (435, 435), (53, 199)
+_NEW_NAMESPACES = 0x7E020000
+"""The flags by which `clone` makes a namespace."""
+_LOCAL, _STREAM, _KIND_OF_SOCKET = 1, 1, 0xF
 _ON_FILES: dict[str, tuple[int, ...]] = {
     "chmod": (90,),
     "fchmod": (91, 52),
@@ -120,8 +146,10 @@ _ON_FILES: dict[str, tuple[int, ...]] = {
     "removexattr": (197, 14),
     "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
+    "truncate": (76, 45),
+    "inotify_add_watch": (254, 27),
 }
-"""Calls that change what is noted of a file, which Landlock lets pass anywhere."""
+"""Calls that change or watch what is noted of a file, which Landlock lets pass anywhere, or did at first."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Of each machine its column above, and its name for seccomp."""
 
@@ -238,42 +266,67 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 # -- seccomp ----------------------------------------------------------------------------------------------------------
 
-_LOAD, _EQUALS, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_ALLOWED, _REFUSED = 0x7FFF0000, 0x00050000 | errno.EPERM
+_LOAD, _AND, _EQUALS, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+_ALLOWED, _REFUSED, _UNKNOWN = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 _OTHER_TABLE = 0x40000000
 """From here on x86_64 counts the calls of a second table, which would lead around the filter."""
 
 
 def filter_calls(*, alone: bool, rooted: bool) -> None:
-    """Refuse the calls that reach a network, other processes' memory, or more rights; for good, and for all children.
+    """Refuse the calls that reach a network, other processes, or more rights; for good, and for all children.
 
-    alone: whether no process outside is in sight. Where others are, signals reach none but this process. rooted:
-    whether no file outside is. Where others are, no file's owner, rights and times are changed.
+    alone: no process outside is in sight. Where others are, signals reach none but this process. rooted: no file
+    outside is in sight. Where others are, no file's owner, rights and times are changed.
     """
     column, architecture = _architecture()
     code = [_step(_LOAD, _ARCHITECTURE), _step(_EQUALS, architecture, 1, 0), _step(_RETURN, _REFUSED)]
     code += [_step(_LOAD, _NUMBER), _step(_AT_LEAST, _OTHER_TABLE, 0, 1), _step(_RETURN, _REFUSED)]
     for numbers in [*_OUTWARD.values(), *({} if rooted else _ON_FILES).values()]:
         if column < len(numbers):
-            code += [_step(_EQUALS, numbers[column], 0, 1), _step(_RETURN, _REFUSED)]
+            code += _on(numbers[column], _step(_RETURN, _REFUSED))
+    # Its flags lie in memory, where a filter cannot look. Without it the C library uses `clone`.
+    code += _on(_CLONE3[column], _step(_RETURN, _UNKNOWN))
+    code += _on(_CLONE[column], *_unless_any_bit(_NEW_NAMESPACES))
+    code += _on(_SOCKETPAIR[column], *_only_local_streams())
     for numbers, refused in _OWNERS.values():
-        code += [_step(_EQUALS, numbers[column], 0, len(refused) + 3), _step(_LOAD, _SECOND_ARGUMENT)]
-        code += [_step(_EQUALS, value, len(refused) - place, 0) for place, value in enumerate(refused)]
-        code += [_step(_RETURN, _ALLOWED), _step(_RETURN, _REFUSED)]
-    for numbers in ({} if alone else _ON_PROCESSES).values():
-        code += [
-            _step(_EQUALS, numbers[column], 0, 5),
-            _step(_LOAD, _FIRST_ARGUMENT),
-            _step(_EQUALS, 0, 2, 0),
-            _step(_EQUALS, os.getpid(), 1, 0),
-            _step(_RETURN, _REFUSED),
-            _step(_RETURN, _ALLOWED),
-        ]
+        code += _on(numbers[column], *_unless_second(refused))
+    for numbers in [*_LIMITS.values(), *({} if alone else _SIGNALS).values()]:
+        code += _on(numbers[column], *_only_itself())
     code.append(_step(_RETURN, _ALLOWED))
     steps = ctypes.create_string_buffer(b"".join(code))
     program = struct.pack("@HP", len(code), ctypes.addressof(steps))
     _control(_SECCOMP, 2, program)
+
+
+def _on(number: int, *steps: bytes) -> list[bytes]:
+    """Steps for one call, in the last of which it is allowed or refused."""
+    return [_step(_EQUALS, number, 0, len(steps)), *steps]
+
+
+def _unless_any_bit(flags: int) -> list[bytes]:
+    """Refuse a call with one of these flags in its first argument."""
+    decided = [_step(_RETURN, _REFUSED), _step(_RETURN, _ALLOWED)]
+    return [_step(_LOAD, _FIRST_ARGUMENT), _step(_ANY_BIT, flags, 0, 1), *decided]
+
+
+def _unless_second(refused: Sequence[int]) -> list[bytes]:
+    """Refuse a call with one of these as its second argument."""
+    tests = [_step(_EQUALS, value, len(refused) - place, 0) for place, value in enumerate(refused)]
+    return [_step(_LOAD, _SECOND_ARGUMENT), *tests, _step(_RETURN, _ALLOWED), _step(_RETURN, _REFUSED)]
+
+
+def _only_itself() -> list[bytes]:
+    """Refuse a call that acts on another process than this one, which 0 names too."""
+    own = [_step(_EQUALS, 0, 2, 0), _step(_EQUALS, os.getpid(), 1, 0)]
+    return [_step(_LOAD, _FIRST_ARGUMENT), *own, _step(_RETURN, _REFUSED), _step(_RETURN, _ALLOWED)]
+
+
+def _only_local_streams() -> list[bytes]:
+    """Refuse pairs of sockets but those that stay a pair: of datagrams, each end can send to any address."""
+    local = [_step(_LOAD, _FIRST_ARGUMENT), _step(_EQUALS, _LOCAL, 0, 3)]
+    stream = [_step(_LOAD, _SECOND_ARGUMENT), _step(_AND, _KIND_OF_SOCKET), _step(_EQUALS, _STREAM, 1, 0)]
+    return [*local, *stream, _step(_RETURN, _REFUSED), _step(_RETURN, _ALLOWED)]
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -287,6 +340,14 @@ def _architecture() -> tuple[int, int]:
     if _LIBC is None or _MACHINE not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"not known on {sys.platform}, {_MACHINE}")
     return _ARCHITECTURES[_MACHINE]
+
+
+def numbers_of(*names: str) -> dict[str, int]:
+    """The numbers of calls on this machine, where they are known."""
+    if _LIBC is None or _MACHINE not in _ARCHITECTURES:
+        return {}
+    known = {**_OUTWARD, "clone": _CLONE}
+    return {name: known[name][_architecture()[0]] for name in names}
 
 
 def _call(name: str, *arguments: int | bytes | None) -> int:

@@ -166,6 +166,26 @@ def test_what_cannot_be_had_is_refused(world: World, path: str, change: dict[str
         assert not world.turns(claim.key)
 
 
+def test_a_refused_call_is_counted_and_noted_on_its_attempt(world: World) -> None:
+    claim, before = world.attempt(), world.endpoint.metrics().get("endpoint/refused", 0)
+    for _ in range(3):
+        assert posted(world, "/v1/chat/completions", {**CHAT, "model": "gpt-9"}, claim.model_key).status_code == 404
+    assert posted(world, "/v1/responses", b"{", claim.model_key).status_code == 400
+    assert posted(world, "/v1/messages", {**CLAUDE, "messages": []}, claim.model_key).status_code == 400
+    assert posted(world, "/v1/messages", CLAUDE, "sk-none").status_code == 401
+    assert world.endpoint.metrics()["endpoint/refused"] == before + 6
+    notes = world.notes(claim.key)
+    assert [note["name"] for note in notes] == ["refused"] * 3, "the same refusal is noted once"
+    assert notes[0]["data"] == {
+        **{"path": "/v1/chat/completions", "status": 404, "param": "model", "code": "model_not_found"},
+        "error": "There is no model 'gpt-9' here; there is 'policy'.",
+    }
+    assert "not valid JSON" in notes[1]["data"]["error"] and notes[2]["data"]["path"] == "/v1/messages"
+    for n in range(30):
+        posted(world, "/v1/chat/completions", {**CHAT, "model": f"gpt-{n}"}, claim.model_key)
+    assert len(world.notes(claim.key)) == 16, "an agent that never gives up does not fill the store"
+
+
 def test_what_is_harmless_is_accepted(world: World) -> None:
     claim = world.attempt()
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:

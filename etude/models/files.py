@@ -16,14 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.utils import logging
 
 from etude.errors import ConfigError
+from etude.models.config import Head
 from etude.models.generic import ATTENTION, offer, refuse
 from etude.models.model import Model, cast
 
-__all__ = ["Head", "context_of", "create", "load", "outlined", "save"]
-
-Head = Literal["language", "score", "value"]
-"""What stands on the hidden states: logits; one number, as a reward model's files have it; or one number that begins at
-0 where the files have none, as a critic's does."""
+__all__ = ["context_of", "create", "load", "outlined", "save"]
 
 _auto: Any = AutoModelForCausalLM
 _judging: Any = AutoModelForSequenceClassification

@@ -1,0 +1,194 @@
+"""How torch's distributed checkpoint lays tensors into files here: their bytes end to end, and a JSON table of where
+each of them lies. Nothing is pickled, neither the table nor the tensors, so that reading a checkpoint runs no code.
+
+    rank-0.tensors       the bytes of the pieces that rank 0 had, each as its dtype lies in memory, row after row
+    tensors.json         name -> dtype, shape, and the pieces: offset and shape in the tensor, file, place, length
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from etude.errors import CheckpointError
+from etude.integrity import read_json, sync_file, write_json
+
+__all__ = ["TABLE", "Reader", "Writer", "read_table"]
+
+TABLE = "tensors.json"
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+"""The dtypes that are written, by their names."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the bytes of one piece lie."""
+
+    file: str
+    at: int
+    length: int
+
+
+class Writer(StorageWriter):
+    """Writes each rank's pieces into a file of its own, and the table once all have written."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept between saves."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing depends on which rank gathers the plans."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the directory."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name the file of each rank."""
+        return [replace(plan, storage_data=f"rank-{rank}.tensors") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the pieces of this rank, and wait until they are on the disk."""
+        written: list[WriteResult] = []
+        with (self._directory / plan.storage_data).open("wb") as file:
+            for item in plan.items:
+                assert item.type is not WriteItemType.BYTE_IO, f"{item.index.fqn} is no tensor"
+                piece = planner.resolve_data(item)
+                assert isinstance(piece, Tensor), f"{item.index.fqn} is no tensor"
+                assert _name_of(piece.dtype) in DTYPES, f"{item.index.fqn} is {piece.dtype}, which is not written"
+                at, data = file.tell(), _bytes_of(piece)
+                file.write(data)
+                written.append(WriteResult(item.index, len(data), Place(plan.storage_data, at, len(data))))
+            sync_file(file)
+        return _done(written)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the table."""
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        tensors = {
+            name: _row_of(name, stored, places)
+            for name, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+        write_json(self._directory / TABLE, {"tensors": tensors})
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """A directory's path is all that is ever given."""
+        return isinstance(checkpoint_id, Path)
+
+
+class Reader(StorageReader):
+    """Reads the pieces that a rank wants, from whichever files they lie in."""
+
+    def __init__(self, directory: Path, table: Metadata) -> None:
+        self._directory, self._table = directory, table
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
+        """The table."""
+        return self._table
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing depends on which rank gathers the plans."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Read what is planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Read what is planned."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read into the tensors of the plan."""
+        pieces = self._table.state_dict_metadata
+        for item in plan.items:
+            stored = pieces[item.storage_index.fqn]
+            assert isinstance(stored, TensorStorageMetadata), f"{item.storage_index.fqn} is no tensor"
+            shape = next(each.sizes for each in stored.chunks if each.offsets == item.storage_index.offset)
+            piece = self._piece(self._table.storage_data[item.storage_index], stored.properties.dtype, shape)
+            for dimension, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                piece = piece.narrow(dimension, first, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(piece)
+            planner.commit_tensor(item, target)
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """A directory's path is all that is ever given."""
+        return isinstance(checkpoint_id, Path)
+
+    def _piece(self, place: Place, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        data = bytearray(place.length)
+        with (self._directory / place.file).open("rb") as file:
+            file.seek(place.at)
+            read = file.readinto(data)
+        if read != place.length or place.length != shape.numel() * dtype.itemsize:
+            raise CheckpointError(f"{self._directory / place.file} ends inside a tensor")
+        return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def read_table(directory: Path) -> Metadata:
+    """What a checkpoint holds, as torch's readers want it told."""
+    tensors = read_json(directory / TABLE)["tensors"]
+    stored: dict[str, Any] = {}
+    places: dict[MetadataIndex, Place] = {}
+    for name, row in tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size(p["offset"]), torch.Size(p["shape"])) for p in row["pieces"]]
+        stored[name] = TensorStorageMetadata(TensorProperties(DTYPES[row["dtype"]]), torch.Size(row["shape"]), chunks)
+        for piece in row["pieces"]:
+            places[MetadataIndex(name, piece["offset"])] = Place(piece["file"], piece["at"], piece["length"])
+    return Metadata(stored, planner_data={name: (name,) for name in stored}, storage_data=places)
+
+
+def _row_of(name: str, stored: TensorStorageMetadata, places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
+    pieces = []
+    for chunk in stored.chunks:
+        place = places[MetadataIndex(name, chunk.offsets)]
+        told = {"offset": list(chunk.offsets), "shape": list(chunk.sizes)}
+        pieces.append(told | {"file": place.file, "at": place.at, "length": place.length})
+    return {"dtype": _name_of(stored.properties.dtype), "shape": list(stored.size), "pieces": pieces}
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes_of(piece: Tensor) -> memoryview:
+    plain = piece.detach().cpu().contiguous().reshape(-1)
+    data: Any = plain.view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future

@@ -1,0 +1,124 @@
+"""Files that carry their own checksum, so that a flipped bit or a missing end is found before anything follows from it.
+
+    {"step": 4, "score": 0.5, "sha256": "9f2c…"}        a JSON object: of its other fields
+    steps: 4                                            a text: of the lines above the last one
+    # sha256: 9f2c… (of the lines above)
+
+A file is written beside its name and renamed when it is on the disk, so that it is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from etude.errors import DamagedFileError
+
+__all__ = [
+    "file_sha256",
+    "read_bytes",
+    "read_json",
+    "read_text",
+    "sync_directory",
+    "sync_file",
+    "write_json",
+    "write_text",
+]
+
+FIELD = "sha256"
+MARK = f"# {FIELD}: "
+REMARK = " (of the lines above: a file that was changed is refused)"
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a JSON object with its checksum. A number that is not finite is a `ValueError`."""
+    plain = json.loads(json.dumps(document, allow_nan=False))
+    _replace(path, json.dumps(plain | {FIELD: _digest_of(plain)}, indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: Path, remedy: str = "") -> dict[str, Any]:
+    """The JSON object that `write_json` wrote, or a `DamagedFileError` that ends with this remedy."""
+    try:
+        document = json.loads(read_bytes(path, remedy))
+        found = document.pop(FIELD, None)
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise _damaged(path, "is damaged: it is not the JSON object that was written", remedy) from error
+    if not isinstance(document, dict) or found != _digest_of(document):
+        raise _damaged(path, "is damaged: it does not match its checksum", remedy)
+    return document
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text whose format has comments after `#`, with its checksum in the last line."""
+    text = text if text.endswith("\n") else f"{text}\n"
+    _replace(path, f"{text}{MARK}{_sha256(text.encode())}{REMARK}\n")
+
+
+def read_text(path: Path, remedy: str = "") -> str:
+    """The text that `write_text` wrote, without its last line, or a `DamagedFileError` that ends with this remedy."""
+    body, mark, rest = read_bytes(path, remedy).rpartition(MARK.encode())
+    if not mark or rest[64:] != f"{REMARK}\n".encode():
+        raise _damaged(path, "is damaged: its last line, which has its checksum, is missing or changed", remedy)
+    if rest[:64] != _sha256(body).encode():
+        raise _damaged(path, "was changed or damaged: it does not match its checksum", remedy)
+    return body.decode()
+
+
+def read_bytes(path: Path, remedy: str = "") -> bytes:
+    """The bytes of a file; where the system cannot read it, a sentence that names it."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _damaged(path, f"cannot be read: {error.strerror or error}", remedy) from error
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file; where the system cannot read it, an `OSError` that names it."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, FIELD).hexdigest()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Wait until the names in a directory are on the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Wait until what was written to an open file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _replace(path: Path, text: str) -> None:
+    writing = path.with_name(f".{path.name}")
+    try:
+        with writing.open("w", encoding="utf-8") as file:
+            file.write(text)
+            sync_file(file)
+        writing.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _damaged(path: Path, what: str, remedy: str) -> DamagedFileError:
+    return DamagedFileError(f"{path} {what}. {remedy}".rstrip())
+
+
+def _digest_of(document: Any) -> str:
+    return _sha256(json.dumps(document, separators=(",", ":")).encode())
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

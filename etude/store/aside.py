@@ -1,0 +1,44 @@
+"""Heavy work beside the event loop: on one thread, so that whoever waits for the interpreter waits for one alone, and
+so much of each key's at once as leaves room for others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import ParamSpec, TypeVar
+from weakref import WeakValueDictionary
+
+from etude.store.bounds import FEW_BYTES
+
+__all__ = ["Aside"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Aside:
+    """A thread that does what would keep an event loop busy. Used on one event loop at a time."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="etude-aside")
+        self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def run(self, size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """What the work returns: done at once where it is on few bytes, else on the thread."""
+        if size <= FEW_BYTES:
+            return work(*given, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*given, **named))
+
+    @asynccontextmanager
+    async def turn(self, owner: Hashable, size: int, at_once: int = 1) -> AsyncIterator[None]:
+        """Wait until no more than so many of an owner's requests are worked on, where this one has many bytes."""
+        if size <= FEW_BYTES:
+            yield
+            return
+        turns = self._turns.get(owner)
+        if turns is None:
+            turns = self._turns[owner] = asyncio.Semaphore(at_once)
+        async with turns:
+            yield

@@ -1,0 +1,130 @@
+"""The tables of a journal in a database, and every question that is asked of them."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    bindparam,
+    insert,
+    select,
+    text,
+)
+
+__all__ = [
+    "BLOBS",
+    "DERIVATION",
+    "EVENTS",
+    "FACTS",
+    "FIND_CHAIN",
+    "FIND_END",
+    "FIND_EVENTS",
+    "FIND_LISTED",
+    "FIND_LISTED_BACKWARDS",
+    "FIND_OF_KIND",
+    "FIND_OF_ROLLOUT",
+    "FIND_PAYLOADS",
+    "FIND_PHASES",
+    "FIND_STATES",
+    "KEEP_EVENT",
+    "KEEP_FACT",
+    "KEEP_PAYLOAD",
+    "KEEP_STATE",
+    "LAST_ID",
+    "MANY",
+    "SCHEMA",
+    "STATES",
+    "TABLES",
+]
+
+SCHEMA = "2"
+"""The layout of the tables below. A journal of another layout is refused."""
+DERIVATION = "3"
+"""What `transitions` makes of events. States made by another version are made anew when a writer opens the journal."""
+LAST_ID = 2**63 - 1
+"""No id is beyond it."""
+MANY = 10_000
+"""Values in one statement, of which SQLite takes 32,766 and PostgreSQL 65,535."""
+
+_NUMBER = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers its rows by a column of exactly this type
+
+TABLES = MetaData()
+FACTS = Table("facts", TABLES, Column("name", String, primary_key=True), Column("value", String, nullable=False))
+"""schema and derivation; writer: who opened it last; flushed: the last position that `flush` made safe; end: the
+position and the chain of the newest event."""
+EVENTS = Table(
+    "events",
+    TABLES,
+    Column("position", _NUMBER, primary_key=True, autoincrement=False),
+    Column("kind", String, nullable=False),
+    Column("rollout", BigInteger),
+    Column("body", Text, nullable=False),
+    Column("size", BigInteger, nullable=False),  # bytes of its payload
+    Column("digest", BigInteger, nullable=False),  # of all of it and its payload
+    Column("chain", BigInteger, nullable=False),  # of its digest and the chain of the event before
+    Index("events_of_kind", "kind", "position"),
+    Index("events_of_rollout", "rollout", "position"),
+)
+BLOBS = Table(
+    "blobs",
+    TABLES,
+    Column("position", _NUMBER, primary_key=True, autoincrement=False),
+    Column("payload", LargeBinary, nullable=False),
+)
+STATES = Table(
+    "states",
+    TABLES,
+    Column("kind", String, primary_key=True),
+    Column("id", BigInteger, primary_key=True),
+    Column("phase", String, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("digest", BigInteger, nullable=False),
+    Index("states_in_phase", "kind", "phase", "id"),
+)
+
+KEEP_STATE = text(
+    "INSERT INTO states (kind, id, phase, body, digest) VALUES (:kind, :id, :phase, :body, :digest) "
+    "ON CONFLICT (kind, id) DO UPDATE SET phase = excluded.phase, body = excluded.body, digest = excluded.digest"
+)
+KEEP_FACT = text(
+    "INSERT INTO facts (name, value) VALUES (:name, :value) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+)
+
+# Statements are built once: to build one costs more than to run it.
+FIND_EVENTS = (
+    select(EVENTS)
+    .where(EVENTS.c.position > bindparam("after"), EVENTS.c.position <= bindparam("until"))
+    .order_by(EVENTS.c.position)
+    .limit(bindparam("limit"))
+)
+FIND_OF_KIND = FIND_EVENTS.where(EVENTS.c.kind == bindparam("kind"))
+FIND_OF_ROLLOUT = FIND_EVENTS.where(EVENTS.c.rollout == bindparam("rollout"))
+FIND_PAYLOADS = select(BLOBS).where(BLOBS.c.position.in_(bindparam("positions", expanding=True)))
+FIND_STATES = select(STATES).where(
+    STATES.c.kind == bindparam("kind"), STATES.c.id.in_(bindparam("ids", expanding=True))
+)
+FIND_PHASES = select(STATES).where(  # not ordered, for which SQLite would go through all
+    STATES.c.kind == bindparam("kind"), STATES.c.phase.in_(bindparam("phases", expanding=True))
+)
+FIND_LISTED = (
+    select(STATES)
+    .where(STATES.c.kind == bindparam("kind"), STATES.c.id > bindparam("after"))
+    .order_by(STATES.c.id)
+    .limit(bindparam("limit"))
+)
+FIND_LISTED_BACKWARDS = (
+    select(STATES)
+    .where(STATES.c.kind == bindparam("kind"), STATES.c.id < bindparam("after"))
+    .order_by(STATES.c.id.desc())
+    .limit(bindparam("limit"))
+)
+FIND_END = select(EVENTS.c.position, EVENTS.c.chain).order_by(EVENTS.c.position.desc()).limit(1)
+FIND_CHAIN = select(EVENTS.c.chain).where(EVENTS.c.position == bindparam("position"))
+KEEP_EVENT, KEEP_PAYLOAD = insert(EVENTS), insert(BLOBS)

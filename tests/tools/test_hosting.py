@@ -1,0 +1,74 @@
+"""`etude serve`: the dialects of the endpoint over a model, for whoever has the key, until it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import anthropic
+import httpx2
+import openai
+import pytest
+
+from tests.learn import games
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return games.make_speaker(tmp_path_factory.mktemp("serve") / "model", steps=11)
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Iterator[tuple[subprocess.Popen[str], str, str, str]]:
+    """The command, under way: its process, address and key, and what it said."""
+    words = [*("serve", str(model), "--listen", "127.0.0.1:0"), "sampling.max_tokens=5", "train.precision=fp32"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "etude", *words, "threads=1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "TERM": "dumb"},
+        text=True,
+    )
+    assert process.stdout is not None
+    said = ""
+    try:
+        while "What is 2 + 2?" not in said:
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        found = re.search(r"OPENAI_BASE_URL=(\S+)/v1 OPENAI_API_KEY=(\S+)", said)
+        assert found is not None, said
+        yield process, found[1], found[2], said
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_model_is_served_in_every_dialect(served: tuple[subprocess.Popen[str], str, str, str], model: Path) -> None:
+    process, url, key, said = served
+    assert said.startswith(f"{model} is served at {url}, under the name policy.") and "Nothing is trained." in said
+    messages: list[dict[str, str]] = [{"role": "user", "content": "a"}]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key) as client:
+        whole = client.chat.completions.create(model="policy", messages=messages, temperature=0)  # type: ignore[call-overload]
+        pieces = client.chat.completions.create(model="policy", messages=messages, temperature=0, stream=True)  # type: ignore[call-overload]
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+        assert text == whole.choices[0].message.content, "what a call says of sampling holds"
+        assert whole.usage.completion_tokens <= 5
+        first = client.responses.create(model="policy", input="a")
+        assert client.responses.create(model="policy", input="b", previous_response_id=first.id).output
+        assert client.completions.create(model="policy", prompt="a", max_tokens=7).usage.completion_tokens <= 7  # type: ignore[union-attr]
+        assert [each.id for each in client.models.list()] == ["policy"]
+    with anthropic.Anthropic(base_url=url, api_key=key) as claude:
+        assert claude.messages.create(model="policy", max_tokens=3, messages=messages).usage.output_tokens <= 3  # type: ignore[arg-type]
+    for header in ({}, {"authorization": "Bearer sk-none"}):
+        assert httpx2.get(f"{url}/v1/models", headers=header).status_code == 401
+    assert httpx2.post(f"{url}/v1/rollouts/claim", headers={"authorization": f"Bearer {key}"}).status_code in (403, 404)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert process.stdout is not None and process.stdout.read().strip() == "Stopped."
