@@ -13,6 +13,10 @@ from typing import Any
 Test = Callable[..., None]
 
 
+class SweepError(ExceptionGroup[Exception], AssertionError):
+    """Items that fail, each with its own error."""
+
+
 def sweep(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test], Test]:
     """Have a test try each of these values, given as `pytest.mark.parametrize` takes them."""
     keys = (names,) if isinstance(names, str) else names
@@ -30,7 +34,7 @@ def sweep(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test
                     error.add_note(f"This is of {_said(row)}.")
                     failed[_said(row)] = error
             if failed:
-                raise ExceptionGroup(f"{len(failed)} of {len(rows)} fail: {'; '.join(failed)}", [*failed.values()])
+                raise SweepError(f"{len(failed)} of {len(rows)} fail: {'; '.join(failed)}", [*failed.values()])
             return None
 
         asked = inspect.signature(test)
