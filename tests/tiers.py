@@ -18,6 +18,7 @@ TESTS = Path(__file__).parent
 INTEGRATION_PATHS = (
     "bench",
     "chaos",
+    "clients",
     "learn",
     "agents/execution/test_stubborn.py",
     "agents/proxy/test_unmodified.py",

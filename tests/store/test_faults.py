@@ -116,6 +116,7 @@ def test_a_desk_that_a_run_takes_up_does_what_it_is_asked_for_again(tmp_path: Pa
 # -- a database server ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.integration
 def test_a_database_server_that_dies_under_load_loses_nothing_and_leaves_nobody_waiting() -> None:
     """It dies as by a crash, and comes back; the journal is opened again, and the work goes on."""
     require("postgres")

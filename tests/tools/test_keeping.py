@@ -57,6 +57,7 @@ def test_a_key_that_was_given_is_shown_nowhere_and_replaces_the_one_that_was_kep
     assert {path.stat().st_mode & 0o777 for path in (admin, runner)} == {0o600}
 
 
+@pytest.mark.integration
 def test_the_keys_to_a_database_are_shown_when_they_are_asked_for(tmp_path: Path) -> None:
     words, runner = ["store", new_database(), "--listen", "127.0.0.1:0"], Keyring(admin=KEY).runner
     for asked in ([], ["--keys"]):
