@@ -112,7 +112,9 @@ def unknown_key(
     meant = _meant(root, path, given)
     if meant:
         return UnknownKeyError(
-            " ".join(f"{whole} is not an option; here it is {name}." for whole, name in meant.items())
+            " ".join(
+                f"{whole} is not an option; here it is {name.removesuffix(', …')}." for whole, name in meant.items()
+            )
         )
     leaf, own = path.rsplit(".", 1)[-1], [join(place.owner_path, name) for name in place.owner.model_fields]
     whose = ""

@@ -64,7 +64,7 @@ VERL: Mapping[str, str] = {
     "algorithm.adv_estimator": "`advantage`: `advantage=gae`, `advantage=grpo`, `advantage=rloo`, …",
     "algorithm.gamma": "`advantage=gae advantage.gamma=1.0`",
     "algorithm.lam": "`advantage=gae advantage.lam=0.95`",
-    "algorithm.norm_adv_by_std_in_grpo": "`advantage=dr_grpo` is without",
+    "algorithm.norm_adv_by_std_in_grpo": "`advantage=dr_grpo`, which is without",
     "algorithm.use_kl_in_reward": "`kl=in_reward`",
     "algorithm.kl_ctrl.kl_coef": "`kl=in_reward kl.coefficient=0.001`",
     "algorithm.kl_ctrl.type": (
@@ -134,9 +134,9 @@ TRL: Mapping[str, str] = {
     "scale_rewards": (
         "`advantage=grpo` by the group, `advantage=batch_std` by the batch, `advantage=dr_grpo` not at all"
     ),
-    "multi_objective_aggregation": "`advantage=gdpo` normalises each part first",
+    "multi_objective_aggregation": "`advantage=gdpo`, which normalises each part first",
     "mask_truncated_completions": "mask_truncated",
-    "top_entropy_quantile": "`entropy.top_share=0.2` trains on a fifth",
+    "top_entropy_quantile": "`entropy.top_share=0.2`, which trains on a fifth",
     "entropy_coef": "entropy.coefficient",
     "vllm_importance_sampling_correction": "`correction.weight=truncate`",
     "off_policy_mask_threshold": "correction.sequence_mask",
