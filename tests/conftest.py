@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import Phase, is_hypothesis_test, settings
 
-from tests.durations import Record, Watch
+from tests.durations import CHECK_SHARE, Record, Watch
+from tests.sweeps import inner
 from tests.tiers import is_left_out, longest_first, mark
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # `default` derives its examples from the tests, not from the day, so that a failure is the change's; the same selection
 # of tests draws the same examples, and another one may draw others. `check` draws a few of them, `soak` new ones each
 # time, and more of them. Chosen with --hypothesis-profile.
-EXAMPLES, SOAK_FACTOR, CHECK_SHARE = 25, 10, 5
+EXAMPLES, SOAK_FACTOR = 25, 10
 FACTORS = {"soak": SOAK_FACTOR, "check": 1 / CHECK_SHARE}
 """What a test's own number of examples is multiplied by."""
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)  # explaining can take minutes
@@ -71,7 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     factor = FACTORS.get(settings.get_current_profile_name())
     if factor is None:
         return
-    tests = {item.obj for item in items if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj)}
+    every = (inner(item.obj) for item in items if isinstance(item, pytest.Function))
+    tests = {test for test in every if is_hypothesis_test(test)}
     for test in tests:
         # Hypothesis has no public way to change the settings of a test that is already decorated. Those of a state
         # machine are its class's.
@@ -82,10 +84,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         setattr(holder, name, settings(own, max_examples=max(1, round(factor * own.max_examples))))
 
 
-def pytest_collection_finish() -> None:
-    """Keep what is loaded by now out of every later collection of garbage, each of which would look through it all."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while modules are loaded, and keep them out of every later collection: each would look through
+    them all, for most of a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

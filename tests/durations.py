@@ -19,12 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import is_hypothesis_test
+
+from tests.sweeps import inner
 
 RECORD = Path(__file__).with_name("durations.json")
 LEAST_S = 0.5
 """What takes less is not recorded."""
 SLOW_S = 2.0
 """What takes longer needs a marker."""
+CHECK_SHARE = 12
+"""`make check` draws this fraction of a property's random examples."""
+MARKERS = frozenset({"slow", "integration", "soak", "gpu"})
+"""What leaves a test out of `make check`."""
 SHOWN = 25
 """So many lines at most, the longest first."""
 
@@ -36,6 +43,12 @@ def clock() -> float:
     except (OSError, IndexError):
         waited = 0.0
     return time.monotonic() - waited
+
+
+def allowed(item: pytest.Item) -> float:
+    """The seconds that a test may take without being slow: the record is of more examples than `make check` draws."""
+    test = inner(item.obj) if isinstance(item, pytest.Function) else None
+    return SLOW_S * CHECK_SHARE if test is not None and is_hypothesis_test(test) else SLOW_S
 
 
 def key_of(nodeid: str) -> str:
@@ -69,9 +82,9 @@ class Record:
         """Write it, a test a line, so that a change of one is a line of a diff."""
         path.write_text(json.dumps({"fixtures": _split(self.fixtures), "tests": _split(self.tests)}, indent=1) + "\n")
 
-    def is_slow(self, test: str, fixtures: Iterable[str] = ()) -> bool:
-        """Whether a test takes over two seconds, or a fixture that it needs does."""
-        return self.tests.get(test, 0.0) > SLOW_S or any(self.fixtures.get(name, 0.0) > SLOW_S for name in fixtures)
+    def is_slow(self, test: str, fixtures: Iterable[str] = (), allowed: float = SLOW_S) -> bool:
+        """Whether a test takes longer than it may, or a fixture that it needs over two seconds."""
+        return self.tests.get(test, 0.0) > allowed or any(self.fixtures.get(name, 0.0) > SLOW_S for name in fixtures)
 
     def updated(self, tests: Mapping[str, float], fixtures: Mapping[str, float], root: Path) -> Record:
         """The record after a run: what ran is replaced, what is no longer there is dropped."""
@@ -116,19 +129,20 @@ class Watch:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if call.when == "call":
-            marked = any(item.get_closest_marker(name) for name in ("slow", "integration", "soak", "gpu"))
-            report.user_properties.append(("seconds", [max(0.0, self._own - self._shared), self._made, marked]))
+            marked = any(item.get_closest_marker(name) for name in MARKERS)
+            own = max(0.0, self._own - self._shared)
+            report.user_properties.append(("seconds", [own, self._made, marked or own <= allowed(item)]))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Gather what was measured, here or in another process of pytest-xdist."""
         for name, value in report.user_properties if report.when == "call" else ():
             if name == "seconds":
-                own, made, marked = value
+                own, made, right = value
                 test = key_of(report.nodeid)
                 self.tests[test] = own
                 self.fixtures |= {each: max(took, self.fixtures.get(each, 0.0)) for each, took in made.items()}
-                self.unmarked |= set() if marked else {test}
+                self.unmarked |= set() if right else {test}
 
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
         if config.getoption("record_durations"):
@@ -145,7 +159,7 @@ class Watch:
         return [*self._unmarked(), *self._doubled()]
 
     def _unmarked(self) -> list[str]:
-        over = {test: self.tests[test] for test in self.unmarked if self.tests[test] > SLOW_S}
+        over = {test: self.tests[test] for test in self.unmarked}
         return [
             f"{took:.1f} s, and no marker: {test}. Make it quicker, or mark it `slow`." for test, took in _longest(over)
         ]

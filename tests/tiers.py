@@ -11,22 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.durations import Record, fixture_key, key_of
+from tests.durations import Record, allowed, fixture_key, key_of
 
 TESTS = Path(__file__).parent
-MARKERS = frozenset({"slow", "integration", "soak", "gpu"})
 
 INTEGRATION_PATHS = (
     "bench",
     "chaos",
     "learn",
+    "agents/execution/test_stubborn.py",
     "agents/proxy/test_unmodified.py",
+    "dispatch/test_processes.py",
     "dispatch/test_ray.py",
     "dispatch/test_ray_cluster.py",
     "dispatch/test_ray_machines.py",
     "dispatch/test_ray_nodes.py",
     "recipes/test_divided.py",
     "recipes/test_divided_run.py",
+    "recipes/test_joining.py",
     "recipes/test_mesh.py",
     "recipes/test_mesh_run.py",
     "recipes/test_orphans.py",
@@ -55,17 +57,17 @@ def mark(items: Sequence[pytest.Item], record: Record) -> None:
     for item in items:
         if _is_integration(item):
             item.add_marker(pytest.mark.integration)
-        elif MARKERS.isdisjoint(names_of(item)) and record.is_slow(key_of(item.nodeid), fixtures_of(item)):
+        elif record.is_slow(key_of(item.nodeid), fixtures_of(item), allowed(item)):
             item.add_marker(pytest.mark.slow)
 
 
 def longest_first(items: list[pytest.Item], record: Record) -> None:
     """Order files by what they take, the longest first: no process then begins a long one when the others are done."""
+    units = {item: unit_of(item) for item in items}
     seconds: dict[str, float] = {}
-    for item in items:
-        unit = unit_of(item)
+    for item, unit in units.items():
         seconds[unit] = seconds.get(unit, 0.0) + record.tests.get(key_of(item.nodeid), 0.0)
-    items.sort(key=lambda item: (-seconds[unit_of(item)], unit_of(item)))
+    items.sort(key=lambda item: (-seconds[units[item]], units[item]))
 
 
 def unit_of(item: pytest.Item) -> str:

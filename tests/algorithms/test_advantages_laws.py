@@ -12,6 +12,7 @@ from etude.algorithms.base import State
 from etude.algorithms.view import Ranks, View
 from etude.batch import COLUMNS, Batch, Kind
 from tests.algorithms.advantages_plain import Meeting, awkward, close, estimate
+from tests.sweeps import sweep
 
 KNOBS: dict[str, dict[str, Any]] = {"gae": {"whiten": True, "bootstrap_truncated": True, "lam": 0.9}}
 STATE = State(role_means={0: 0.5, 4: 1.0})
@@ -26,7 +27,7 @@ def batch_for(name: str, seed: int) -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("name", EVERY)
+@sweep("name", EVERY)
 def test_two_ranks_of_different_groups_find_what_one_finds(name: str) -> None:
     whole = batch_for(name, 6)
     estimator = ADVANTAGES[name](**KNOBS.get(name, {}))
@@ -51,7 +52,7 @@ def test_two_ranks_of_different_groups_find_what_one_finds(name: str) -> None:
     assert told.reduce() == pytest.approx(one.metrics.reduce(), abs=1e-12)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@sweep("name", EVERY)
 def test_it_reads_what_it_declares_and_nothing_else(name: str) -> None:
     """Columns it does not need may be missing; token rewards are read wherever there are any."""
     batch, estimator = batch_for(name, 2), ADVANTAGES[name](**KNOBS.get(name, {}))
@@ -63,7 +64,7 @@ def test_it_reads_what_it_declares_and_nothing_else(name: str) -> None:
     close(estimator(View(bare), STATE).advantage, estimator(View(batch), STATE).advantage)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@sweep("name", EVERY)
 def test_context_and_rows_do_not_matter(name: str) -> None:
     batch = batch_for(name, 3)
     wanted = estimate(name, batch, STATE, **KNOBS.get(name, {})).advantage
@@ -80,7 +81,7 @@ def test_context_and_rows_do_not_matter(name: str) -> None:
     close(estimate(name, noisy, STATE, **KNOBS.get(name, {})).advantage, wanted)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@sweep("name", EVERY)
 def test_no_action_at_all_is_no_error(name: str) -> None:
     batch = batch_for(name, 4)
     still = batch.replace(action=torch.zeros_like(batch.action), token_reward=torch.zeros(batch.tokens))
@@ -90,7 +91,7 @@ def test_no_action_at_all_is_no_error(name: str) -> None:
     assert "advantage_max" not in found.metrics.reduce()
 
 
-@pytest.mark.parametrize("name", EVERY)
+@sweep("name", EVERY)
 def test_every_knob_is_described(name: str) -> None:
     assert all(field.description for field in ADVANTAGES[name].model_fields.values())
     assert ADVANTAGES[name].__doc__

@@ -11,6 +11,7 @@ from etude.algorithms import ADVANTAGES, LOSSES, Algorithm, Denominators, Output
 from etude.batch import COLUMNS, Batch, Kind
 from etude.errors import ConfigError, DataError
 from tests.conformance.laws import every_algorithm, fixture, gradient, said, through
+from tests.sweeps import sweep
 
 ALGORITHMS = every_algorithm()
 REFUSE_GROUPS_OF_ONE = ("pass_at_k", "pkpo")
@@ -24,7 +25,7 @@ def plain(batch: Batch) -> Batch:
     return batch.replace(token_reward=torch.zeros(batch.tokens, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@sweep("name", ALGORITHMS)
 @given(seed=st.integers(0, 20), far=st.sampled_from([1e3, -1e3]))
 def test_log_ratios_of_a_thousand_give_finite_losses_and_gradients(name: str, seed: int, far: float) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(seed)
@@ -36,7 +37,7 @@ def test_log_ratios_of_a_thousand_give_finite_losses_and_gradients(name: str, se
     assert all(bool(torch.isfinite(g).all()) for g in found.grads.values())
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@sweep("name", ALGORITHMS)
 @given(seed=st.integers(0, 20), far=st.sampled_from([1e3, -1e3]))
 def test_a_sampler_that_was_a_thousand_away_gives_finite_losses_and_gradients(name: str, seed: int, far: float) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(seed)
@@ -48,7 +49,7 @@ def test_a_sampler_that_was_a_thousand_away_gives_finite_losses_and_gradients(na
     assert all(bool(torch.isfinite(g).all()) for g in found.grads.values())
 
 
-@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in LEVEL_IS_NOT_ZERO + STEPWISE])
+@sweep("name", [n for n in ADVANTAGES if n not in LEVEL_IS_NOT_ZERO + STEPWISE])
 def test_eight_rewards_of_100_point_1_teach_nothing(name: str) -> None:
     """In float32 the mean of eight 100.1 is not 100.1, and a standard deviation of 1e-6 makes 0.83 of it."""
     batch = plain(fixture(1, (8,), idle=False))
@@ -60,7 +61,7 @@ def test_eight_rewards_of_100_point_1_teach_nothing(name: str) -> None:
     assert bool((advantage == 0).all())
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@sweep("name", ADVANTAGES)
 def test_a_group_of_one_is_defined_or_refused(name: str) -> None:
     batch = plain(fixture(2, (1, 1, 1), idle=False))
     algorithm = Algorithm(advantage=ADVANTAGES[name]())
@@ -79,13 +80,13 @@ def test_a_group_of_one_is_defined_or_refused(name: str) -> None:
         assert bool((found == 0).all())
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@sweep("name", ALGORITHMS)
 def test_rollouts_of_one_token(name: str) -> None:
     found = through(ALGORITHMS[name], fixture(3, longest=2))
     assert torch.isfinite(found.loss) and all(bool(torch.isfinite(g).all()) for g in found.grads.values())
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@sweep("name", ALGORITHMS)
 def test_a_batch_in_which_nobody_acted_teaches_nothing(name: str) -> None:
     batch = plain(fixture(3))
     idle = batch.replace(action=torch.zeros_like(batch.action))
@@ -103,8 +104,8 @@ def halved(batch: Batch, dtype: torch.dtype) -> Batch:
     return batch.replace(**tokens)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", LOSSES)
+@sweep("dtype", [torch.bfloat16, torch.float16])
+@sweep("name", LOSSES)
 def test_half_precision_is_widened_before_any_maths(name: str, dtype: torch.dtype) -> None:
     batch = halved(fixture(4), dtype)
     algorithm = Algorithm(loss=LOSSES[name](), advantage=ADVANTAGES["rloo"]())
@@ -122,7 +123,7 @@ def test_half_precision_is_widened_before_any_maths(name: str, dtype: torch.dtyp
     assert torch.equal(narrow.grad, wide.grad.to(dtype))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@sweep("name", ALGORITHMS)
 def test_single_precision_agrees_with_double(name: str) -> None:
     batch = fixture(6)
     single = batch.replace(**{

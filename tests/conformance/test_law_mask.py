@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +10,7 @@ from etude.algorithms import Algorithm, State, View
 from etude.algorithms.advantages.rewards import Rewards
 from etude.batch import COLUMNS, Batch, Kind
 from tests.conformance.laws import every_algorithm, fixture, gradient, observed, said, taught, through
+from tests.sweeps import sweep
 
 ALGORITHMS = every_algorithm()
 
@@ -25,7 +25,7 @@ def scribbled(batch: Batch, with_what: float) -> Batch:
     return batch.replace(**changes)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@sweep("name", ALGORITHMS)
 @given(seed=st.integers(0, 50), scribble=st.sampled_from([0.0, -1e9, float("inf"), float("nan")]))
 def test_what_stands_in_the_context_changes_nothing(name: str, seed: int, scribble: float) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(seed)
@@ -39,7 +39,7 @@ def test_what_stands_in_the_context_changes_nothing(name: str, seed: int, scribb
         assert torch.equal(grad, clean.grads[key]), key
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@sweep("name", ALGORITHMS)
 @given(seed=st.integers(0, 50))
 def test_context_gets_no_gradient_and_actions_get_a_finite_one(name: str, seed: int) -> None:
     batch = fixture(seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +11,7 @@ from etude.algorithms import ADVANTAGES, Algorithm, State, View
 from etude.algorithms.corrections import Correction
 from etude.batch import Batch, Column, Kind
 from tests.conformance.laws import every_algorithm, fixture, gradient, said
+from tests.sweeps import sweep
 
 ALGORITHMS = every_algorithm()
 
@@ -51,7 +51,7 @@ def apart(batch: Batch, rng: np.random.Generator) -> tuple[Batch, torch.Tensor]:
     ), old
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@sweep("name", ALGORITHMS)
 @given(seed=st.integers(0, 50))
 def test_merged_or_apart_the_gradient_is_the_same(name: str, seed: int) -> None:
     algorithm, merged = ALGORITHMS[name], fixture(seed)
@@ -63,7 +63,7 @@ def test_merged_or_apart_the_gradient_is_the_same(name: str, seed: int) -> None:
     assert b.close_to(a, 1e-10)
 
 
-@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "distillation"])
+@sweep("name", [name for name in ADVANTAGES if name != "distillation"])
 @given(seed=st.integers(0, 50))
 def test_advantages_are_estimated_before_anything_is_dropped(name: str, seed: int) -> None:
     batch = fixture(seed)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from etude.algorithms import ADVANTAGES, LOSSES, Algorithm, Estimated, State
 from etude.batch import Batch
 from tests.conformance.laws import Table, every_algorithm, fixture, gradient, said
+from tests.sweeps import sweep
 
 ALGORITHMS = every_algorithm()
 TOLERANCE = 1e-10
@@ -37,7 +38,7 @@ def assert_same_columns(
         assert a[key] == pytest.approx(b[key], rel=1e-9, abs=1e-9), key
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@sweep("name", ALGORITHMS)
 @given(data=st.data())
 def test_any_micro_batches_give_the_gradient_of_the_whole(name: str, data: st.DataObject) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(data.draw(st.integers(0, 50)))
@@ -48,7 +49,7 @@ def test_any_micro_batches_give_the_gradient_of_the_whole(name: str, data: st.Da
     assert gradient(algorithm, ready, leaves, parts).close_to(gradient(algorithm, ready, leaves), TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@sweep("name", ALGORITHMS)
 @given(data=st.data())
 def test_the_order_of_rollouts_does_not_matter(name: str, data: st.DataObject) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(data.draw(st.integers(0, 50)))
@@ -64,7 +65,7 @@ def of_groups(batch: Batch, groups: list[int]) -> list[int]:
     return [u for u in range(batch.rollouts) if int(batch.group[u]) in groups]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@sweep("name", ALGORITHMS)
 @given(seed=st.integers(0, 50), ranks=st.integers(2, 3))
 def test_ranks_that_hold_some_groups_each_estimate_what_one_rank_would(name: str, seed: int, ranks: int) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(seed)

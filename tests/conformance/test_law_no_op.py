@@ -22,6 +22,7 @@ from etude.algorithms.kl import CONTROLLERS, Adaptive
 from etude.batch import Batch
 from etude.errors import ConfigError
 from tests.conformance.laws import Found, fixture, gradient, said
+from tests.sweeps import sweep
 
 SUM = "seq-mean-token-sum"
 UNITS = ("rollout", "turn")
@@ -187,7 +188,7 @@ def with_option(part: str, name: str, changes: dict[str, Any]) -> Algorithm:
     return Algorithm(**companions(part, name), **{part: kind(**(base | changes))})
 
 
-@pytest.mark.parametrize(("part", "name", "option"), CASES, ids=lambda x: str(x))
+@sweep(("part", "name", "option"), CASES)
 def test_every_option_of_every_choice_changes_the_gradient_or_is_refused(part: str, name: str, option: str) -> None:
     _, flips = ROWS[part, name]
     assert option in flips, f"{part}={name} has the option `{option}`, which nothing here flips"
@@ -208,7 +209,7 @@ def test_no_row_speaks_of_an_option_that_is_gone() -> None:
     assert FLIPS.keys() <= {f"{part}={name}" for part, name in ROWS}
 
 
-@pytest.mark.parametrize(("part", "option"), [(p, o) for p, (kind, _) in PARTS.items() for o in kind.model_fields])
+@sweep(("part", "option"), [(p, o) for p, (kind, _) in PARTS.items() for o in kind.model_fields])
 def test_every_option_of_the_other_parts_changes_the_gradient(part: str, option: str) -> None:
     kind, flips = PARTS[part]
     assert option in flips, f"{part} has the option `{option}`, which nothing here flips"
@@ -218,7 +219,7 @@ def test_every_option_of_the_other_parts_changes_the_gradient(part: str, option:
     assert differs(before, after)
 
 
-@pytest.mark.parametrize("option", Rejection.model_fields)
+@sweep("option", Rejection.model_fields)
 def test_every_option_of_a_rejection_changes_the_gradient(option: str) -> None:
     flip = REJECTION[option]
     before = run(Algorithm(correction=Correction(reject=(Rejection(**flip.beside),))))
@@ -226,7 +227,7 @@ def test_every_option_of_a_rejection_changes_the_gradient(option: str) -> None:
     assert differs(before, after)
 
 
-@pytest.mark.parametrize("option", SWITCHES)
+@sweep("option", SWITCHES)
 def test_every_switch_of_the_algorithm_changes_the_gradient(option: str) -> None:
     assert differs(run(Algorithm()), run(Algorithm(**{option: SWITCHES[option]})))
 
@@ -236,7 +237,7 @@ def test_every_option_of_the_algorithm_is_in_one_of_these_tables() -> None:
     assert Algorithm.model_fields.keys() == known
 
 
-@pytest.mark.parametrize(("option", "value"), [("target", 100.0), ("horizon", 50.0)])
+@sweep(("option", "value"), [("target", 100.0), ("horizon", 50.0)])
 def test_every_option_of_the_adaptive_controller_changes_the_gradient(option: str, value: float) -> None:
     assert CONTROLLERS.keys() == {"fixed", "adaptive"}
     assert Adaptive.model_fields.keys() == {"target", "horizon"}
@@ -246,13 +247,13 @@ def test_every_option_of_the_adaptive_controller_changes_the_gradient(option: st
     assert differs(*(run(Algorithm(kl=kl)) for kl in kls))
 
 
-@pytest.mark.parametrize("loss", [name for name, kind in LOSSES.items() if not kind.of_units])
+@sweep("loss", [name for name, kind in LOSSES.items() if not kind.of_units])
 def test_a_unit_that_would_do_nothing_is_refused(loss: str) -> None:
     with pytest.raises(ConfigError, match=r"`unit=turn` has no effect under `reduction=token-mean`"):
         LOSSES[loss](unit="turn", reduction="token-mean")
 
 
-@pytest.mark.parametrize("loss", ["gspo", "vespo"])
+@sweep("loss", ["gspo", "vespo"])
 def test_a_unit_acts_under_any_reduction_where_numbers_are_of_units(loss: str) -> None:
     run_of = {unit: run(with_option("loss", loss, {"unit": unit, "reduction": "token-mean"})) for unit in UNITS}
     assert differs(*run_of.values())
@@ -265,7 +266,7 @@ def test_what_only_changes_the_reward_is_refused_where_the_reward_is_not_read() 
         Algorithm(advantage=ADVANTAGES["gdpo"](), kl=KLS["in_reward"]())
 
 
-@pytest.mark.parametrize("part", ["advantage", "loss", "kl"])
+@sweep("part", ["advantage", "loss", "kl"])
 def test_every_choice_differs_from_every_other(part: str) -> None:
     """Two names for one gradient would be one name too many; the pairs that are alike by definition are named."""
     alike = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -323,12 +324,17 @@ REFUSED: list[tuple[str, list[Event], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("events", "sentence"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
-def test_what_may_not_follow_is_refused_in_a_sentence(store: Journal, events: list[Event], sentence: str) -> None:
-    store.append(group(0))
-    with pytest.raises(IllegalMoveError, match=sentence):
-        store.append(events)
-    assert store.position == 3 and [state.status for state in store.rollouts()] == [Status.QUEUED] * 2
+@pytest.mark.parametrize("where", WHERE)
+def test_what_may_not_follow_is_refused_in_a_sentence(where: str, tmp_path: Path) -> None:
+    for name, events, sentence in REFUSED:
+        (tmp_path / name).mkdir()
+        with closing(open_store(WHERE[where](tmp_path / name))) as store:
+            store.append(group(0))
+            with pytest.raises(IllegalMoveError) as refused:
+                store.append(events)
+            assert re.search(sentence, str(refused.value)), f"{name}: {refused.value}"
+            assert store.position == 3, name
+            assert [state.status for state in store.rollouts()] == [Status.QUEUED] * 2, name
 
 
 def test_a_reward_may_come_after_the_end_while_the_task_is_open(store: Journal) -> None:

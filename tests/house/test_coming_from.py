@@ -12,6 +12,7 @@ from etude.errors import ConfigError, UnknownChoiceError, UnknownKeyError
 from etude.recipes.elsewhere import TRL, VERL
 from etude.recipes.run import Run
 from tests.house.documents import INLINE, ROOT
+from tests.sweeps import sweep
 
 PAGES = ("coming-from-verl.md", "coming-from-trl.md")
 OPTION = re.compile(r"[a-z_]+(\.[a-z_]+)*(=\S+)?")
@@ -41,7 +42,7 @@ def options(code: str) -> list[str]:
     return words if fits and (len(words) > 1 or "=" in code or "." in code or code in Run.model_fields) else []
 
 
-@pytest.mark.parametrize(("page", "theirs", "codes"), ROWS, ids=[f"{page[12:-3]}:{theirs}" for page, theirs, _ in ROWS])
+@sweep(("page", "theirs", "codes"), ROWS)
 def test_what_is_named_exists(page: str, theirs: str, codes: list[str]) -> None:
     found = [options(code) for code in codes]
     assert any(found), "no option of ours is named"

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.house.documents import LINK, ROOT, anchors, broken_links, broken_names, documents
+from tests.sweeps import sweep
 
 PAGES = documents()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@sweep("page", PAGES)
 def test_every_link_leads_somewhere(page: Path) -> None:
     assert not list(broken_links(page))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@sweep("page", PAGES)
 def test_every_path_and_module_named_is_there(page: Path) -> None:
     assert not list(broken_names(page))
 

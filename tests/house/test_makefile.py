@@ -1,4 +1,4 @@
-"""The Makefile: an environment belongs to one folder and one Python, and a Python that is not there is told."""
+"""The Makefile and `.ci/run`: whose environment it is, what is said of a Python that is not there, and the verdicts."""
 
 from __future__ import annotations
 
@@ -51,3 +51,34 @@ def test_ci_does_not_run_where_it_cannot_go() -> None:
     assert "|| { echo" in next(
         line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("cd ")
     )
+
+
+MAKE = """#!/bin/sh
+echo "$1" >> "$CALLED"
+case "$1" in
+  test) echo "FAILED tests/test_a.py"; echo "====== 1 failed, 7 passed in 12.34s ======"; echo "coverage  all of it" ;;
+  integration) echo "====== 3 passed in 345.67s (0:05:45) ======" ;;
+  environments) echo "vllm could not be made" ;;
+esac
+case " $FAILING " in *" $1 "*) exit 2 ;; esac
+"""
+
+
+@pytest.mark.parametrize("failing", ["", "lint", "test", "integration", "environments"])
+def test_ci_runs_all_and_tells_what_failed(failing: str, tmp_path: Path) -> None:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    (tmp_path / "make").write_text(MAKE)
+    (tmp_path / "make").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "CALLED": str(tmp_path / "called"), "FAILING": failing}
+    done = subprocess.run([tmp_path / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=60)
+    assert sorted((tmp_path / "called").read_text().split()) == ["environments", "integration", "lint", "test"]
+    assert (done.returncode != 0) == (failing in ("lint", "test", "integration"))
+    words = {each: "FAILED (exit 2)" if each == failing else "passed" for each in ("lint", "test", "integration")}
+    assert done.stdout.splitlines()[-3:] == [
+        "ci: make test         ====== 1 failed, 7 passed in 12.34s ======",
+        "ci: make integration  ====== 3 passed in 345.67s (0:05:45) ======",
+        "ci: " + ", ".join(f"{name} {word}" for name, word in words.items()),
+    ]
+    assert ("vllm could not be made" in done.stdout) == (failing == "environments")

@@ -8,31 +8,56 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from etude.cli import parser, spelled_out
 from etude.errors import EtudeError
 from etude.recipes.presets import PRESETS
 from tests.commands import composed
 from tests.house.documents import ROOT, blocks, commands, documents
+from tests.sweeps import sweep
 
 EXAMPLES = [(page.name, example) for page in documents() for example in blocks(page.read_text(), "python")]
 SHOWN = sorted({(page.name, tuple(words)) for page in documents() for words in commands(page)})
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+IN_TURN = """
+import os, runpy, sys
+from pathlib import Path
+
+import torch, transformers
+
+codes = []
+for folder in map(Path, sys.argv[1:]):
+    if (child := os.fork()) == 0:
+        os.chdir(folder)
+        for stream in (1, 2):
+            os.dup2(os.open("said", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        sys.argv, sys.path[0] = ["example.py"], str(folder)
+        runpy.run_path("example.py", run_name="__main__")
+        sys.exit()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+Path(folder.parent, "codes").write_text("\\n".join(map(str, codes)))
+"""
 
 
 def test_the_readme_shows_an_example() -> None:
     assert "README.md" in {page for page, _ in EXAMPLES}
 
 
-@pytest.mark.parametrize(("page", "example"), EXAMPLES, ids=[page for page, _ in EXAMPLES])
-def test_an_example_runs(page: str, example: str, tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(example)
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, f"An example of {page} fails:\n{done.stderr}"
+def test_every_example_runs(tmp_path: Path) -> None:
+    """Each as a program of its own, in a folder of its own, forked from one process that has loaded what is large."""
+    folders = [tmp_path / f"{place}-{page}" for place, (page, _) in enumerate(EXAMPLES)]
+    for folder, (_, example) in zip(folders, EXAMPLES, strict=True):
+        folder.mkdir()
+        (folder / "example.py").write_text(example)
+    done = subprocess.run([sys.executable, "-c", IN_TURN, *map(str, folders)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    codes = [int(line) for line in (tmp_path / "codes").read_text().splitlines()]
+    failed = {folder.name: folder / "said" for folder, code in zip(folders, codes, strict=True) if code}
+    told = [f"An example of {name} fails:\n{said.read_text()}" for name, said in failed.items()]
+    assert not told, "\n".join(told)
 
 
-@pytest.mark.parametrize(("page", "words"), SHOWN, ids=[f"{page}: {' '.join(words)}" for page, words in SHOWN])
+@sweep(("page", "words"), SHOWN)
 def test_a_command_that_is_shown_exists(page: str, words: tuple[str, ...]) -> None:
     if words[0] == "make":
         asked = {word for word in words[1:] if "=" not in word}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.durations import SLOW_S, Record, Watch, fixture_key, key_of
-from tests.tiers import MARKERS, fixtures_of, is_left_out, names_of
+from tests.durations import MARKERS, SLOW_S, Record, Watch, allowed, fixture_key, key_of
+from tests.tiers import fixtures_of, is_left_out, names_of
 
 TESTS = Path(__file__).parents[1]
 
@@ -18,7 +18,7 @@ def test_every_test_that_is_recorded_over_two_seconds_is_marked(request: pytest.
     unmarked = [
         item.nodeid
         for item in request.session.items
-        if record.is_slow(key_of(item.nodeid), fixtures_of(item)) and MARKERS.isdisjoint(names_of(item))
+        if record.is_slow(key_of(item.nodeid), fixtures_of(item), allowed(item)) and MARKERS.isdisjoint(names_of(item))
     ]
     assert not unmarked
 
@@ -79,13 +79,13 @@ def test_the_time_of_a_shared_fixture_is_its_own(tmp_path: Path) -> None:
     assert 0.25 < watch.tests["test_shared.py::test_first"] < 0.55
     assert watch.tests["test_shared.py::test_second"] < 0.25
     assert watch.fixtures["test_shared.py::shared"] > 0.55
-    assert watch.unmarked == {"test_shared.py::test_first", "test_shared.py::test_second"}
+    assert watch.unmarked == set()
 
 
 def test_what_has_no_marker_or_takes_twice_its_time_is_printed() -> None:
     watch = Watch(Record({"test_a.py::grown": 1.0, "test_a.py::steady": 3.0}))
-    watch.tests = {"test_a.py::grown": 2.1, "test_a.py::steady": 5.9, "test_a.py::new": 2.5, "test_a.py::quick": 0.1}
-    watch.unmarked = {"test_a.py::new", "test_a.py::quick"}
+    watch.tests = {"test_a.py::grown": 2.1, "test_a.py::steady": 5.9, "test_a.py::new": 2.5}
+    watch.unmarked = {"test_a.py::new"}
     assert watch.lines() == [
         "2.5 s, and no marker: test_a.py::new. Make it quicker, or mark it `slow`.",
         "2.1 s, and 1.0 s when it was recorded: test_a.py::grown.",

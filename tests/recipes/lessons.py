@@ -10,14 +10,13 @@ from typing import Any
 
 from etude.checkpoint import Checkpoints
 from etude.cli import main
-from etude.config.compose import compose
 from etude.models import Model
 from etude.recipes.build import policy
 from etude.recipes.commands import SUPERVISED
 from etude.recipes.folder import kind_of, read_kind
 from etude.recipes.supervised import Supervised
 from etude.train import load_weights
-from tests.recipes.runs import Captured, refused
+from tests.recipes.runs import Captured, composed, refused
 
 RECIPES = tuple(SUPERVISED)
 
@@ -70,7 +69,7 @@ def options(recipe: str, world: Path, **changes: Any) -> list[str]:
 
 def run_of(recipe: str, world: Path, **changes: Any) -> Supervised:
     """The same, composed."""
-    return compose(SUPERVISED[recipe], options(recipe, world, **changes))
+    return composed(SUPERVISED[recipe], tuple(options(recipe, world, **changes)))
 
 
 def learned(recipe: str, world: Path, directory: Path, **changes: Any) -> Path:

@@ -1,0 +1,50 @@
+"""A sweep tries every item, in one test, and names those that fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, is_hypothesis_test
+from hypothesis import strategies as st
+
+from tests.sweeps import inner, sweep
+
+SEEN: list[object] = []
+
+
+@sweep("number", [1, 2, 3])
+def test_every_item_is_tried(number: int, tmp_path: Path) -> None:
+    SEEN.append((number, tmp_path.exists()))
+
+
+def test_after_it_all_were_seen() -> None:
+    assert SEEN in ([(1, True), (2, True), (3, True)], [])  # nothing, where this test alone is run
+
+
+def test_each_that_fails_is_named_and_none_keeps_another_from_being_tried() -> None:
+    @sweep(("name", "number"), [("one", 1), ("two", 2), ("three", 3)])
+    def odd(name: str, number: int) -> None:
+        assert number == 2, "is no two"
+
+    with pytest.raises(ExceptionGroup, match="2 of 3 fail: name=one, number=1; name=three, number=3") as caught:
+        odd()
+    assert [error.__notes__ for error in caught.value.exceptions] == [
+        ["This is of name=one, number=1."],
+        ["This is of name=three, number=3."],
+    ]
+    odd("two", 2)
+    odd(name="two", number=2)
+
+
+def test_sweeps_go_within_each_other_and_over_properties() -> None:
+    seen: set[tuple[str, int]] = set()
+
+    @sweep("letter", ["a", "b"])
+    @sweep("number", [1, 2])
+    @given(drawn=st.booleans())
+    def test(letter: str, number: int, drawn: bool) -> None:
+        seen.add((letter, number))
+
+    test()
+    assert len(seen) == 4 and is_hypothesis_test(inner(test)) and not is_hypothesis_test(test)

@@ -1,0 +1,55 @@
+"""One test for a property of many items: it tries them all, and names each that fails.
+
+`@pytest.mark.parametrize` makes a test of each item, which is collected in every process, and costs more than a quick
+property takes. It stays right where an item takes long, or needs a fixture of its own: a sweep's items share theirs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Test = Callable[..., None]
+
+
+def sweep(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test], Test]:
+    """Have a test try each of these values, given as `pytest.mark.parametrize` takes them."""
+    keys = (names,) if isinstance(names, str) else names
+    rows = [dict(zip(keys, (value,) if len(keys) == 1 else value, strict=True)) for value in values]
+
+    def over(test: Test) -> Test:
+        def swept(*args: Any, **kwargs: Any) -> None:
+            if args or not kwargs.keys().isdisjoint(keys):  # one item, which its caller chose
+                return test(*args, **kwargs)
+            failed: dict[str, Exception] = {}
+            for row in rows:
+                try:
+                    test(**row, **kwargs)
+                except Exception as error:
+                    error.add_note(f"This is of {_said(row)}.")
+                    failed[_said(row)] = error
+            if failed:
+                raise ExceptionGroup(f"{len(failed)} of {len(rows)} fail: {'; '.join(failed)}", [*failed.values()])
+            return None
+
+        asked = inspect.signature(test)
+        left = [parameter for name, parameter in asked.parameters.items() if name not in keys]
+        swept.__signature__ = asked.replace(parameters=left)  # type: ignore[attr-defined]
+        swept.swept = test  # type: ignore[attr-defined]
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(swept, name, getattr(test, name))
+        return swept
+
+    return over
+
+
+def inner(test: Test) -> Test:
+    """The test of one item, of a sweep or of sweeps within each other; any other test itself."""
+    while hasattr(test, "swept"):
+        test = test.swept
+    return test
+
+
+def _said(row: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in row.items())
