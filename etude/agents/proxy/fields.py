@@ -85,7 +85,7 @@ class Notes:
 
 
 class Fields:
-    """The fields of a request, taken one by one; the rules hold for the rest (`settle`). A null is as good as nothing."""
+    """The fields of a request, taken one by one; the rules are for the rest. A null is as good as nothing."""
 
     def __init__(self, body: Any, where: str = "", notes: Notes | None = None) -> None:
         if not isinstance(body, Mapping):

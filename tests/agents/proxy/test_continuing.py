@@ -28,7 +28,9 @@ SAID = "<think>\n I must\nlook. \n</think>\n\nIt is raining, 🌧 and the sky is
 def rest_of(prompt: str) -> str:
     """All of the answer that the prompt does not have yet."""
     begun = prompt.rpartition("<|im_start|>assistant\n")[2]
-    if not begun.startswith("<think>"):
+    if begun.endswith("�"):  # cut within a character
+        return SAID.partition("🌧")[2]
+    if begun and not begun.startswith("<think>"):
         begun = SAID[: SAID.index("It is")] + begun
     return SAID.removeprefix(begun) if SAID.startswith(begun) else "Yes.<|im_end|>"
 
@@ -74,7 +76,7 @@ def test_an_answer_goes_on_from_the_words_that_an_agent_gives(world: World, stre
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("most", [4, 10, 18, 32, 48, 49, 50, 60])
+@pytest.mark.parametrize("most", [4, 10, 18, 32, 36, 37, 38, 50])
 def test_an_answer_that_was_cut_off_goes_on_with_its_very_ids(world: World, most: int, streamed: bool) -> None:
     """Wherever it was cut: within the thinking, the text, or a character."""
     claim, before = world.attempt(), branches(world)

@@ -23,7 +23,6 @@ from etude.rollout.request import Delta
 from etude.store.desk import Ended, Key
 from etude.store.keys import Keyring
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
-from tests.chat.conversations import WEATHER
 
 ASK: list[Any] = [{"role": "user", "content": "What is it?"}]
 CHAT: dict[str, Any] = {"model": "policy", "messages": ASK}
