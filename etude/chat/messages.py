@@ -7,7 +7,8 @@ model never saw must not make it a new one, while any difference in what was sai
 - A list of text parts is the text they join to. Other parts are equal part by part.
 - The arguments of a call are equal as JSON values: key order and spacing do not count, but 1, 1.0 and true are three
   different values. Arguments that are not JSON are compared as text.
-- Reasoning that was served may be left out of what comes back; if it comes back, it is equal character by character.
+- Reasoning that was served may be left out of what comes back, or come back in part: clients drop it, cut it, and strip
+  or join its white space. What comes back is found in what was served, white space aside.
 - A stop string that ended an answer may be written back at its end, and words of the agent's own after it
   (`continuation`).
 - Tools are equal as JSON values, in their order.
@@ -90,7 +91,7 @@ def same(known: Message, given: Message) -> bool:
         and known.name == given.name
         and known.tool_call_id == given.tool_call_id
         and _same_content(known.content, given.content)
-        and given.reasoning in ("", known.reasoning)
+        and _same_reasoning(known.reasoning, given.reasoning)
         and len(known.tool_calls) == len(given.tool_calls)
         and all(_same_call(one, other) for one, other in zip(known.tool_calls, given.tool_calls, strict=True))
     )
@@ -99,6 +100,10 @@ def same(known: Message, given: Message) -> bool:
 def same_tools(known: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the same tools were offered."""
     return len(known) == len(given) and all(_same_json(*pair) for pair in zip(known, given, strict=True))
+
+
+def _same_reasoning(known: str, given: str) -> bool:
+    return given in ("", known) or "".join(given.split()) in "".join(known.split())
 
 
 def _same_content(known: str | tuple[Part, ...], given: str | tuple[Part, ...]) -> bool:

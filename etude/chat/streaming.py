@@ -113,11 +113,17 @@ class Reader:
         self._stops = StopScan(sampling.stop) if sampling is not None and sampling.stop else None
         self._least = sampling.min_tokens if sampling is not None else 0
         self._read = 0  # how many ids
+        self._began = False
 
     @property
     def message(self) -> Message:
         """What was told so far; after `finish`, the whole answer."""
         return self._teller.message
+
+    def begin(self, ids: Iterable[int]) -> list[Piece]:
+        """What the ids make certain that stand before those that are sampled: no stop word counts in them."""
+        self._began = True
+        return self._teller.push(self._stream.push(filter(self._shown, map(int, ids))))
 
     def push(self, ids: Iterable[int]) -> list[Piece]:
         """What these ids make certain."""
@@ -139,7 +145,7 @@ class Reader:
 
     def whole(self, ids: Iterable[int]) -> Message:
         """The message that all of the ids at once are."""
-        if self._stops is None:
+        if self._stops is None and not self._began:
             self._teller.push(self._tokenizer.decode(filter(self._shown, map(int, ids)), special=True))
         else:
             self.push(ids)

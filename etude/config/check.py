@@ -112,7 +112,9 @@ def unknown_key(
     meant = _meant(root, path, given)
     if meant:
         return UnknownKeyError(
-            " ".join(f"{whole} is not an option; here it is {name}." for whole, name in meant.items())
+            " ".join(
+                f"{whole} is not an option; here it is {name.removesuffix(', …')}." for whole, name in meant.items()
+            )
         )
     leaf, own = path.rsplit(".", 1)[-1], [join(place.owner_path, name) for name in place.owner.model_fields]
     whose = ""
@@ -134,11 +136,26 @@ def unknown_key(
 
 
 def _meant(root: type[BaseModel], path: str, given: Any) -> dict[str, str]:
-    """What keys from elsewhere are called here. Beside options of ours a name means one of those, or none."""
+    """What keys from elsewhere are called here. A whole name of another trainer's means what that does; the last name
+    alone means, beside options of ours, one of those or none."""
     known_as: Mapping[str, str] = getattr(root, "known_as", {})
+    elsewhere: Mapping[str, str] = getattr(root, "elsewhere", {})
     ours = path.partition(".")[0] in root.model_fields
-    meant = {whole: known_as[last] for whole, last in _leaves(path, given) if last in known_as}
-    return {whole: name for whole, name in meant.items() if not ours or _above(whole) == _above(name)}
+    found: dict[str, str] = {}
+    for whole, last in _leaves(path, given):
+        if name := _whole_name(whole, elsewhere):
+            found[whole] = name
+        elif last in known_as and (not ours or _above(whole) == _above(known_as[last])):
+            found[whole] = known_as[last]
+    return found
+
+
+def _whole_name(path: str, elsewhere: Mapping[str, str]) -> str:
+    """What stands for a whole name from elsewhere, or for the end of one that could be no other's; else nothing."""
+    if path in elsewhere:
+        return elsewhere[path]
+    ends = {name for whole, name in elsewhere.items() if "." in path and whole.endswith(f".{path}")}
+    return ends.pop() if len(ends) == 1 else ""
 
 
 def _above(path: str) -> str:

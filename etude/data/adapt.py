@@ -143,8 +143,9 @@ class _Row:
             reward = np.zeros(self.length)
             reward[list(self.rewards)] = list(self.rewards.values())
         columns = {name: np.concatenate([each[name] for each in self.stretches]) for name in self.stretches[0]}
-        told = {"reward": reward, "anchor": np.concatenate(self.anchors) if self.anchored else None}
-        return Sample(**columns, rollout=rollout, model=self.model, observation=self._observation(), **told)
+        anchor = np.concatenate(self.anchors) if self.anchored else None
+        seen = self._observation()
+        return Sample(**columns, rollout=rollout, model=self.model, reward=reward, anchor=anchor, observation=seen)
 
     def _observation(self) -> NDArray[np.bool_] | None:
         """What was shown between answers; None where nothing was."""

@@ -100,6 +100,7 @@ def agency(
                 max_waiting=8 * asked.calls,
                 timeout_s=asked.timeout,
                 parameters=asked.parameters,
+                strict=asked.strict,
                 external=external_models(asked.external),
             ),
             told=asked.store is None,

@@ -65,6 +65,9 @@ class AgentConfig(Config):
     parameters: Literal["force", "default"] = Field(
         "force", description="force: the run's sampling parameters hold; default: the agent's own, where it sets them"
     )
+    strict: bool = Field(
+        False, description="refuse requests whose fields the run decides or cannot serve, in place of ignoring those"
+    )
     calls: int = Field(256, ge=1, description="calls to the model that are answered at once; more of them wait")
     external: Path | None = Field(
         None, description="a YAML file of other providers' models that agents may ask for: recorded, never trained"

@@ -66,7 +66,7 @@ READ = {
         ),
         *("evaluate.limit", "evaluate.sampling", "sampling.max_tokens", "collect.timeout", "collect.retries"),
         *("agent.path", "agent.strategy", "agent.runners", "agent.at_once", "agent.timeout", "agent.silence"),
-        *("agent.failed", "agent.parameters", "agent.calls", *SHARED),
+        *("agent.failed", "agent.parameters", "agent.strict", "agent.calls", *SHARED),
     ),
     "generate": ("sampling", *SHARED),
     "chat": ("sampling", *SHARED),

@@ -83,6 +83,10 @@ KNOWN_AS: Mapping[str, str] = {
     "tool_config_path": "env.tools",
     "max_assistant_turns": "env.max_turns",
     "max_tool_calling_iterations": "env.max_turns",
+    "timeout_seconds": "agent.timeout",
+    "unresponsive_seconds": "agent.silence",
+    "max_attempts": "collect.retries",
+    "n_runners": "agent.runners",
     "test_freq": "evaluate.every",
     "eval_steps": "evaluate.every",
     "val_before_train": "evaluate.first",
@@ -98,8 +102,9 @@ KNOWN_AS: Mapping[str, str] = {
     "experiment_name": "observe.wandb.name",
     "run_name": "observe.wandb.name",
 }
-"""The last name of an option of verl or TRL, or one that is often guessed, and the option of a run that does its work.
-Where the two count differently, the meaning that `etude config show` prints says how."""
+"""The last name of an option of another trainer, or one that is often guessed, and the option of a run that does its
+work; whole names are in `elsewhere`. Where the two count differently, the meaning that `etude config show` prints says
+how."""
 
 SHARED = ("train", "model", "checkpoint", "directory", "observe")
 """The sections that every run has, whatever it learns from."""

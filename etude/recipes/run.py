@@ -20,6 +20,7 @@ from etude.data import Data
 from etude.errors import ConfigError
 from etude.recipes.agents import AgentConfig
 from etude.recipes.collection import Collection
+from etude.recipes.elsewhere import ELSEWHERE
 from etude.recipes.environment import EnvConfig
 from etude.recipes.evaluate import Evaluation
 from etude.recipes.names import KNOWN_AS
@@ -74,6 +75,7 @@ class Run(Recipe, Algorithm):
     """Everything `etude train` needs to know."""
 
     known_as: ClassVar[Mapping[str, str]] = KNOWN_AS
+    elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
     free: ClassVar[tuple[str, ...]] = FREE
     places: ClassVar[dict[str, str]] = Recipe.places | {
         "reference": "reference.path",

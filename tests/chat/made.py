@@ -12,11 +12,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-CORPUS = [
+CORPUS = (
     "What is 2 + 2? The answer is 4. Let me think about it for a while, and then answer.",
     'The weather in Paris is sunny, 21 °C. {"name": "weather", "arguments": {"city": "Paris"}}\n\n',
     "Grüße aus München! 你好,世界。 Привет, мир. 🎉🎈 user assistant system tool function",
-]
+)
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -76,7 +76,7 @@ def save(directory: Path, inner: Tokenizer, template: str | None, ends: Sequence
 
 
 @cache
-def _trained() -> str:
+def _trained(corpus: tuple[str, ...], size: int) -> str:
     inner = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(WORDS), "isolated")
     inner.pre_tokenizer = pre_tokenizers.Sequence(
@@ -85,14 +85,21 @@ def _trained() -> str:
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     inner.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+        corpus, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     )
     return inner.to_str()
 
 
-def byte_level(template: str | None = None, more: Sequence[str] = (), rstrip: Sequence[str] = ()) -> Tokenizer:
+def byte_level(
+    template: str | None = None,
+    more: Sequence[str] = (),
+    rstrip: Sequence[str] = (),
+    *,
+    corpus: tuple[str, ...] = CORPUS,
+    size: int = 500,
+) -> Tokenizer:
     """A byte-level BPE like Qwen's, with the special tokens that a template names; some swallow the space after."""
-    inner = Tokenizer.from_str(_trained())
+    inner = Tokenizer.from_str(_trained(corpus, size))
     names = dict.fromkeys(("<s>", "<|im_start|>", "<|im_end|>", *more, *SPECIAL.findall(template or "")))
     inner.add_tokens(
         [

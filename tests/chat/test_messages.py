@@ -76,6 +76,9 @@ def test_an_unknown_role_is_a_sentence() -> None:
     [
         SAID,
         replace(SAID, reasoning=""),
+        replace(SAID, reasoning="Hm."),
+        replace(SAID, reasoning=" H m\n\n."),
+        replace(SAID, reasoning="m.\n"),
         replace(SAID, content=(Part("text", "Rain. "),)),
         replace(SAID, content=(Part("text", "Ra"), Part("text", "in. "))),
         with_arguments('{"days":2,\n "city":"Bern"}'),
@@ -93,7 +96,7 @@ def test_what_the_model_never_saw_makes_no_difference(given: Message) -> None:
         replace(SAID, content="Rain."),
         replace(SAID, content="rain. "),
         replace(SAID, content=(Part("image", url="u"),)),
-        replace(SAID, reasoning="Hm."),
+        replace(SAID, reasoning="Hmm."),
         replace(SAID, name="me"),
         replace(SAID, tool_call_id="c1"),
         replace(SAID, tool_calls=()),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
 from etude.config.compose import compose
 from etude.errors import ConfigError, UnknownChoiceError, UnknownKeyError
-from etude.recipes.names import KNOWN_AS
+from etude.recipes.elsewhere import TRL, VERL
 from etude.recipes.run import Run
 from tests.house.documents import INLINE, ROOT
 from tests.sweeps import sweep
@@ -18,10 +18,15 @@ PAGES = ("coming-from-verl.md", "coming-from-trl.md")
 OPTION = re.compile(r"[a-z_]+(\.[a-z_]+)*(=\S+)?")
 
 
+def text_of(page: str) -> str:
+    """A page of the documentation."""
+    return (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
 def rows() -> Iterator[tuple[str, str, list[str]]]:
     """Each line of the tables: the page, the other trainer's name, and what stands in code on the right."""
     for page in PAGES:
-        for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines():
+        for line in text_of(page).splitlines():
             if line.startswith("| `"):
                 theirs, ours = line.strip("| ").split(" | ", 1)
                 yield page, theirs.strip("`"), INLINE.findall(ours)
@@ -54,10 +59,48 @@ def test_what_is_named_exists(page: str, theirs: str, codes: list[str]) -> None:
             raise
         except ConfigError as error:
             pytest.fail(f"{told}: {error}")
-    known = KNOWN_AS.get(theirs.rpartition(".")[2])
-    if known is not None and not re.match(r"critic\.|.*val_kwargs", theirs):  # named alike, and another's
-        named = {word.partition("=")[0] for words in found for word in words}
-        assert any(name == known or name.startswith(f"{known}.") for name in named), f"errors say {known}"
+
+
+@pytest.mark.parametrize(("page", "table"), [("coming-from-verl.md", VERL), ("coming-from-trl.md", TRL)])
+def test_a_page_shows_the_table_that_errors_are_made_of(page: str, table: Mapping[str, str]) -> None:
+    shown = [line.strip("| ").split(" | ", 1) for line in text_of(page).splitlines() if line.startswith("| `")]
+    assert {theirs.strip("`"): ours for theirs, ours in shown} == {
+        theirs: ours if "`" in ours else f"`{ours}`" for theirs, ours in table.items()
+    }
+
+
+@pytest.mark.parametrize("table", [VERL, TRL], ids=["verl", "trl"])
+def test_every_name_that_is_typed_by_habit_is_answered_with_ours(table: Mapping[str, str]) -> None:
+    same = {theirs for theirs in table if theirs in Run.model_fields}
+    assert all(table[theirs] == theirs for theirs in same), "what is called the same here does the same"
+    with pytest.raises(UnknownKeyError) as caught:
+        compose(Run, [f"{theirs}=1" for theirs in table if theirs not in same])
+    for theirs, ours in table.items():
+        sentence = f"{theirs} is not an option; here it is {ours.removesuffix(', …')}."
+        assert (sentence in str(caught.value)) != (theirs in same), theirs
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        *(
+            ("rollout.n", "collect.group_size"),
+            ("actor.ppo_epochs", "epochs"),
+            ("trainer.save_freq", "checkpoint.every"),
+        ),
+        *(("train_batch_size", "collect.tasks"), ("timeout_seconds", "agent.timeout"), ("n_runners", "agent.runners")),
+        *(("unresponsive_seconds", "agent.silence"), ("max_attempts", "collect.retries")),
+    ],
+)
+def test_the_end_of_a_name_and_names_of_agent_lightning_are_answered_too(theirs: str, ours: str) -> None:
+    with pytest.raises(UnknownKeyError, match=f"{re.escape(theirs)} is not an option; here it is {re.escape(ours)}"):
+        compose(Run, [f"{theirs}=1"])
+
+
+def test_a_name_under_an_option_of_ours_that_no_page_has_means_nothing_elsewhere() -> None:
+    with pytest.raises(UnknownKeyError) as caught:
+        compose(Run, ["data.n=1"])
+    assert "here it is" not in str(caught.value)
 
 
 def test_the_pages_have_tables_of_all_that_is_configured() -> None:

@@ -31,6 +31,7 @@ from etude.recipes.sources import EngineSource
 from etude.records import Completion, Outcome, SamplingParams, Task
 from etude.rewards import Judge, Judging
 from etude.store import Event, Journal, Mark, Phase, Rewarded, Status, TaskDropped, TurnRecorded, open_store
+from etude.store.events import Admitted
 from tests.recipes.runs import rows_of
 from tests.worlds import make_tokenizer
 
@@ -269,6 +270,35 @@ def test_groups_that_all_earned_the_same_are_replaced_and_counted() -> None:
     assert numbers["dropped_tasks"] == numbers["dropped_tasks/every_rollout_earned_the_same"] > 0
     for group in {r.group for r in groups.rollouts}:
         assert len({r.reward for r in groups.rollouts if r.group == group}) == 2
+
+
+def test_groups_are_compared_by_the_part_of_the_reward_that_is_named() -> None:
+    """Shaping that tells all answers apart keeps no group that the task would not, before a kill and after it."""
+
+    def shaped(task: Task, answer: str) -> dict[str, float]:
+        return {"right": task.ordinal % 2 * even(task, answer), "shape": int(answer) / 1e4}
+
+    store = open_store()
+    with sourced(Scripted(), store, shaped, refill=3, metric="right") as source:
+        numbers, groups = source.next(1).metrics.reduce(), source.next(2)
+    assert numbers["dropped_tasks/every_rollout_earned_the_same"] > 0
+    for group in {r.group for r in groups.rollouts}:
+        assert len({r.parts["right"] for r in groups.rollouts if r.group == group}) == 2
+    again = open_store()
+    for _, event in store.read():
+        if isinstance(event, Admitted):
+            break
+        again.append([event])
+    with sourced(Scripted(), again, shaped, refill=3, metric="right") as source:
+        resumed = [source.next(step) for step in (1, 2)]
+    assert told(resumed[1]) == told(groups)
+    with sourced(Scripted(), open_store(), shaped, refill=3) as source:
+        assert source.next(1).metrics.reduce()["dropped_tasks"] == 0, "by all that was earned, every group differs"
+    with (
+        sourced(Scripted(), open_store(), shaped, refill=3, metric="left") as source,
+        pytest.raises(CollectionError, match=r"`collect.metric=left` .* has the parts right, shape"),
+    ):
+        source.next(1)
 
 
 def test_an_answer_without_tokens_is_a_rollout_like_any_other() -> None:

@@ -20,7 +20,7 @@ from etude.agents.proxy.meter import Meter
 from etude.agents.proxy.notary import Call, Notary
 from etude.agents.proxy.policy import Seeds
 from etude.agents.proxy.upstream import Gained, Upstream
-from etude.chat import Chat, Piece, Reader
+from etude.chat import Called, Chat, Content, Piece, Reader, Reasoning
 from etude.chat.streaming import Teller
 from etude.errors import ConfigError, DataError, EngineError
 from etude.observe import get_log
@@ -115,7 +115,7 @@ class Answering:
         """One answer, recorded as soon as it is whole, whatever becomes of the call's others."""
         completion = await self._sampled(call, params)
         sampled = time.perf_counter()
-        said = await self._heard(call, completion, self._reader(call).whole(completion.ids))
+        said = await self._heard(call, completion, self._reader(call)[0].whole(completion.ids))
         return replace(said, sampled=sampled)
 
     async def _sampled(self, call: Call, params: SamplingParams) -> Completion:
@@ -129,7 +129,8 @@ class Answering:
 
     async def _streamed(self, call: Call, writer: Writer, index: int, params: SamplingParams, write: Write) -> Said:
         """One answer, written as it comes up to its end, then recorded, then ended."""
-        reader = self._reader(call)
+        (reader, told), rest_of = self._reader(call), _Rest(self._begun(call))
+        rest_of.new(told)
         gained: list[Gained] = []
         completion = None
         try:
@@ -138,7 +139,7 @@ class Answering:
                     gained.append(each)
                     completion = each.completion
                     if completion is None:
-                        await _given(write, writer, index, reader.push(each.ids))
+                        await _given(write, writer, index, rest_of.new(reader.push(each.ids)))
         except Exception as error:
             self._notary.aborted(call, gained, self._chat)
             raise await self._failed(call, error) from error
@@ -148,21 +149,25 @@ class Answering:
         assert completion is not None, "a stream ends with the whole"
         rest = [*reader.push(gained[-1].ids), *reader.finish()]
         said = await self._heard(call, completion, reader.message)
-        await _given(write, writer, index, rest)
+        await _given(write, writer, index, rest_of.new(rest))
         await write(writer.end(index, said))
         return said
 
-    def _reader(self, call: Call) -> Reader:
-        """Tells what the model says, and has been told how that begins."""
-        sampling, begun = call.sampling, len(call.opened)
+    def _reader(self, call: Call) -> tuple[Reader, list[Piece]]:
+        """Tells what the model says, and has told how that begins."""
         if call.asked.prompt is not None:
             special = self._chat.tokenizer.special_ids
-            return Reader(Teller(None), self._chat.tokenizer, lambda id: id not in special, sampling)
-        if begun:  # no stop string counts in what was written for the model
-            sampling = replace(sampling, min_tokens=sampling.min_tokens + begun, max_tokens=sampling.max_tokens + begun)
-        reader = self._chat.reader(call.prompt.ids, call.asked.tools, sampling, calls=call.calls)
-        reader.push(call.opened)
-        return reader
+            return Reader(Teller(None), self._chat.tokenizer, lambda id: id not in special, call.sampling), []
+        reader = self._chat.reader(call.prompt.ids, call.asked.tools, call.sampling, calls=call.calls)
+        return reader, reader.begin(call.prompt.opened)
+
+    def _begun(self, call: Call) -> Message:
+        """The beginning of the answer that the agent gave, as it is read."""
+        if call.asked.begun is None:
+            return Message("assistant", "")
+        reader, _ = self._reader(call)
+        reader.finish()
+        return reader.message
 
     async def _heard(self, call: Call, completion: Completion, message: Message) -> Said:
         """Write the turn of an answer down. An answer is given only once that is acknowledged."""
@@ -170,8 +175,8 @@ class Answering:
         if completion.finish == "abort":
             raise Refusal("The engine gave this answer up. Try again.", "failed")
         stop = self._stop(completion, call.sampling)
-        await call.sitting.heard(call.asked, call.shown, completion, message, stop)
-        return Said(message, completion, len(call.shown), stop, turn)
+        await call.sitting.heard(call.asked, call.prompt, completion, message, stop)
+        return Said(_Rest(self._begun(call)).of(message), completion, len(call.shown), stop, turn)
 
     def _stop(self, completion: Completion, sampling: SamplingParams) -> str | None:
         """The stop string that an answer ended with: the first of those that end within its last token."""
@@ -199,6 +204,30 @@ class Answering:
         if call.asked.keep:
             call.sitting.keep(call.id, (*call.asked.messages[call.asked.lead :], said[0].message))
         self._meter.counts["answered"] += 1
+
+
+class _Rest:
+    """What of an answer is new to an agent that gave its beginning."""
+
+    def __init__(self, begun: Message) -> None:
+        known = {Content: str(begun.content), Reasoning: begun.reasoning}
+        self._known = {kind: text.rstrip("\ufffd") for kind, text in known.items()}  # it may end within a character
+
+    def of(self, message: Message) -> Message:
+        """The rest of a whole answer."""
+        content = str(message.content).removeprefix(self._known[Content])
+        return replace(message, content=content, reasoning=message.reasoning.removeprefix(self._known[Reasoning]))
+
+    def new(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The rest of an answer that comes piece by piece."""
+        return [new for piece in pieces if isinstance(new := self._new(piece), Called) or new.text]
+
+    def _new(self, piece: Piece) -> Piece:
+        if isinstance(piece, Called):
+            return piece
+        known = self._known[type(piece)]
+        self._known[type(piece)] = known[len(piece.text) :] if known.startswith(piece.text) else ""
+        return replace(piece, text="" if known.startswith(piece.text) else piece.text.removeprefix(known))
 
 
 async def _given(write: Write, writer: Writer, index: int, pieces: Sequence[Piece]) -> None:

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import hmac
 import json
+import secrets
+from base64 import b64encode
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
-from etude.agents.proxy.asked import Asked, Body, Fields, Kind, Refusal, Reply, Said
-from etude.agents.proxy.openai import event
+from etude.agents.proxy.asked import Asked, Body, Kind, Refusal, Reply, Said, Terms
+from etude.agents.proxy.fields import Fields, Notes, Rules, ignored, refused, rules
+from etude.agents.proxy.openai import NO_FORMAT, NOT_ONE, THINKS, event
 from etude.chat import Called, Piece, Reasoning
 from etude.chat.messages import message_of
 from etude.records import Message
 
-__all__ = ["Anthropic"]
+__all__ = ["MESSAGES", "Anthropic"]
+
+MESSAGES: Rules = rules(
+    obeyed="model messages system tools tool_choice max_tokens stop_sequences stream",
+    sampling="temperature top_p top_k",
+    accepted="metadata service_tier cache_control",
+    others={
+        "thinking": ignored(THINKS, {"type": "disabled"}),
+        "output_config": ignored("is not the agent's to say: the run decides how answers are. Leave it out.", {}),
+        "output_format": ignored(NO_FORMAT),
+        "context_management": ignored("is not supported: what the model reads is never cut. Leave it out."),
+        "tool_choice.disable_parallel_tool_use": ignored(NOT_ONE.replace("false", "true"), False),
+        "mcp_servers": ignored("names tools that a provider would run, and the only tools here are the agent's.", []),
+        "container": refused("is not kept here; the only tools here are the agent's own."),
+    },
+)
+"""The fields of a request, and the treatment of each."""
+DROPPED = ("redacted_thinking", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "tool_reference")
+"""Blocks of tools that a provider ran, and of thinking that nobody can read: the text beside them keeps its meaning."""
+SECRET = secrets.token_bytes(32)
+"""Signs the thinking that this process gives. It remembers the conversations of no other."""
 
 TYPES: dict[Kind, str] = {
     "unauthorized": "authentication_error",
@@ -27,7 +52,7 @@ FINISHES = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 class Anthropic:
-    """The dialect of Anthropic's clients. Reasoning goes as `thinking` blocks, whose signature is empty."""
+    """The dialect of Anthropic's clients. Reasoning goes as `thinking` blocks, each with its signature."""
 
     prefix = "msg_"
 
@@ -35,46 +60,44 @@ class Anthropic:
         """counting: of `count_tokens`, which asks for no answer."""
         self._counting = counting
 
-    def parse(self, body: Body) -> Asked:
+    def parse(self, body: Body, terms: Terms) -> Asked:
         """What a request asks for."""
-        fields = Fields(body)
+        notes = Notes(MESSAGES, strict=terms.strict)
+        fields = Fields(body, notes=notes)
         model = fields.text("model")
-        system = _text(fields.any("system"), "system")
+        system = _text(fields.any("system"), "system", notes)
         forms = fields.many("messages", needed=True)
         if not forms:
             raise fields.refuse("messages", "is empty; give at least one.")
         messages = [Message("system", system)] if system else []
         for n, form in enumerate(forms):
-            messages += _messages(form, f"messages[{n}]")
-        if messages[-1].role == "assistant":
-            raise fields.refuse(
-                "messages", "ends with the assistant's own: this model cannot be made to go on from it."
-            )
-        tools = _tools(fields.many("tools"))
+            messages += _messages(form, f"messages[{n}]", notes)
+        tools = _tools(fields.many("tools"), notes)
         choice, named = _choice(fields, tools)
-        sampling = self._sampling(fields)
-        fields.only(
-            "thinking", {"type": "disabled"}, why="is not the agent's to say: the run says whether the model thinks."
-        )
+        begun = messages.pop() if messages[-1].role == "assistant" else None
+        if begun is not None and (begun.tool_calls or not messages):
+            why = "ends with a call that has no 'tool_result'." if messages else "has nothing that is answered."
+            raise fields.refuse("messages", why)
         asked = Asked(
             model=model,
             messages=tuple(messages),
+            begun=begun,
             tools=tools,
             choice=choice,
             named=named,
-            sampling=sampling,
+            sampling=self._sampling(fields),
             stream=fields.flag("stream"),
         )
-        fields.ignore("metadata", "service_tier", "cache_control")
-        fields.nothing_else()
-        return asked
+        fields.settle()
+        return replace(asked, ignored=notes.names)
 
     def whole(self, reply: Reply, said: Sequence[Said]) -> Body:
         """The answer in one piece."""
         only = said[0]
         blocks: list[Body] = []
         if only.message.reasoning:
-            blocks.append({"type": "thinking", "thinking": only.message.reasoning, "signature": ""})
+            thought = only.message.reasoning
+            blocks.append({"type": "thinking", "thinking": thought, "signature": _signature(thought)})
         if only.message.content:
             blocks.append({"type": "text", "text": only.message.content})
         blocks += [
@@ -113,6 +136,7 @@ class BlockWriter:
         self._frame, self._prompt_tokens = _frame(reply), reply.prompt_tokens
         self._at = -1
         self._open = ""
+        self._thought = ""
 
     def begin(self) -> bytes:
         """The message, without content."""
@@ -128,6 +152,7 @@ class BlockWriter:
             return begun + self._delta("input_json_delta", partial_json=call.arguments) + self._stop()
         if isinstance(piece, Reasoning):
             begun = self._block("thinking", {"thinking": "", "signature": ""})
+            self._thought += piece.text
             return begun + self._delta("thinking_delta", thinking=piece.text)
         return self._block("text", {"text": ""}) + self._delta("text_delta", text=piece.text)
 
@@ -158,8 +183,9 @@ class BlockWriter:
     def _stop(self) -> bytes:
         if not self._open:
             return b""
-        signed = self._delta("signature_delta", signature="") if self._open == "thinking" else b""
-        self._open = ""
+        thinking = self._open == "thinking"
+        signed = self._delta("signature_delta", signature=_signature(self._thought)) if thinking else b""
+        self._open = self._thought = ""
         return signed + _event("content_block_stop", index=self._at)
 
 
@@ -177,7 +203,12 @@ def _ending(said: Said) -> dict[str, Any]:
     return {"stop_reason": FINISHES[said.finish], "stop_sequence": None}
 
 
-def _messages(form: Any, where: str) -> list[Message]:
+def _signature(thought: str) -> str:
+    """Shows that this thinking was given here."""
+    return b64encode(hmac.digest(SECRET, thought.encode(), "sha256")).decode()
+
+
+def _messages(form: Any, where: str, notes: Notes) -> list[Message]:
     """A message of a request: what tools answered comes before what the user says beside it."""
     fields = Fields(form, where)
     role, content = fields.text("role"), fields.any("content")
@@ -189,25 +220,51 @@ def _messages(form: Any, where: str) -> list[Message]:
         raise fields.refuse("content", "must be a text or a list of blocks.")
     texts, thoughts, calls, results = [], [], [], []
     for n, block in enumerate(content):
-        part = Fields(block, f"{where}.content[{n}]")
+        part = _part(block, f"{where}.content[{n}]", notes)
         kind = part.text("type")
         if kind == "text":
             texts.append(part.text("text"))
         elif kind == "thinking" and role == "assistant":
-            thoughts.append(part.text("thinking"))
+            thoughts.append(_thought(part, notes))
         elif kind == "tool_use" and role == "assistant":
             arguments = json.dumps(part.any("input") or {}, ensure_ascii=False)
             calls.append({"id": part.text("id"), "function": {"name": part.text("name"), "arguments": arguments}})
         elif kind == "tool_result" and role == "user":
-            text = _text(part.any("content"), f"{where}.content[{n}].content")
+            text = _text(part.any("content"), f"{where}.content[{n}].content", notes)
             results.append(Message("tool", text, tool_call_id=part.text("tool_use_id")))
         else:
-            raise part.refuse("type", f"is '{kind}'; this model reads text, thinking, tool_use and tool_result alone.")
+            _drop(part, kind, notes, "this model reads text, thinking, tool_use and tool_result alone")
     said = {"role": role, "content": "".join(texts), "reasoning": "".join(thoughts), "tool_calls": calls}
     return [*results, message_of(said)] if texts or not results else results
 
 
-def _text(content: Any, where: str) -> str:
+def _part(block: Any, where: str, notes: Notes) -> Fields:
+    """A block, whose place in a cache is noted."""
+    part = Fields(block, where)
+    if part.any("cache_control"):
+        notes.add("cache_control")
+    return part
+
+
+def _thought(part: Fields, notes: Notes) -> str:
+    """Thinking that was given here; none where it was not, or where it came back as another."""
+    thought, signature = part.text("thinking"), part.text("signature", "")
+    if hmac.compare_digest(signature.encode(), _signature(thought).encode()):
+        return thought
+    why = "is not of this thinking: it was not given here as it stands."
+    notes.drop("messages.thinking", part.refuse("signature", why))
+    return ""
+
+
+def _drop(part: Fields, kind: str, notes: Notes, reads: str) -> None:
+    """Leave a block out, where the conversation keeps its meaning without it."""
+    refusal = part.refuse("type", f"is '{kind}'; {reads}.")
+    if kind not in DROPPED:
+        raise refusal
+    notes.drop(f"messages.{kind}", refusal)
+
+
+def _text(content: Any, where: str, notes: Notes) -> str:
     """A text, or blocks of text."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -215,40 +272,41 @@ def _text(content: Any, where: str) -> str:
         raise Refusal(f"'{where}' must be a text or a list of blocks.", param=where)
     texts = []
     for n, block in enumerate(content):
-        part = Fields(block, f"{where}[{n}]")
+        part = _part(block, f"{where}[{n}]", notes)
         kind = part.text("type")
-        if kind != "text":
-            raise part.refuse("type", f"is '{kind}'; this model reads text alone.")
-        texts.append(part.text("text"))
+        if kind == "text":
+            texts.append(part.text("text"))
+        else:
+            _drop(part, kind, notes, "this model reads text alone")
     return "".join(texts)
 
 
-def _tools(forms: Sequence[Any]) -> tuple[Body, ...]:
-    """Tools in the form that chat templates know."""
+def _tools(forms: Sequence[Any], notes: Notes) -> tuple[Body, ...]:
+    """The agent's own tools, in the form that chat templates know; those that a provider would run are left out."""
     tools = []
     for n, form in enumerate(forms):
-        fields = Fields(form, f"tools[{n}]")
+        fields = _part(form, f"tools[{n}]", notes)
         kind = fields.text("type", "custom")
         if kind != "custom":
-            raise fields.refuse("type", f"is '{kind}'; the only tools here are the agent's own.")
+            notes.drop(f"tools.{kind}", fields.refuse("type", f"is '{kind}'; the only tools here are the agent's own."))
+            continue
         told: dict[str, Any] = {"name": fields.text("name")}
         if "description" in fields:
             told["description"] = fields.text("description")
         told["parameters"] = fields.any("input_schema")
         if not isinstance(told["parameters"], dict):
             raise fields.refuse("input_schema", "must be a JSON schema.")
+        if fields.any("strict") is True:
+            notes.add("tools.strict")
         tools.append({"type": "function", "function": told})
     return tuple(tools)
 
 
 def _choice(fields: Fields, tools: Sequence[Body]) -> tuple[Literal["auto", "none", "required"], str]:
     """Whether a tool is to be called, and which."""
-    form = Fields(fields.any("tool_choice") or {"type": "auto"}, "tool_choice")
-    kind = form.text("type")
-    if form.flag("disable_parallel_tool_use"):
-        raise form.refuse(
-            "disable_parallel_tool_use", "cannot be true: nothing holds this model to one call at a time."
-        )
+    form = fields.section("tool_choice")
+    kind, name = form.text("type", "auto"), form.text("name", "")
+    form.settle()
     names = [tool["function"]["name"] for tool in tools]
     if kind == "auto":
         return "auto", ""
@@ -256,7 +314,6 @@ def _choice(fields: Fields, tools: Sequence[Body]) -> tuple[Literal["auto", "non
         return "none", ""
     if kind == "any" and names:
         return "required", names[0] if len(names) == 1 else ""
-    name = form.text("name", "")
     if kind != "tool" or name not in names:
         raise form.refuse("type", "must be auto, none, any, or tool with the name of one of the 'tools'.")
     return "required", name

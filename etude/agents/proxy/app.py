@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from etude.agents.proxy.anthropic import Anthropic
@@ -43,10 +45,22 @@ ROUTES: dict[str, Dialect] = {
     "/v1/messages": Anthropic(),
 }
 COUNTING = Anthropic(counting=True)
+UNKNOWN = ("/v1/{rest:no_store}", "/chat/completions", "/completions", "/responses", "/messages")
+"""Paths that agents ask for by mistake, most often by a base URL that lacks /v1 or has it twice."""
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 READ_S = 60.0
 """Seconds that a request may take to arrive."""
 UNREAD_S = 60.0
 """Seconds for which a client may read nothing of a stream."""
+
+
+class _NoStore(PathConvertor):
+    """A path that is none of the store's, beside whose routes these may be served."""
+
+    regex = r"(?!store/|traces$).*"
+
+
+register_url_convertor("no_store", _NoStore())
 
 
 class GoneError(Exception):
@@ -108,7 +122,26 @@ def router(endpoint: Endpoint) -> APIRouter:
     routes.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     routes.add_route("/v1/models", models, methods=["GET"])
     routes.add_route("/v1/models/{model}", models, methods=["GET"], name="model")
+    known = {each.path: sorted((each.methods or set()) - {"HEAD"}) for each in routes.routes if isinstance(each, Route)}
+    for path in UNKNOWN:
+        routes.add_route(path, _unknown(known), methods=METHODS, name="unknown", include_in_schema=False)
     return routes
+
+
+def _unknown(known: Mapping[str, Sequence[str]]) -> Callable[[Request], Awaitable[Response]]:
+    async def unknown(request: Request) -> Response:
+        """Name the routes that there are, in the words of the dialect that a request seems to speak."""
+        path = request.url.path
+        claude = "anthropic-version" in request.headers or "/messages" in path
+        there = ", ".join(f"{' '.join(methods)} {path}" for path, methods in known.items())
+        why = f"There is no {request.method} {path[:200]} at this endpoint. There are: {there}."
+        refusal = Refusal(why, "not_found", status=405 if path in known else None)
+        response = _refused(COUNTING if claude else ROUTES["/v1/chat/completions"], refusal)
+        if path in known:
+            response.headers["allow"] = ", ".join(known[path])
+        return response
+
+    return unknown
 
 
 def _answering(endpoint: Endpoint, path: str, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:

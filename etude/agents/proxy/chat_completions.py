@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from etude.agents.proxy import openai
-from etude.agents.proxy.asked import MOST, Asked, Body, Fields, Refusal, Reply, Said, drawing, neutral
+from etude.agents.proxy.asked import MOST, Asked, Body, Refusal, Reply, Said, Terms
+from etude.agents.proxy.fields import Fields, Notes, Rules, drawing, ignored, neutral, refused, rules
 from etude.chat import Called, Piece, Reasoning
 from etude.records import ToolCall
 
-__all__ = ["ChatCompletions"]
+__all__ = ["CHAT_COMPLETIONS", "ChatCompletions"]
+
+CHAT_COMPLETIONS: Rules = rules(
+    obeyed="model messages tools tool_choice max_completion_tokens max_tokens stop stop_token_ids n stream logprobs "
+    "top_logprobs stream_options.include_usage continue_final_message",
+    sampling="temperature top_p top_k min_p repetition_penalty min_tokens seed logit_bias frequency_penalty "
+    "presence_penalty",
+    accepted=f"{openai.ACCEPTED} store prediction stream_options.include_obfuscation "
+    "stream_options.continuous_usage_stats",
+    others=openai.COMMON
+    | {
+        "response_format": ignored(openai.NO_FORMAT, {"type": "text"}),
+        "add_generation_prompt": ignored("is not the agent's to say: an answer is asked for. Leave it out.", True),
+        "web_search_options": ignored("asks for a search, and the only tools here are functions."),
+        "modalities": refused("can be ['text'] alone.", ["text"]),
+        "audio": refused("asks for speech, and this model writes text alone."),
+        "functions": refused("is the old form of 'tools'; use those.", []),
+        "function_call": refused("is the old form of 'tool_choice'; use that.", "none"),
+    },
+)
+"""The fields of a request, and the treatment of each."""
 
 
 class ChatCompletions:
@@ -19,15 +41,24 @@ class ChatCompletions:
 
     prefix = "chatcmpl-"
 
-    def parse(self, body: Body) -> Asked:
+    def parse(self, body: Body, terms: Terms) -> Asked:
         """What a request asks for."""
-        fields = Fields(body)
+        notes = Notes(CHAT_COMPLETIONS, strict=terms.strict)
+        fields = Fields(body, notes=notes)
         model = fields.text("model")
         forms = fields.many("messages", needed=True)
         if not forms:
             raise fields.refuse("messages", "is empty; give at least one.")
-        tools = openai.tools_of(fields.many("tools"))
-        choice, named = openai.choice_of(fields, tools)
+        messages = tuple(openai.message(form, f"messages[{n}]") for n, form in enumerate(forms))
+        begun = None
+        if fields.flag("continue_final_message"):
+            *lead, begun = messages
+            messages = tuple(lead)
+            if begun.role != "assistant" or begun.tool_calls or not lead:
+                why = "takes a last message that is the beginning of the assistant's answer, after others."
+                raise fields.refuse("continue_final_message", why)
+        tools = openai.tools_of(fields.many("tools"), notes)
+        choice, named = openai.choice_of(fields, tools, notes)
         sampling = drawing(fields)
         limits = [fields.whole(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
         longest = next((limit for limit in limits if limit is not None), None)
@@ -41,11 +72,10 @@ class ChatCompletions:
             raise fields.refuse("top_logprobs", "takes 'logprobs': true.")
         if top:
             sampling["top_logprobs"] = top
-        openai.plain_format(fields, "response_format")
-        fields.only("modalities", ["text"], why="can be ['text'] alone.")
         asked = Asked(
             model=model,
-            messages=tuple(openai.message(form, f"messages[{n}]") for n, form in enumerate(forms)),
+            messages=messages,
+            begun=begun,
             tools=tools,
             choice=choice,
             named=named,
@@ -56,9 +86,8 @@ class ChatCompletions:
             logprobs=wanted,
             usage=streamed_usage(fields),
         )
-        fields.ignore(*openai.HARMLESS, "prediction")
-        fields.nothing_else()
-        return asked
+        fields.settle()
+        return replace(asked, ignored=notes.names)
 
     def whole(self, reply: Reply, said: Sequence[Said]) -> Body:
         """The answers in one piece."""
@@ -113,10 +142,9 @@ class ChunkWriter:
 
 def streamed_usage(fields: Fields) -> bool:
     """Whether a stream is to end with its usage."""
-    options = Fields(fields.any("stream_options") or {}, "stream_options")
+    options = fields.section("stream_options")
     wanted = options.flag("include_usage")
-    options.ignore("include_obfuscation", "continuous_usage_stats")
-    options.nothing_else()
+    options.settle()
     return wanted
 
 

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from etude.agents.proxy import openai
-from etude.agents.proxy.asked import MOST, Asked, Body, Fields, Refusal, Reply, Said, drawing, neutral
+from etude.agents.proxy.asked import MOST, Asked, Body, Refusal, Reply, Said, Terms
 from etude.agents.proxy.chat_completions import streamed_usage, usage
+from etude.agents.proxy.fields import Fields, Notes, Rules, drawing, neutral, refused, rules
 from etude.chat import Content, Piece
 from etude.chat.tokenizer import Ids
 
-__all__ = ["Completions"]
+__all__ = ["COMPLETIONS", "Completions"]
+
+COMPLETIONS: Rules = rules(
+    obeyed="model prompt max_tokens stop stop_token_ids n best_of stream logprobs stream_options.include_usage",
+    sampling="temperature top_p top_k min_p repetition_penalty min_tokens seed logit_bias frequency_penalty "
+    "presence_penalty",
+    accepted=f"{openai.ACCEPTED} store stream_options.include_obfuscation stream_options.continuous_usage_stats",
+    others={
+        "echo": refused("cannot be true: put the prompt before the answer yourself.", False),
+        "suffix": refused("is not supported: this model continues a text, and does not fill gaps.", ""),
+    },
+)
+"""The fields of a request, and the treatment of each."""
 
 
 class Completions:
@@ -20,9 +34,10 @@ class Completions:
 
     prefix = "cmpl-"
 
-    def parse(self, body: Body) -> Asked:
+    def parse(self, body: Body, terms: Terms) -> Asked:
         """What a request asks for."""
-        fields = Fields(body)
+        notes = Notes(COMPLETIONS, strict=terms.strict)
+        fields = Fields(body, notes=notes)
         model, prompt = fields.text("model"), _prompt(fields)
         sampling = drawing(fields)
         sampling["max_tokens"] = fields.whole("max_tokens", 1, 2**31 - 1) or 16
@@ -33,8 +48,6 @@ class Completions:
             sampling["top_logprobs"] = top
         n = fields.whole("n", 1, MOST) or 1
         fields.only("best_of", n, why="can be no other number than 'n': every answer is given.")
-        fields.only("echo", False, why="cannot be true: put the prompt before the answer yourself.")
-        fields.only("suffix", "", why="is not supported: this model continues a text, and does not fill gaps.")
         asked = Asked(
             model=model,
             prompt=prompt,
@@ -45,9 +58,8 @@ class Completions:
             logprobs=top is not None,
             usage=streamed_usage(fields),
         )
-        fields.ignore(*openai.HARMLESS)
-        fields.nothing_else()
-        return asked
+        fields.settle()
+        return replace(asked, ignored=notes.names)
 
     def whole(self, reply: Reply, said: Sequence[Said]) -> Body:
         """The answers in one piece."""

@@ -18,17 +18,15 @@ from typing import Self
 from pydantic import Field
 
 from etude.agents.proxy.answering import Answering, Write
-from etude.agents.proxy.asked import Asked, Body, Dialect, Kind, Refusal
+from etude.agents.proxy.asked import Asked, Body, Dialect, Kind, Refusal, Terms
 from etude.agents.proxy.external import Elsewhere, External, Foreign
 from etude.agents.proxy.gate import Gate
 from etude.agents.proxy.meter import Meter
 from etude.agents.proxy.notary import Call, Notary, over
-from etude.agents.proxy.opening import opening
 from etude.agents.proxy.policy import Parameters, Policy, Seeds, seeds_of
 from etude.agents.proxy.record import Prompt, Sitting, named_state
 from etude.agents.proxy.upstream import Upstream
 from etude.chat import Chat
-from etude.chat.tokenizer import Ids
 from etude.config import Config
 from etude.errors import ChatError, ConfigError, EtudeError, KeyRefusedError
 from etude.observe import get_log
@@ -54,6 +52,8 @@ MOST_REFUSALS = 16
 """Different refusals that are noted of an attempt; all are counted."""
 LONGEST = 2000
 """Characters of a refusal that are noted."""
+MOST_LOGGED = 200
+"""The most names of ignored fields that are logged: agents make them up."""
 
 
 class EndpointConfig(Config):
@@ -65,6 +65,9 @@ class EndpointConfig(Config):
     max_body_mib: float = Field(16.0, gt=0, description="MiB of the largest request; a larger one is answered 413")
     parameters: Parameters = Field(
         "force", description="force: the run's sampling parameters hold; default: the agent's own, where it sets them"
+    )
+    strict: bool = Field(
+        False, description="refuse requests whose fields the run decides or cannot serve, in place of ignoring those"
     )
     compare: bool = Field(True, description="count the tokens that rendering conversations anew would have changed")
     external: dict[str, External] = Field(
@@ -115,6 +118,7 @@ class Endpoint:
         places = Gate(self.config.max_running, self.config.max_waiting)
         self.elsewhere = Elsewhere(self.config.external, places, self._meter, self._notary, self.config.timeout_s)
         self._sittings: dict[Key, Sitting] = {}
+        self._ignored: set[str] = set()  # names that were logged
         self._tending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -195,25 +199,25 @@ class Endpoint:
         """Understand a call, and find the ids that it asks to go on from. state: a name for the state that the agent is
         in; without one it is all that the model is shown."""
         began = time.perf_counter() if began is None else began
-        asked = self._known(dialect.parse(body))
         sitting = await self._sitting(key)
-        asked = _joined(asked, sitting)
+        asked = _joined(self._parsed(dialect, body, sitting), sitting)
         sampling, ignored = self._policy.params(asked, sitting.use)
         await self._refuse_what_no_context_holds(key, asked)
-        prompt, opened = await self._prompt(sitting, asked)
+        prompt = await self._prompt(sitting, asked)
+        self._log_ignored(ignored)
         sitting.calls += 1
         id = f"{dialect.prefix}{key.rollout}-{key.attempt}-{sitting.calls}"
         anchor = named_state(state) if state else prompt.hash
-        call = Call(id, dialect, asked, sitting, prompt, opened, sampling, ignored, tuple(tags), began, anchor)
+        call = Call(id, dialect, asked, sitting, prompt, sampling, ignored, tuple(tags), began, anchor)
         if self._context is not None and len(call.shown) >= self._context:
             raise await self._too_long(call, self._context)
         return call
 
     async def count(self, dialect: Dialect, key: Key, body: Body) -> int:
         """How many tokens a call would show the model."""
-        asked = self._known(dialect.parse(body))
-        prompt, opened = await self._prompt(await self._sitting(key), asked)
-        return len(prompt.ids) + len(opened)
+        sitting = await self._sitting(key)
+        asked = self._parsed(dialect, body, sitting)
+        return len((await self._prompt(sitting, asked)).shown)
 
     async def foreign(self, path: str, key: Key, body: Body, tags: Sequence[str], began: float) -> Foreign | None:
         """A call to a model of somebody else's, where it is one. path: after /v1."""
@@ -222,7 +226,19 @@ class Endpoint:
             return None
         return Foreign(name, path, body, await self._sitting(key), tuple(tags), began)
 
-    def _known(self, asked: Asked) -> Asked:
+    def _log_ignored(self, names: Sequence[str]) -> None:
+        """Log each name once."""
+        new = [name for name in dict.fromkeys(names) if name not in self._ignored]
+        if new and len(self._ignored) < MOST_LOGGED:
+            self._ignored |= set(new)
+            get_log("agents").info(
+                "Agents send %s, which answers do not follow: the run decides, or it cannot be served here. Each "
+                "response names such fields in `x-etude-ignored`; `agent.strict=true` refuses them.",
+                ", ".join(f"`{name}`" for name in new),
+            )
+
+    def _parsed(self, dialect: Dialect, body: Body, sitting: Sitting) -> Asked:
+        asked = dialect.parse(body, Terms(self.config.strict, sitting.answer))
         if asked.model in self.elsewhere.models:
             raise Refusal(
                 f"The model '{asked.model}' is served by somebody else, in OpenAI's dialects alone: ask for it at "
@@ -247,17 +263,16 @@ class Endpoint:
                 code="context_length_exceeded",
             )
 
-    async def _prompt(self, sitting: Sitting, asked: Asked) -> tuple[Prompt, Ids]:
+    async def _prompt(self, sitting: Sitting, asked: Asked) -> Prompt:
         try:
             prompt = await sitting.prompt(asked, self.config.compare)
-            opened = opening(self.chat, prompt.ids, asked)
         except UnicodeEncodeError as error:
             raise Refusal(f"A text has half a character in it ({error.reason}). Leave it out.") from error
         except (ChatError, ConfigError, RecursionError) as error:
             raise Refusal(str(error), param="messages") from error
         if not len(prompt.ids):
             raise Refusal("The prompt is empty: a model continues at least one token.", param="prompt")
-        return prompt, opened
+        return prompt
 
     async def _sitting(self, key: Key) -> Sitting:
         """The attempt at the endpoint. At its first call, the desk is asked whether it runs, and what for."""

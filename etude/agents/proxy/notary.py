@@ -34,11 +34,9 @@ class Call:
     asked: Asked
     sitting: Sitting
     prompt: Prompt
-    opened: Ids
-    """What the answer has to begin with; the model is shown it as if it had written it."""
     sampling: SamplingParams
     ignored: tuple[str, ...]
-    """Which of the agent's parameters were not followed."""
+    """The fields of the request that the answer does not follow."""
     tags: tuple[str, ...]
     began: float
     anchor: int
@@ -47,12 +45,12 @@ class Call:
     """All that the model is shown."""
 
     def __post_init__(self) -> None:
-        self.shown = np.concatenate([self.prompt.ids, self.opened]) if len(self.opened) else self.prompt.ids
+        self.shown = self.prompt.shown
 
     @property
     def observed(self) -> int | None:
         """How many tokens at the end of what is shown came after the model's last answer; None where the ids tell."""
-        return self.prompt.observed and self.prompt.observed + len(self.opened)
+        return self.prompt.observed and self.prompt.observed + len(self.prompt.opened)
 
     def reply(self, tokenizer: Tokenizer) -> Reply:
         """What its answers have in common."""

@@ -8,24 +8,42 @@ from typing import Any, Literal
 
 import numpy as np
 
-from etude.agents.proxy.asked import Body, Fields, Kind, Refusal
+from etude.agents.proxy.asked import Body, Kind, Refusal
+from etude.agents.proxy.fields import Fields, Notes, Rule, ignored
 from etude.chat.messages import REASONING_KEYS, message_of
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.records import Completion, Message
 
-__all__ = ["HARMLESS", "choice_of", "error", "event", "logprobs", "message", "plain_format", "text_of", "tools_of"]
+__all__ = [
+    "ACCEPTED",
+    "COMMON",
+    "NO_FORMAT",
+    "choice_of",
+    "error",
+    "event",
+    "logprobs",
+    "message",
+    "text_of",
+    "token_ids",
+    "tools_of",
+]
 
-HARMLESS = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
+ACCEPTED = (
+    "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
+    "client_metadata"
 )
-"""Fields that change nothing of an answer."""
+"""Fields on which no answer depends."""
+THINKS = "is not the agent's to say: the run decides how long the model thinks. Leave it out."
+NO_FORMAT = "asks for a format, and nothing holds this model to one. Ask for it in the messages, and check the answer."
+NOT_ONE = "cannot be false: nothing holds this model to one call at a time."
+COMMON: dict[str, Rule] = {
+    "parallel_tool_calls": ignored(NOT_ONE, True),
+    "verbosity": ignored("is not the agent's to say: the run decides how long answers are. Leave it out."),
+    "reasoning_effort": ignored(THINKS),
+    "thinking": ignored(THINKS, {"type": "disabled"}),
+    "chat_template_kwargs": ignored("is not the agent's to say: the run's `chat.variables` hold. Leave it out.", {}),
+}
+"""Fields of the dialects with tools that the run decides."""
 TYPES: dict[Kind, str] = {
     "unauthorized": "authentication_error",
     "forbidden": "permission_error",
@@ -113,14 +131,17 @@ def _call(form: Any, where: str) -> Body:
     return {"id": fields.text("id", ""), "function": called}
 
 
-def tools_of(forms: Sequence[Any], *, flat: bool = False) -> tuple[Body, ...]:
-    """The tools of a request, in the form that chat templates know. flat: they come without their `function`."""
+def tools_of(forms: Sequence[Any], notes: Notes, *, flat: bool = False) -> tuple[Body, ...]:
+    """The functions among the tools of a request, in the form that chat templates know; tools that the provider would
+    run are left out. flat: they come without their `function`."""
     tools = []
     for n, form in enumerate(forms):
         fields = Fields(form, f"tools[{n}]")
         kind = fields.text("type")
         if kind != "function":
-            raise fields.refuse("type", f"is '{kind}'; the only tools here are functions.", "unsupported_tool")
+            why = f"is '{kind}'; the only tools here are functions."
+            notes.drop(f"tools.{kind}", fields.refuse("type", why, "unsupported_tool"))
+            continue
         function = Fields(form if flat else fields.any("function"), f"tools[{n}]" + ("" if flat else ".function"))
         told: dict[str, Any] = {"name": function.text("name")}
         if "description" in function:
@@ -128,38 +149,31 @@ def tools_of(forms: Sequence[Any], *, flat: bool = False) -> tuple[Body, ...]:
         told["parameters"] = function.any("parameters") or {"type": "object", "properties": {}}
         if not isinstance(told["parameters"], dict):
             raise function.refuse("parameters", "must be a JSON schema.")
+        if function.any("strict") is True:  # several clients send it unasked
+            notes.add("tools.strict")
         tools.append({"type": "function", "function": told})
     return tuple(tools)
 
 
-def choice_of(fields: Fields, tools: Sequence[Body]) -> tuple[Literal["auto", "none", "required"], str]:
+def choice_of(fields: Fields, tools: Sequence[Body], notes: Notes) -> tuple[Literal["auto", "none", "required"], str]:
     """Whether a tool is to be called, and which."""
     choice = fields.any("tool_choice")
-    if not fields.flag("parallel_tool_calls", True) and tools:
-        raise fields.refuse("parallel_tool_calls", "cannot be false: nothing holds this model to one call at a time.")
+    names = [tool["function"]["name"] for tool in tools]
+    form = choice if isinstance(choice, dict) else {}
+    if form.get("type") == "allowed_tools":
+        why = "allows some of the 'tools' alone, and nothing holds this model to them. Send no others."
+        notes.drop("tool_choice.allowed_tools", fields.refuse("tool_choice", why))
+        allowed = Fields(form.get("allowed_tools", form), "tool_choice")
+        choice = allowed.text("mode", "auto")
     if choice in (None, "auto", "none"):
         return choice or "auto", ""
-    names = [tool["function"]["name"] for tool in tools]
     if choice == "required" and names:
         return "required", names[0] if len(names) == 1 else ""
-    form = choice if isinstance(choice, dict) else {}
     named = form.get("function", form)
     name = named.get("name") if isinstance(named, dict) and form.get("type") == "function" else None
     if name not in names or not isinstance(name, str):
         raise fields.refuse("tool_choice", "must be 'auto', 'none', 'required', or name one of the 'tools'.")
     return "required", name
-
-
-def plain_format(fields: Fields, name: str) -> None:
-    """Refuse a form of answer that nothing holds the model to."""
-    form = fields.any(name)
-    kind = form.get("type") if isinstance(form, dict) else form
-    if kind not in (None, "text"):
-        raise fields.refuse(
-            name,
-            f"is '{kind}', and nothing holds this model to a format. Ask for it in the messages, and check the answer.",
-            "unsupported_response_format",
-        )
 
 
 def logprobs(completion: Completion, tokenizer: Tokenizer) -> list[Body]:

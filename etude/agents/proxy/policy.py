@@ -57,7 +57,7 @@ class Policy:
         """With what an answer is sampled, and which of the agent's own parameters were not followed."""
         run, own = self.val if use == "val" else self.train, asked.sampling
         if not own and not asked.penalties:
-            return run, ()
+            return run, asked.ignored
         stops = dict.fromkeys((*run.stop, *own.get("stop", ())))
         ends = dict.fromkeys((*run.stop_ids, *own.get("stop_ids", ())))
         told = {**own, "stop": tuple(stops), "stop_ids": tuple(ends)}
@@ -70,12 +70,12 @@ class Policy:
                     f"{run.temperature:g}, and would take it for that. Leave it out, or set `agent.parameters=force`.",
                     param="temperature",
                 )
-            return _replaced(run, told), ()
+            return _replaced(run, told), asked.ignored
         ignored = [name for name in FORCED if name in told and told.pop(name) != getattr(run, name)]
         if told.get("max_tokens", 0) > run.max_tokens:
             ignored.append("max_tokens")
             del told["max_tokens"]
-        return _replaced(run, told), (*ignored, *asked.penalties)
+        return _replaced(run, told), (*ignored, *asked.penalties, *asked.ignored)
 
 
 def _replaced(run: SamplingParams, told: dict[str, object]) -> SamplingParams:

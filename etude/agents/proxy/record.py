@@ -1,8 +1,8 @@
 """What each attempt has said to the model and heard from it, to the token, for as long as it runs.
 
 A call continues exactly where its prompt begins with the prompt and the answer of an earlier call, id for id. One that
-has no answer of the model's in its conversation begins one. Any other has a history that the agent rewrote: there the
-trajectory branches.
+has no answer of the model's in its conversation begins one, also where the agent itself put words into the assistant's
+mouth. Any other has a history that the agent rewrote: there the trajectory branches.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Literal
 
 import numpy as np
 
-from etude.agents.proxy.asked import Asked, Body
+from etude.agents.proxy.asked import Asked
+from etude.agents.proxy.opening import NOTHING, opening
 from etude.chat import Chat
 from etude.chat.tokenizer import Ids
 from etude.records import Completion, Message
@@ -27,6 +29,8 @@ __all__ = ["Prompt", "Sitting", "named_state"]
 
 LONG = 20_000
 """Characters of a conversation, from which on it is rendered on a thread."""
+KEPT, KEPT_CHARACTERS = 1024, 2**25
+"""The most answers of one attempt, and the most characters of their conversations, that are kept to be named again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +38,9 @@ class Prompt:
     """What the model is shown for a call."""
 
     ids: Ids
+    """The conversation, up to where the assistant is to speak."""
+    opened: Ids
+    """The beginning of the answer, which the model goes on from as if it had written it."""
     hash: int
     how: Literal["begun", "continued", "branched"]
     changed: int = 0
@@ -41,6 +48,11 @@ class Prompt:
     the conversation been rendered anew."""
     observed: int | None = None
     """How many tokens at its end were shown after the model's last answer; None where the ids tell it."""
+
+    @property
+    def shown(self) -> Ids:
+        """All that the model is shown."""
+        return np.concatenate([self.ids, self.opened])
 
 
 class Sitting:
@@ -63,16 +75,17 @@ class Sitting:
         self._served: dict[int, set[bytes]] = {}  # digests of prompt and answer, by their length
         self._texts: dict[str, Ids] = {}  # of calls without messages: what was asked and answered, and its ids
         self._asked: Counter[int] = Counter()
-        self._answers: dict[str, tuple[Message, ...]] = {}
+        self._answers: dict[str, tuple[Message, ...]] = {}  # the oldest first
+        self._kept = 0  # characters of these
 
     async def prompt(self, asked: Asked, compare: bool) -> Prompt:
         """What the model is shown. compare: count what a conversation that is rendered anew would have changed."""
         async with self._lock:
             if asked.prompt is not None:
-                return self._found(self._text_ids(asked.prompt), False)
+                return self._found(self._text_ids(asked.prompt))
             if asked.characters() < LONG:
-                return self._rendered(asked.messages, asked.tools, compare)
-            return await asyncio.to_thread(self._rendered, asked.messages, asked.tools, compare)
+                return self._rendered(asked, compare)
+            return await asyncio.to_thread(self._rendered, asked, compare)
 
     def occurrence(self, prompt: Prompt) -> int:
         """How often an answer to this prompt was asked for before."""
@@ -80,39 +93,57 @@ class Sitting:
         return self._asked[prompt.hash] - 1
 
     async def heard(
-        self, asked: Asked, shown: Ids, completion: Completion, answer: Message, stop: str | None = None
+        self, asked: Asked, prompt: Prompt, completion: Completion, answer: Message, stop: str | None = None
     ) -> None:
-        """Remember an answer to what was shown, so that what goes on from it continues it exactly. stop: the stop
-        string that ended it."""
+        """Remember an answer to a prompt, so that what goes on from it continues it exactly. stop: the stop string that
+        ended it."""
+        shown = prompt.shown
         whole = np.concatenate([shown, completion.ids])
         self._served.setdefault(len(whole), set()).add(blake2b(whole.tobytes(), digest_size=16).digest())
         if asked.prompt is not None:
             before = asked.prompt if isinstance(asked.prompt, str) else self._chat.tokenizer.decode(shown, special=True)
             self._texts[before + self._chat.tokenizer.decode(completion.ids)] = whole
             return
-        size = asked.characters()
+        given = asked.messages, asked.tools, shown, completion.ids, answer, stop or ""
+        served = partial(self._conversation.served, *given, begins=len(prompt.ids))
         async with self._lock:
-            given = asked.messages, asked.tools, shown, completion.ids, answer, stop or ""
-            if size < LONG:
-                self._conversation.served(*given)
+            if asked.characters() < LONG:
+                served()
             else:
-                await asyncio.to_thread(self._conversation.served, *given)
+                await asyncio.to_thread(served)
 
     def keep(self, id: str, messages: tuple[Message, ...]) -> None:
-        """Keep a conversation up to the answer of this name, for a call that goes on from it."""
+        """Keep a conversation up to the answer of this name, for a call that goes on from it or names it. The oldest
+        are let go of where there are too many."""
         self._answers[id] = messages
+        self._kept += _characters(messages)
+        while len(self._answers) > KEPT or (self._kept > KEPT_CHARACTERS and len(self._answers) > 1):
+            self._kept -= _characters(self._answers.pop(next(iter(self._answers))))
 
     def earlier(self, id: str) -> tuple[Message, ...] | None:
         """The conversation up to that answer."""
         return self._answers.get(id)
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Body], compare: bool) -> Prompt:
-        ids = self._conversation.render(messages, tools)
-        prompt = self._found(ids, any(each.role == "assistant" for each in messages))
-        prompt = replace(prompt, observed=self._conversation.observed(messages, tools, ids))
+    def answer(self, id: str) -> Message | None:
+        """That answer alone."""
+        kept = self._answers.get(id)
+        return kept[-1] if kept else None
+
+    def _rendered(self, asked: Asked, compare: bool) -> Prompt:
+        messages, tools, conversation = asked.messages, asked.tools, self._conversation
+        served = conversation.begun(messages, tools, asked.begun) if asked.begun is not None else None
+        if served is not None:
+            prompt = replace(self._found(*served), observed=0)  # all of it was shown or sampled before
+        else:
+            ids = conversation.render(messages, tools)
+            prompt = self._found(ids, opening(self._chat, ids, asked))
+            prompt = replace(prompt, observed=conversation.observed(messages, tools, ids))
+        whole = messages if asked.begun is None else (*messages, asked.begun)
+        if prompt.how == "begun" and conversation.rewrites(whole):
+            return replace(prompt, how="branched")
         if not compare or prompt.how != "continued":
             return prompt
-        return replace(prompt, changed=_apart(ids, self._chat.render(messages, tools)))
+        return replace(prompt, changed=_apart(prompt.ids, self._chat.render(messages, tools)))
 
     def _text_ids(self, prompt: str | Ids) -> Ids:
         """The ids of a text, those of the longest beginning that was served before among them."""
@@ -127,18 +158,18 @@ class Sitting:
             rest = rest.removeprefix(ended)
         return np.concatenate([ids, self._chat.tokenizer.after(ids, rest)]) if rest else ids
 
-    def _found(self, ids: Ids, spoken: bool) -> Prompt:
-        """What is known of a prompt. spoken: whether the model has spoken in it."""
+    def _found(self, ids: Ids, opened: Ids = NOTHING) -> Prompt:
+        """A prompt, and whether it begins with an earlier one and its answer."""
         running, at, continued = blake2b(digest_size=16), 0, False
-        data = ids.tobytes()
-        for length in sorted(length for length in self._served if length <= len(ids)):
-            running.update(data[at * ids.itemsize : length * ids.itemsize])
+        shown = np.concatenate([ids, opened])
+        data = shown.tobytes()
+        for length in sorted(length for length in self._served if length <= len(shown)):
+            running.update(data[at * shown.itemsize : length * shown.itemsize])
             at = length
             continued = continued or running.digest() in self._served[length]
-        running.update(data[at * ids.itemsize :])
-        how: Literal["begun", "continued", "branched"]
-        how = "continued" if continued else "branched" if spoken else "begun"
-        return Prompt(ids, int.from_bytes(running.digest()[:8], "little") >> 1, how)
+        running.update(data[at * shown.itemsize :])
+        hash = int.from_bytes(running.digest()[:8], "little") >> 1
+        return Prompt(ids, opened, hash, "continued" if continued else "begun")
 
 
 def named_state(name: str) -> int:
@@ -156,3 +187,7 @@ def _apart(one: Ids, other: Ids) -> int:
     differs = np.flatnonzero(one[::-1][: length - start] != other[::-1][: length - start])
     end = int(differs[0]) if len(differs) else length - start
     return max(len(one), len(other)) - start - end
+
+
+def _characters(messages: Sequence[Message]) -> int:
+    return sum(len(each.content) + len(each.reasoning) for each in messages)

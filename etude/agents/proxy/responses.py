@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from etude.agents.proxy import openai
-from etude.agents.proxy.asked import Asked, Body, Fields, Refusal, Reply, Said
+from etude.agents.proxy.asked import Asked, Body, Refusal, Reply, Said, Terms
+from etude.agents.proxy.fields import Fields, Notes, Rules, ignored, refused, rules
+from etude.agents.proxy.items import CALL, NAMES, messages
 from etude.chat import Called, Piece, Reasoning
-from etude.chat.messages import message_of
 from etude.records import Message, ToolCall
 
-__all__ = ["Responses"]
+__all__ = ["RESPONSES", "Responses"]
 
-RESPONSE = re.compile(r"resp_[0-9]+-[0-9]+-[0-9]+")
-"""What every item of an answer has in its id."""
 LOGPROBS = "message.output_text.logprobs"
+RESPONSES: Rules = rules(
+    obeyed="model input instructions tools tool_choice max_output_tokens top_logprobs stream include store "
+    "previous_response_id",
+    sampling="temperature top_p seed",
+    accepted=f"{openai.ACCEPTED} reasoning.summary reasoning.generate_summary stream_options",
+    others=openai.COMMON
+    | {
+        "reasoning.effort": ignored(openai.THINKS),
+        "text.verbosity": openai.COMMON["verbosity"],
+        "text.format": ignored(openai.NO_FORMAT, {"type": "text"}),
+        "truncation": ignored("can be 'disabled' alone: what the model reads is never cut.", "disabled"),
+        "context_management": ignored("is not supported: what the model reads is never cut. Leave it out."),
+        "max_tool_calls": ignored("counts the provider's own tools, and there are none here. Leave it out."),
+        "background": refused("is not supported: an answer is waited for.", False),
+        "conversation": refused("is not kept here; use 'previous_response_id', or send the items."),
+        "prompt": refused("is not kept here; send the messages themselves."),
+    },
+)
+"""The fields of a request, and the treatment of each."""
 
 
 class Responses:
@@ -25,48 +43,42 @@ class Responses:
 
     prefix = "resp_"
 
-    def parse(self, body: Body) -> Asked:
+    def parse(self, body: Body, terms: Terms) -> Asked:
         """What a request asks for."""
-        fields = Fields(body)
+        notes = Notes(RESPONSES, strict=terms.strict)
+        fields = Fields(body, notes=notes)
         model, instructions = fields.text("model"), fields.text("instructions", "")
-        tools = openai.tools_of(fields.many("tools"), flat=True)
-        choice, named = openai.choice_of(fields, tools)
+        tools = openai.tools_of(fields.many("tools"), notes, flat=True)
+        choice, named = openai.choice_of(fields, tools, notes)
         lead = [Message("system", instructions)] if instructions else []
         previous = fields.text("previous_response_id", "")
-        include = fields.texts("include", 16)
-        unknown = [each for each in include if each not in (LOGPROBS, "reasoning.encrypted_content")]
-        if unknown:
-            raise fields.refuse("include", f"asks for '{unknown[0]}', which there is none of here.")
-        if LOGPROBS in include and fields.flag("stream"):
+        include, stream = fields.texts("include", 16), fields.flag("stream")
+        for each in include:
+            if each not in (LOGPROBS, "reasoning.encrypted_content"):
+                why = f"asks for '{each}', which there is none of here."
+                notes.drop(f"include.{each}", fields.refuse("include", why))
+        if LOGPROBS in include and stream:
             raise fields.refuse("include", f"asks for '{LOGPROBS}', which is told of whole answers alone: stream none.")
-        format_of = Fields(fields.any("text") or {}, "text")
-        openai.plain_format(format_of, "format")
-        format_of.nothing_else()
-        thinking = Fields(fields.any("reasoning") or {}, "reasoning")
-        thinking.ignore("summary", "generate_summary")
-        thinking.nothing_else()
-        for name in ("background", "conversation", "prompt", "context_management", "max_tool_calls"):
-            fields.only(name, False, why="is not supported by this endpoint; leave it out.")
-        fields.only("truncation", "disabled", why="can be 'disabled' alone: what the model reads is never cut.")
+        fields.section("text").settle()
+        fields.section("reasoning").settle()
         echo: dict[str, Any] = {"instructions": instructions or None, "previous_response_id": previous or None}
         echo |= {"tools": list(body.get("tools") or ()), "tool_choice": body.get("tool_choice") or "auto"}
         asked = Asked(
             model=model,
-            messages=(*lead, *_messages(fields.any("input"))),
+            messages=(*lead, *messages(fields.any("input"), notes, terms)),
             tools=tools,
             choice=choice,
             named=named,
             sampling=_sampling(fields),
-            stream=fields.flag("stream"),
+            stream=stream,
             logprobs=LOGPROBS in include,
             previous=previous,
             lead=len(lead),
             keep=fields.flag("store", True),
             echo=echo,
         )
-        fields.ignore(*openai.HARMLESS, "stream_options")
-        fields.nothing_else()
-        return asked
+        fields.settle()
+        return replace(asked, ignored=notes.names)
 
     def whole(self, reply: Reply, said: Sequence[Said]) -> Body:
         """The answer in one piece."""
@@ -174,9 +186,6 @@ class ItemWriter:
         return _item(f"{self._id}_{self._at}", kind, self._text, ())
 
 
-_NAMES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
-
-
 def response(reply: Reply, status: str, items: Sequence[Body], said: Said | None) -> Body:
     """A response, as far as it has come."""
     asked = reply.asked
@@ -221,7 +230,7 @@ def _items(reply: Reply, said: Said) -> Iterator[dict[str, Any]]:
 def _called(id: str, n: int, call: ToolCall) -> dict[str, Any]:
     return {
         "type": "function_call",
-        "id": f"fc_{id}_call{n}",
+        "id": f"{NAMES['function_call']}{id}{CALL}{n}",
         "call_id": call.id,
         "name": call.name,
         "arguments": call.arguments,
@@ -232,7 +241,7 @@ def _called(id: str, n: int, call: ToolCall) -> dict[str, Any]:
 def _item(id: str, kind: str, text: str, scores: Sequence[Body]) -> dict[str, Any]:
     more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
     part = _part(kind, text, scores)
-    return {"type": kind, "id": f"{_NAMES[kind]}{id}", "status": "completed", "content": [part], **more}
+    return {"type": kind, "id": f"{NAMES[kind]}{id}", "status": "completed", "content": [part], **more}
 
 
 def _part(kind: str, text: str, scores: Sequence[Body]) -> dict[str, Any]:
@@ -250,66 +259,3 @@ def _sampling(fields: Fields) -> dict[str, Any]:
         "seed": fields.whole("seed", -(2**63), 2**63 - 1),
     }
     return {name: value for name, value in numbers.items() if value is not None}
-
-
-def _messages(given: Any) -> list[Message]:
-    """The conversation of a request. What the model said in one answer comes as several items, and is one message."""
-    if isinstance(given, str):
-        return [Message("user", given)]
-    if not isinstance(given, list):
-        raise Refusal("'input' must be a text or a list of items.", param="input")
-    messages: list[Message] = []
-    answer: dict[str, Any] | None = None
-    for n, form in enumerate(given):
-        where = f"input[{n}]"
-        fields = Fields(form, where)
-        kind = fields.text("type", "message")
-        role = fields.text("role", "") if kind == "message" else ""
-        if kind in ("reasoning", "function_call") or role == "assistant":
-            of = RESPONSE.search(fields.text("id", ""))
-            name = of[0] if of else ""
-            if answer is not None and (answer["of"] != name if name else _starts_another(kind, answer)):
-                messages.append(message_of(answer))
-                answer = None
-            answer = answer or {"role": "assistant", "content": "", "reasoning": "", "tool_calls": [], "of": name}
-            _say(answer, kind, fields, where)
-            continue
-        if answer is not None:
-            messages.append(message_of(answer))
-            answer = None
-        messages.append(_other(kind, role, form, fields, where))
-    return [*messages, message_of(answer)] if answer is not None else messages
-
-
-def _starts_another(kind: str, answer: Body) -> bool:
-    """Whether an item that does not say which answer it is of cannot be of the one before it: items come in the order
-    reasoning, message, calls."""
-    if kind == "reasoning":
-        return True
-    return kind == "message" and bool(answer["content"] or answer["tool_calls"])
-
-
-def _say(answer: dict[str, Any], kind: str, fields: Fields, where: str) -> None:
-    """Add an item to what the model said."""
-    if kind == "function_call":
-        function = {"name": fields.text("name"), "arguments": fields.text("arguments", "{}")}
-        answer["tool_calls"].append({"id": fields.text("call_id"), "function": function})
-    elif kind == "reasoning":
-        for n, part in enumerate(fields.many("content")):
-            answer["reasoning"] += Fields(part, f"{where}.content[{n}]").text("text")
-    else:
-        answer["content"] += openai.text_of(fields.any("content"), f"{where}.content")
-
-
-def _other(kind: str, role: str, form: Any, fields: Fields, where: str) -> Message:
-    """What others said."""
-    if kind == "function_call_output":
-        text = openai.text_of(fields.any("output"), f"{where}.output")
-        return Message("tool", text, tool_call_id=fields.text("call_id"))
-    if kind != "message":
-        raise fields.refuse(
-            "type",
-            f"is '{kind}'; an item is a message, reasoning, a function_call or a function_call_output.",
-            "unsupported_item",
-        )
-    return openai.message({**form, "role": role}, where)

@@ -10,7 +10,7 @@ from etude.algorithms.base import Loss, LossValue, TokenLoss
 from etude.algorithms.reduce import Denominators
 from etude.algorithms.view import View, places, wide
 from etude.lazy import torch
-from etude.observe import Mean, Metrics
+from etude.observe import Mean, Metrics, Sum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,8 +79,10 @@ class Echo(Loss):
     """ECHO: −log π_θ of the tool-output tokens, averaged over those of the update batch.
 
     Assumes that predicting what its tools answer teaches an agent about its world. It is added to a policy loss with a
-    weight, and is the one term by which tokens that the policy did not choose have a gradient: those that are marked as
-    observation and are not actions. Its denominator counts them alone, so their number does not dilute the policy loss.
+    weight, and is the one term by which tokens that the policy did not choose have a gradient: those that the
+    environment showed between two answers, each once, however turns became rows. Its denominator counts them alone, so
+    their number does not dilute the policy loss. `echo_tokens` says how many there were: 0 where all rollouts were
+    single answers.
     """
 
     def needs(self) -> frozenset[str]:
@@ -90,6 +92,5 @@ class Echo(Loss):
         seen = view.batch.need("observation", by="ECHO") & ~view.batch.action
         logp = wide(view.forward("logp", by="ECHO").index_select(0, places(seen)))
         total = -logp.sum()
-        return LossValue(
-            total / max(whole.observations, 1), Metrics({"echo_nll": Mean.over(total.detach(), len(logp))})
-        )
+        metrics = Metrics({"echo_nll": Mean.over(total.detach(), len(logp)), "echo_tokens": Sum.of(len(logp))})
+        return LossValue(total / max(whole.observations, 1), metrics)

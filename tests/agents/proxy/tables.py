@@ -74,13 +74,13 @@ CODE: Table = THOUGHTS | {
 """Thoughts, and Python that calls a tool or says what was found."""
 
 
-def model_of_table(table: Table, tokenizer: Tokenizer) -> Model:
+def model_of_table(table: Table, tokenizer: Tokenizer, context: int = CONTEXT) -> Model:
     """A model with nothing between its first layer and its last: each token that the table knows has a direction of its
     own, and the head says what follows it. After any other token it ends its answer."""
     places = {token: place for place, token in enumerate(table, start=1)}
     hidden = 4 * math.ceil((len(places) + 1) / 4)
     sizes: dict[str, Any] = {"layers": 1, "hidden": hidden, "heads": 2, "kv_heads": 1, "head_dim": 2}
-    model = create(tiny(tokenizer.size, **sizes, intermediate=4, context=CONTEXT, tied=False), seed=0)
+    model = create(tiny(tokenizer.size, **sizes, intermediate=4, context=context, tied=False), seed=0)
     weights = dict(model.module.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():
@@ -105,9 +105,9 @@ def _id(tokenizer: Tokenizer, token: str) -> int:
     return int(id)
 
 
-def tokenizer_of(table: Table, template: str, directory: Path) -> Tokenizer:
+def tokenizer_of(table: Table, template: str, directory: Path, **trained: Any) -> Tokenizer:
     """A tokenizer that has each token of a table."""
-    inner = byte_level(template, ENDS)
+    inner = byte_level(template, ENDS, **trained)
     known = inner.get_vocab()
     inner.add_tokens([AddedToken(piece, normalized=False) for piece in table if piece not in known and piece != START])
     return Tokenizer.load(save(directory, inner, template, ENDS))

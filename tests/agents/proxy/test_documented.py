@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from etude.agents.proxy import EndpointConfig
+from etude.agents.proxy import EndpointConfig, anthropic, items
+from etude.agents.proxy.anthropic import MESSAGES
 from etude.agents.proxy.app import router
+from etude.agents.proxy.chat_completions import CHAT_COMPLETIONS
+from etude.agents.proxy.completions import COMPLETIONS
 from etude.agents.proxy.policy import FORCED
+from etude.agents.proxy.responses import RESPONSES
 from tests.agents.proxy.world import Scripted, chat_of, serving
 
 PAGE = (Path(__file__).parents[3] / "docs" / "endpoint.md").read_text(encoding="utf-8")
@@ -17,16 +21,35 @@ FLAT = " ".join(PAGE.split())
 def test_options() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \| (.+) \|$", PAGE, flags=re.MULTILINE)
     fields = EndpointConfig.model_fields.items()
-    assert rows == [(name, str(field.default).replace("True", "true"), field.description) for name, field in fields]
+    assert rows == [
+        (name, str(field.default).replace("True", "true").replace("False", "false"), field.description)
+        for name, field in fields
+    ]
 
 
 def test_forced_parameters() -> None:
     assert f"own {', '.join(FORCED[:-1])} and {FORCED[-1]} are not followed" in FLAT
 
 
+def test_fields() -> None:
+    """The page's table is the dialects' own."""
+    tables = (CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES)
+    names = sorted({name for table in tables for name in table})
+    words = {"obeyed": "followed", "sampling": "the run's", "accepted": "no effect", "ignored": "ignored"}
+    rows = []
+    for name in names:
+        treatments = [words.get(table[name].treatment, "refused") if name in table else "" for table in tables]
+        rows.append(f"| `{name}` | " + " | ".join(treatments) + " |")
+    assert "\n".join(rows) in PAGE
+    dropped = [f"`{kind}`" for kind in (*items.DROPPED, *anthropic.DROPPED)]
+    assert all(kind in FLAT for kind in dropped)
+
+
 def test_routes_and_metrics() -> None:
     with serving(Scripted(chat_of().tokenizer, lambda _: "So."), chat_of()) as world:
         for route in router(world.endpoint).routes:
+            if route.name == "unknown":  # type: ignore[attr-defined]
+                continue
             methods = sorted(route.methods - {"HEAD"})  # type: ignore[attr-defined]  # which goes wherever GET does
             assert f"{' '.join(methods)} {route.path}`" in PAGE  # type: ignore[attr-defined]
         world.endpoint._meter.took(1.0, 0.5)

@@ -51,6 +51,8 @@ def assert_exact(world: World, turns: list[Turn]) -> None:
         whole = np.concatenate([before.prompt, before.completion.ids])
         assert len(after.prompt) > len(whole)
         assert np.array_equal(after.prompt[: len(whole)], whole)
+        assert after.observed == len(after.prompt) - len(whole), "what it was shown since"
+    assert turns[0].observed in (0, None)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -218,6 +220,7 @@ def test_a_history_that_an_agent_rewrote_branches(world: World) -> None:
     first, second = world.turns(claim.key)
     assert not np.array_equal(second.prompt[: len(first.prompt) + 5], np.append(first.prompt, first.completion.ids[:5]))
     assert np.array_equal(second.prompt, world.endpoint.chat.prompt_ids(rewritten))
+    assert first.observed == second.observed == 0, "it goes on from no answer of the model"
     told = world.endpoint.metrics()
     assert told["endpoint/turns_branched"] - before.get("endpoint/turns_branched", 0) == 1
 

@@ -1,0 +1,130 @@
+"""The conversation of a request to /v1/responses: its items, as messages.
+
+The model's one answer comes back as several items, each of which names the answer in its id. An item may also be named
+alone (`item_reference`), and is then taken from the answers that the attempt was given and that are kept for it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from etude.agents.proxy import openai
+from etude.agents.proxy.asked import Body, Refusal, Terms
+from etude.agents.proxy.fields import Fields, Notes
+from etude.chat.messages import message_of
+from etude.records import Message
+
+__all__ = ["CALL", "DROPPED", "NAMES", "messages"]
+
+RESPONSE = re.compile(r"resp_[0-9]+-[0-9]+-[0-9]+")
+"""The answer's name, in the id of each of its items."""
+NAMES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
+"""The beginning of an item's id, by its type."""
+CALL = "_call"
+"""Stands in the id of a call before its place among the calls of its answer."""
+DROPPED = ("web_search_call", "file_search_call", "code_interpreter_call", "mcp_list_tools")
+"""Records of tools that a provider ran: the model's next message says what came of them."""
+
+
+def messages(given: Any, notes: Notes, terms: Terms) -> list[Message]:
+    """The messages that these items are."""
+    if isinstance(given, str):
+        return [Message("user", given)]
+    if not isinstance(given, list):
+        raise Refusal("'input' must be a text or a list of items.", param="input")
+    found: list[Message] = []
+    answer: dict[str, Any] | None = None
+    for n, form in enumerate(given):
+        where = f"input[{n}]"
+        form = _resolved(form, where, terms)
+        fields = Fields(form, where)
+        kind = fields.text("type", "message")
+        if kind in DROPPED:
+            notes.drop(f"input.{kind}", _no_item(fields, kind))
+            continue
+        role = fields.text("role", "") if kind == "message" else ""
+        if kind in ("reasoning", "function_call") or role == "assistant":
+            of = RESPONSE.search(fields.text("id", ""))
+            name = of[0] if of else ""
+            if answer is not None and (answer["of"] != name if name else _starts_another(kind, answer)):
+                found.append(message_of(answer))
+                answer = None
+            answer = answer or {"role": "assistant", "content": "", "reasoning": "", "tool_calls": [], "of": name}
+            _say(answer, kind, fields, where)
+            continue
+        if answer is not None:
+            found.append(message_of(answer))
+            answer = None
+        found.append(_other(kind, role, form, fields, where))
+    return [*found, message_of(answer)] if answer is not None else found
+
+
+def _resolved(form: Any, where: str, terms: Terms) -> Any:
+    """The item that a reference names; any other as it is."""
+    if not isinstance(form, dict) or form.get("type") != "item_reference":
+        return form
+    id = Fields(form, where).text("id")
+    of = RESPONSE.search(id)
+    answer = terms.answer(of[0]) if of else None
+    item = _item(answer, id) if answer is not None else None
+    if item is None:
+        raise Refusal(
+            f"This attempt has no item '{id[:100]}'. The items of its answers are kept for it, unless it said 'store': "
+            "false. Send the item itself.",
+            "not_found",
+            param=f"{where}.id",
+            code="item_not_found",
+        )
+    return {**item, "id": id}
+
+
+def _item(answer: Message, id: str) -> dict[str, Any] | None:
+    """The item of an answer that has this id."""
+    if id.startswith(NAMES["message"]):
+        return {"type": "message", "role": "assistant", "content": answer.content}
+    if id.startswith(NAMES["reasoning"]):
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": answer.reasoning}]}
+    _, mark, place = id.rpartition(CALL)
+    if not mark or not place.isdecimal() or int(place[:9]) >= len(answer.tool_calls):
+        return None
+    call = answer.tool_calls[int(place[:9])]
+    return {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
+
+
+def _starts_another(kind: str, answer: Body) -> bool:
+    """Whether an item that does not say which answer it is of cannot be of the one before it: items come in the order
+    reasoning, message, calls."""
+    if kind == "reasoning":
+        return True
+    return kind == "message" and bool(answer["content"] or answer["tool_calls"])
+
+
+def _say(answer: dict[str, Any], kind: str, fields: Fields, where: str) -> None:
+    """Add an item to what the model said."""
+    if kind == "function_call":
+        function = {"name": fields.text("name"), "arguments": fields.text("arguments", "{}")}
+        answer["tool_calls"].append({"id": fields.text("call_id"), "function": function})
+    elif kind == "reasoning":
+        for n, part in enumerate(fields.many("content")):
+            answer["reasoning"] += Fields(part, f"{where}.content[{n}]").text("text")
+    else:
+        answer["content"] += openai.text_of(fields.any("content"), f"{where}.content")
+
+
+def _other(kind: str, role: str, form: Any, fields: Fields, where: str) -> Message:
+    """What others said."""
+    if kind == "function_call_output":
+        text = openai.text_of(fields.any("output"), f"{where}.output")
+        return Message("tool", text, tool_call_id=fields.text("call_id"))
+    if kind != "message":
+        raise _no_item(fields, kind)
+    return openai.message({**form, "role": role}, where)
+
+
+def _no_item(fields: Fields, kind: str) -> Refusal:
+    return fields.refuse(
+        "type",
+        f"is '{kind}'; an item is a message, reasoning, a function_call or a function_call_output.",
+        "unsupported_item",
+    )

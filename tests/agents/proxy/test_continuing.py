@@ -1,0 +1,247 @@
+"""Answers that go on: from words that the agent gives, from an answer that was cut off, by the names of items, and with
+thinking that came back changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import anthropic
+import httpx2
+import numpy as np
+import openai
+import pytest
+
+from etude.agents.proxy import record
+from etude.chat import Chat
+from etude.records import Message, SamplingParams, Turn
+from etude.store.desk import Key, Use
+from tests.agents.proxy.test_exact import CLAUDE, FLAT
+from tests.agents.proxy.world import Scripted, World, chat_of, serving
+from tests.chat.conversations import WEATHER
+
+ASK: list[Any] = [{"role": "user", "content": "Weather?"}]
+SAID = "<think>\n I must\nlook. \n</think>\n\nIt is raining, 🌧 and the sky is grey.<|im_end|>"
+
+
+def rest_of(prompt: str) -> str:
+    """All of the answer that the prompt does not have yet."""
+    begun = prompt.rpartition("<|im_start|>assistant\n")[2]
+    if begun.endswith("�"):  # cut within a character
+        return SAID.partition("🌧")[2]
+    if begun and not begun.startswith("<think>"):
+        begun = SAID[: SAID.index("It is")] + begun
+    return SAID.removeprefix(begun) if SAID.startswith(begun) else "Yes.<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    chat = chat_of("qwen3")
+    with serving(Scripted(chat.tokenizer, rest_of), chat, train=SamplingParams(max_tokens=300)) as world:
+        yield world
+
+
+def goes_on(turns: Sequence[Turn]) -> list[bool]:
+    """Whether each turn begins with all of the one before."""
+    wholes = [np.concatenate([turn.prompt, turn.completion.ids]) for turn in turns]
+    return [
+        np.array_equal(turn.prompt[: len(whole)], whole) for whole, turn in zip(wholes[:-1], turns[1:], strict=True)
+    ]
+
+
+def branches(world: World) -> float:
+    return world.endpoint.metrics().get("endpoint/turns_branched", 0.0)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_goes_on_from_the_words_that_an_agent_gives(world: World, streamed: bool) -> None:
+    claim, before = world.attempt(), branches(world)
+    begun = {"role": "assistant", "content": "It is rain"}
+    with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
+        given: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": [*ASK, begun]}
+        if streamed:
+            with client.messages.stream(**given) as stream:
+                answer = stream.get_final_message()
+        else:
+            answer = client.messages.create(**given)
+        (block,) = answer.content
+        assert block.type == "text" and block.text == "ing, 🌧 and the sky is grey."
+        whole = {"role": "assistant", "content": "It is rain" + block.text}
+        client.messages.create(**given | {"messages": [*ASK, whole, {"role": "user", "content": "So?"}]})
+    turns = world.turns(claim.key)
+    shown = world.endpoint.chat.tokenizer.decode(turns[0].prompt, special=True)
+    assert shown.endswith("<|im_start|>assistant\nIt is rain"), "and no thinking that nobody thought"
+    assert goes_on(turns) == [True] and branches(world) == before
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("most", [4, 10, 18, 32, 36, 37, 38, 50])
+def test_an_answer_that_was_cut_off_goes_on_with_its_very_ids(world: World, most: int, streamed: bool) -> None:
+    """Wherever it was cut: within the thinking, the text, or a character."""
+    claim, before = world.attempt(), branches(world)
+    with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
+        first = client.messages.create(model="policy", max_tokens=most, messages=ASK)
+        assert first.stop_reason == "max_tokens"
+        begun = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
+        given: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": [*ASK, begun]}
+        if streamed:
+            with client.messages.stream(**given) as stream:
+                second = stream.get_final_message()
+        else:
+            second = client.messages.create(**given)
+    turns = world.turns(claim.key)
+    assert goes_on(turns) == [True] and branches(world) == before
+    assert np.array_equal(turns[1].prompt, np.concatenate([turns[0].prompt, turns[0].completion.ids]))
+    texts = [block.text for message in (first, second) for block in message.content if block.type == "text"]
+    said = "It is raining, 🌧 and the sky is grey."
+    assert "".join(texts) == said or ("�" in texts[0] and texts[1] in said)
+
+
+def test_an_answer_that_had_ended_goes_on_without_its_end(world: World) -> None:
+    claim = world.attempt()
+    with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
+        given: dict[str, Any] = {"model": "policy", "max_tokens": 300}
+        first = client.messages.create(**given, messages=ASK)
+        begun = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
+        client.messages.create(**given, messages=[*ASK, begun])
+    one, other = world.turns(claim.key)
+    assert np.array_equal(other.prompt, np.concatenate([one.prompt, one.completion.ids[:-1]]))
+
+
+def test_chat_completions_may_go_on_from_a_message(world: World) -> None:
+    claim = world.attempt()
+    begun = {"role": "assistant", "content": "It is "}
+    given: dict[str, Any] = {"model": "policy", "messages": [*ASK, begun], "tools": [WEATHER]}
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+        said = client.chat.completions.create(**given, extra_body=more).choices[0].message
+        assert said.content == "raining, 🌧 and the sky is grey."
+        with pytest.raises(openai.BadRequestError, match="cannot be made to call"):
+            client.chat.completions.create(**given, extra_body=more, tool_choice="required")
+        client.chat.completions.create(**given)
+    decode = world.endpoint.chat.tokenizer.decode
+    assert decode(world.turns(claim.key)[-1].prompt, special=True).endswith("assistant\n"), "another answer, as before"
+
+
+def test_words_that_an_agent_puts_into_the_assistants_mouth_begin_a_conversation(world: World) -> None:
+    claim, before = world.attempt(), branches(world)
+    greeting = [{"role": "assistant", "content": "Hello! What can I do?"}]
+    with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+
+        def said(messages: list[Any]) -> dict[str, Any]:
+            answer = client.chat.completions.create(model="policy", messages=messages)
+            return answer.choices[0].message.model_dump(exclude_none=True)
+
+        first = said([*greeting, *ASK])
+        said([*greeting, {"role": "user", "content": "Another question."}])
+        assert branches(world) == before
+        said([*greeting, *ASK, first, *ASK])
+        assert branches(world) == before
+        said([*greeting, *ASK, {"role": "assistant", "content": "Other words."}, *ASK])
+        assert branches(world) == before + 1, "the model had answered there"
+        said([{"role": "user", "content": "?"}, first, *ASK])
+        assert branches(world) == before + 2, "and this is its answer to another question"
+
+
+THINKING: dict[str, Any] = {"type": "thinking", "thinking": "I must\nlook. "}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_thinking_is_signed(world: World, streamed: bool) -> None:
+    claim, before = world.attempt(), branches(world)
+    with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
+        given: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": ASK}
+        if streamed:
+            with client.messages.stream(**given) as stream:
+                answer = stream.get_final_message()
+        else:
+            answer = client.messages.create(**given)
+        thinking, text = (block.model_dump() for block in answer.content)
+        assert len(thinking["signature"]) > 20 and thinking["thinking"] == " I must\nlook. "
+        for changed in (thinking, thinking | {"signature": ""}, thinking | {"thinking": "I must act."}):
+            messages = [*ASK, {"role": "assistant", "content": [changed, text]}, *ASK]
+            response = client.messages.with_raw_response.create(**given | {"messages": messages})
+            assert ("x-etude-ignored" in response.headers) == (changed != thinking)
+    turns = world.turns(claim.key)
+    assert [goes_on([turns[0], turn]) for turn in turns[1:]] == [[True]] * 3 and branches(world) == before
+    decode = world.endpoint.chat.tokenizer.decode
+    assert "I must act" not in decode(turns[-1].prompt)
+
+
+@pytest.mark.parametrize("back", [" I must\nlook. ", "", "look. ", "I must\nlook.", "I must look."])
+def test_thinking_may_come_back_whole_cut_or_stripped(world: World, back: str) -> None:
+    claim, before = world.attempt(), branches(world)
+    with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+        answer = client.chat.completions.create(model="policy", messages=ASK).choices[0].message
+        sent: Any = {"role": "assistant", "content": answer.content, "reasoning_content": back}
+        client.chat.completions.create(model="policy", messages=[*ASK, sent, *ASK])
+    assert goes_on(world.turns(claim.key)) == [True] and branches(world) == before
+
+
+CALL = (
+    '<think>\nI look.\n</think>\n\nWait.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_items_may_be_named_alone(streamed: bool) -> None:
+    """As the default provider of Vercel's AI SDK names them at its second step."""
+    chat = chat_of("qwen3")
+    upstream = Scripted(chat.tokenizer, lambda prompt: ("Rain." if "rain" in prompt else CALL) + "<|im_end|>")
+    with serving(upstream, chat, train=SamplingParams(max_tokens=300)) as world:
+        claim, other = world.attempt(), world.attempt()
+        with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+            given: dict[str, Any] = {"model": "policy", "input": ASK, "tools": [FLAT]}
+            if streamed:
+                with client.responses.stream(**given) as stream:
+                    answer = stream.get_final_response()
+            else:
+                answer = client.responses.create(**given)
+            assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
+            names: list[Any] = [{"type": "item_reference", "id": item.id} for item in answer.output]
+            call = json.loads(answer.output[-1].model_dump_json())["call_id"]
+            result = {"type": "function_call_output", "call_id": call, "output": "rain"}
+            last = client.responses.create(**given | {"input": [*ASK, *names, result]})
+            assert last.output_text == "Rain." and goes_on(world.turns(claim.key)) == [True]
+            for id in ("msg_resp_0-0-99", "rs_none", f"fc_{answer.id}_call7", f"{answer.id}_call" + "9" * 5000):
+                with pytest.raises(openai.NotFoundError, match="has no item"):
+                    client.responses.create(**given | {"input": [*ASK, {"type": "item_reference", "id": id}]})
+        response = httpx2.post(
+            f"{world.url}/responses",
+            json=given | {"input": [*ASK, *names]},
+            headers={"authorization": f"Bearer {other.model_key}"},
+        )
+        assert response.status_code == 404, "another attempt's"
+
+
+def test_answers_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "KEPT", 3)
+    monkeypatch.setattr(record, "KEPT_CHARACTERS", 100)
+    use: Use = "train"
+    sitting = record.Sitting(Key(0, 0), use, chat_of())
+    for n in range(5):
+        sitting.keep(str(n), (Message("assistant", str(n)),))
+    assert [sitting.answer(str(n)) is not None for n in range(5)] == [False, False, True, True, True]
+    sitting.keep("long", (Message("user", "a" * 200), Message("assistant", "long")))
+    assert sitting.answer("4") is None and sitting.answer("long") == Message("assistant", "long")
+    sitting.keep("5", (Message("assistant", "5"),))
+    assert sitting.answer("long") is None and sitting.earlier("5") == (Message("assistant", "5"),)
+
+
+@pytest.mark.parametrize("thinks", [None, True, False])
+def test_a_call_that_has_to_be_made_begins_without_thinking_that_nobody_thought(thinks: bool | None) -> None:
+    variables = {} if thinks is None else {"enable_thinking": thinks}
+    chat = Chat(chat_of("qwen3").tokenizer, variables=variables)
+    upstream = Scripted(chat.tokenizer, lambda _: '{"city": "Bern"}}\n</tool_call><|im_end|>')
+    with serving(upstream, chat, train=SamplingParams(max_tokens=100)) as world:
+        claim = world.attempt()
+        with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
+            given: dict[str, Any] = {"model": "policy", "max_tokens": 99, "messages": ASK, "tools": [CLAUDE]}
+            answer = client.messages.create(**given, tool_choice={"type": "any", "disable_parallel_tool_use": True})
+        (block,) = answer.content
+        assert block.type == "tool_use" and block.input == {"city": "Bern"}
+        shown = chat.tokenizer.decode(world.turns(claim.key)[0].prompt, special=True)
+    begun = shown.rpartition("<|im_start|>assistant\n")[2]
+    empty = "<think>\n\n</think>\n\n" if thinks is False else ""  # the template's own
+    assert begun == empty + '<tool_call>\n{"name": "weather", "arguments": '

@@ -1,0 +1,61 @@
+"""The npm packages of agent clients, pinned by the lock file beside this file and installed once on a machine.
+
+Their folder lies in the user's cache directory, named by a hash of the lock file and of the Node.js that runs them. A
+file that is written last says that all of them are there. No script of a package runs while it is installed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from etude.config.env import cache_directory
+
+HERE = Path(__file__).parent
+FILES = "package.json", "package-lock.json"
+PATIENCE_S = 900.0
+"""Seconds that an installation may take: the packages are 800 MB."""
+
+
+def versions() -> dict[str, str]:
+    """The pinned packages, and the version of each."""
+    found: dict[str, str] = json.loads((HERE / "package.json").read_text(encoding="utf-8"))["dependencies"]
+    return found
+
+
+def place() -> Path | None:
+    """Their folder, whether it is there or not; None where there is no Node.js."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        return None
+    node = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    told = [node, platform.system(), platform.machine(), *(HERE.joinpath(name).read_text() for name in FILES)]
+    key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+    return cache_directory() / "environments" / f"npm-clients-{key}"
+
+
+def installed() -> Path:
+    """Their folder, with all of them in it."""
+    folder = place()
+    if folder is None:
+        pytest.fail("ETUDE_REQUIRE names 'npm', but there is no Node.js with npm here.", pytrace=False)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(folder.name + ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # let go of when this process ends, however it ends
+        if not (folder / "whole.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            for name in FILES:
+                shutil.copy(HERE / name, folder)
+            command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+            if done.returncode:
+                pytest.fail(f"npm cannot install the clients into {folder}:\n{done.stderr[-2000:]}", pytrace=False)
+            (folder / "whole.json").write_text(json.dumps(versions()))
+    return folder
