@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +26,6 @@ from etude.records import SamplingParams, Turn
 from tests.agents.proxy.tables import END, START, Table, model_of_table, tokenizer_of
 from tests.agents.proxy.world import World, serving
 from tests.chat.made import published
-from tests.clients.npm import versions
 from tests.components import require_clients
 from tests.rollout.engines import engine_of
 
@@ -49,7 +49,7 @@ def table_of(name: str, arguments: Mapping[str, Any]) -> Table:
     """A thought, a call, and in the end an answer."""
     call = f'\n{{ "arguments":{json.dumps(arguments, separators=(" ,", ":  "))} ,"name":"{name}"}}'
     steps = [START, "<think>", "I ", " look.", "</think>", "\n\n", "<tool_call>", call, "</tool_call>", END]
-    follows = {one: {other: 1.0} for one, other in zip(steps[:-1], steps[1:], strict=True)}
+    follows = {one: {other: 1.0} for one, other in pairwise(steps)}
     return follows | {AGAIN: {ANSWER: 1.0}, ANSWER: {END: 1.0}}
 
 
@@ -183,9 +183,3 @@ def test_vercel_ai(notes: Path, dialect: str, streamed: bool) -> None:
         )
         assert json.loads(printed) == {"text": ANSWER, "steps": 2}
         assert_exact(world, world.turns(claim.key))
-
-
-def test_the_page_names_the_versions() -> None:
-    page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
-    for name, version in versions().items():
-        assert name == "zod" or f"`{name}` {version}" in page
