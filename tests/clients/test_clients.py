@@ -26,7 +26,6 @@ from etude.records import SamplingParams, Turn
 from tests.agents.proxy.tables import END, START, Table, model_of_table, tokenizer_of
 from tests.agents.proxy.world import World, serving
 from tests.chat.made import published
-from tests.clients.npm import versions
 from tests.components import require_clients
 from tests.rollout.engines import engine_of
 
@@ -184,9 +183,3 @@ def test_vercel_ai(notes: Path, dialect: str, streamed: bool) -> None:
         )
         assert json.loads(printed) == {"text": ANSWER, "steps": 2}
         assert_exact(world, world.turns(claim.key))
-
-
-def test_the_page_names_the_versions() -> None:
-    page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
-    for name, version in versions().items():
-        assert name == "zod" or f"`{name}` {version}" in page

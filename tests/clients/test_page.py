@@ -1,0 +1,15 @@
+"""docs/agents.md names the clients that are tested."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.clients.npm import versions
+
+
+def test_the_page_names_the_versions() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+    tested = versions()
+    assert tested.pop("zod"), "which only the agent's own schema is of"
+    for name, version in tested.items():
+        assert f"`{name}` {version}" in page
