@@ -12,6 +12,7 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from etude import __version__
 from etude.commands import RUN, Parser, add, add_rollouts, of_a_run
-from etude.errors import ConfigError, EtudeError
+from etude.errors import ConfigError, EtudeError, refusal_of
 from etude.lazy import loading
 from etude.services import add_services
 
@@ -273,12 +274,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _let_go()
         return NOBODY_READS
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         _let_go()
         if debug:
             raise
-        where = f" at {error.filename}" if error.filename else ""
-        _complain(f"The system refused to read or write{where}: {error.strerror or error}.")
+        _complain(refusal_of(error))
         return FAILED
     return code or 0
 
@@ -425,20 +425,22 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _demo_language(arguments: argparse.Namespace) -> None:
+    began = time.perf_counter()
     from etude.demo.language import demonstrate
 
-    told = demonstrate(arguments.overrides, arguments.config)
+    told = demonstrate(arguments.overrides, arguments.config, began)
     if arguments.json:
         print(json.dumps(told))
 
 
 def _demo_agent(arguments: argparse.Namespace) -> None:
+    began = time.perf_counter()
     from etude.agents import openai_clients
 
     openai_clients()  # without it no attempt would come to anything, which is better known at once
     from etude.demo.agent import demonstrate
 
-    told = demonstrate(arguments.overrides, arguments.config)
+    told = demonstrate(arguments.overrides, arguments.config, began)
     if arguments.json:
         print(json.dumps(told))
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import threading
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
@@ -76,6 +77,10 @@ BEYOND = frozenset({"greedy_reward", "anchor", "reward_parts"})
 """What an algorithm may need and the three calls do not bring."""
 
 
+FOLLOW = ("train.precision", "data.max_prompt")
+"""Options that follow from the model and the prompts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RLConfig:
     """What a short program sets of a run. Each field stands for an option of `etude train`; None leaves the preset's.
@@ -116,6 +121,25 @@ class RLConfig:
     }
     """The options that a field sets."""
 
+    def __post_init__(self) -> None:
+        """Refuse what no run can be made of, in the names of these fields."""
+        for option in FOLLOW:
+            if option in self.options:
+                raise _follows(option)
+        try:
+            self.run()
+        except ConfigError as error:
+            raise type(error)(self._in_fields(str(error))) from None
+
+    def _in_fields(self, told: str) -> str:
+        """A sentence on options of a run as one on the fields that set them, said once where a field sets two."""
+        for name, options in self.STANDS_FOR.items():
+            for option in options:
+                if option not in self.options:
+                    told = re.sub(rf"(?<![\w.]){re.escape(option)}(?![\w.]*\w)", f"RLConfig.{name}", told)
+        problems = list(dict.fromkeys(line for line in told.splitlines() if line.startswith("- ")))
+        return problems[0].removeprefix("- ") if len(problems) == 1 else told
+
     def run(self, **more: Any) -> Run:
         """The run that this asks for; `more` are options that follow from the model."""
         if self.algorithm not in PRESETS:
@@ -125,8 +149,6 @@ class RLConfig:
                 f"There is no algorithm '{self.algorithm}'.{hint} RLConfig(algorithm=…) is one of {', '.join(PRESETS)}."
             )
         for option in self.options:
-            if option in more:
-                raise ConfigError(f"`{option}` follows from the model and the prompts that were given. Leave it out.")
             first = option.partition(".")[0]
             if first in Run.model_fields and not {option, first} & ACTS:
                 raise ConfigError(
@@ -309,6 +331,10 @@ class _Loop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _follows(option: str) -> ConfigError:
+    return ConfigError(f"`{option}` follows from the model and the prompts that were given. Leave it out.")
 
 
 def _tokenizer(given: Any, ends: ExitStack) -> Tokenizer:

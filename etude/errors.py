@@ -31,6 +31,8 @@ A mistake of Etude's own is an `assert`, never one of these.
 
 from __future__ import annotations
 
+import errno
+
 __all__ = [
     "AgentError",
     "BatchError",
@@ -56,6 +58,8 @@ __all__ = [
     "UnknownChoiceError",
     "UnknownError",
     "UnknownKeyError",
+    "out_of_memory",
+    "refusal_of",
 ]
 
 
@@ -153,3 +157,23 @@ class EngineError(EtudeError, RuntimeError):
 
 class MissingPackageError(EtudeError, ImportError):
     """An optional package is absent."""
+
+
+def out_of_memory(error: BaseException) -> str:
+    """Return a sentence on an error that says that the system gave no more memory; empty for any other."""
+    refused = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if not refused and "allocate memory" not in str(error):
+        return ""
+    told = f" ({error})" if str(error) else ""
+    return (
+        f"The system gave this process no more memory{told}. `etude plan` says how much a run takes; `ulimit -v` shows "
+        "whether the address space of processes is bounded here, and `ulimit -v unlimited` lifts that."
+    )
+
+
+def refusal_of(error: OSError | MemoryError) -> str:
+    """Return a sentence on what the system refused."""
+    if told := out_of_memory(error):
+        return told
+    where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
+    return f"The system refused to read or write{where}: {getattr(error, 'strerror', None) or error}."

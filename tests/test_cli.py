@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -21,6 +22,7 @@ from etude.config import load_plugin
 from etude.data.prepare import PREPARATIONS
 from etude.demo.algorithms import DemoRun
 from etude.demo.demonstrate import NEXT
+from etude.errors import refusal_of
 from etude.recipes.commands import SUPERVISED
 from etude.recipes.run import Run
 from tests.commands import composed, root_of
@@ -430,3 +432,12 @@ def test_an_option_of_the_run_with_dashes_is_told_how_it_is_written(word: str, c
 def test_the_demonstration_brings_its_own_world(capsys: Captured) -> None:
     for option in ("model.path=mine", "data.train=[x]", "reward=gsm8k"):
         assert "The demonstration brings its own" in refused(capsys, "demo", option)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")])
+def test_memory_that_the_system_refuses_is_told_as_such(error: MemoryError | OSError) -> None:
+    told = refusal_of(error)
+    assert told.startswith("The system gave this process no more memory") and "`ulimit -v unlimited`" in told
+    assert refusal_of(OSError(errno.EIO, "Input/output error", "x")) == (
+        "The system refused to read or write at x: Input/output error."
+    )

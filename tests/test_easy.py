@@ -173,20 +173,37 @@ def test_each_field_stands_for_an_option() -> None:
     assert named == set(RLConfig.STANDS_FOR) | {"algorithm", "options"}
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"batch_size": 0}, "RLConfig.batch_size must be at least 1; 0 was given."),
+        ({"batch_size": "many"}, "RLConfig.batch_size expects a whole number; 'many' was given."),
+        ({"learning_rate": -1.0}, "RLConfig.learning_rate must be at least 0; -1.0 was given."),
+        ({"temperature": -1}, "RLConfig.temperature must be"),
+        ({"max_tokens": 0}, "RLConfig.max_tokens must be at least 1; 0 was given."),
+        ({"options": {"collect.tasks": 0}, "batch_size": 4}, "collect.tasks must be at least 1; 0 was given."),
+    ],
+)
+def test_nonsense_is_refused_at_once_by_the_name_of_its_field(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RLConfig(**given)
+    assert str(caught.value).startswith(told)
+
+
 def test_what_is_asked_wrongly_is_told(gpt2: Path, trainers: list[PPOTrainer]) -> None:
     with pytest.raises(ConfigError, match=r"no algorithm 'ppp'.*ppo"):
-        RLConfig(algorithm="ppp").run()
+        RLConfig(algorithm="ppp")
     with pytest.raises(ConfigError, match="Did you mean"):
-        RLConfig(options={"kll": "reverse"}).run()
+        RLConfig(options={"kll": "reverse"})
     with pytest.raises(ConfigError, match=r"`train\.precision` follows from the model"):
         PPOTrainer(config=small(options={"train.precision": "bf16"}), env=env(gpt2))
     for prompts, told in (("1 to:", "put it into a list"), ([], "The list of prompts is empty")):
         with pytest.raises(ConfigError, match=told):
             PPOTrainer(config=small(), env=env(gpt2, prompts=prompts))
-    with pytest.raises(ConfigError, match="clip_low"):
-        RLConfig(algorithm="rloo", clip_epsilon=0.2).run()
+    with pytest.raises(ConfigError, match=r"^RLConfig\.clip_epsilon is not an option"):
+        RLConfig(algorithm="rloo", clip_epsilon=0.2)
     with pytest.raises(ConfigError, match=r"`lora\.rank` has no effect on a model that a program holds"):
-        RLConfig(options={"lora.rank": 8}).run()
+        RLConfig(options={"lora.rank": 8})
     with pytest.raises(ConfigError, match="`etude train distillation`"):
         PPOTrainer(config=small(algorithm="distillation"), env=env(gpt2))
     for beyond in ("gdpo", "remax"):

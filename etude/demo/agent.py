@@ -58,15 +58,18 @@ class Scored:
         return sum(bool(CALL.search(said["text"])) for said in self.conversation if said["by"] == "model")
 
 
-def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str, Any]:
-    """Make a world and a model, have an agent play in it, learn from that, show how; returns the outcome."""
+def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float | None = None) -> dict[str, Any]:
+    """Make a world and a model, have an agent play in it, learn from that, show how; returns the outcome.
+
+    began: a reading of `time.perf_counter` from which its seconds count, what was loaded before included.
+    """
     refuse_another_world(
         overrides, OWN, "agent, model and tasks", "agent.path=my_agent.py:solve model.path=… data.train=[…]"
     )
     asked = compose(Run, overrides, file=file, preset=PRESET)
     directory = asked.directory or new_directory(Path("runs"), "demo-agent")
     console = make_console(asked.observe.console)
-    began = time.perf_counter()
+    began = time.perf_counter() if began is None else began
     _introduce(console, asked)
     world = make_world(
         directory / "world", TASKS, HELD_OUT, lambda n, held: storeroom.rows(asked.seed, n, held_out=held)

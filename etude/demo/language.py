@@ -51,13 +51,16 @@ class Scores:
     answers: Sequence[Answer]
 
 
-def demonstrate(overrides: Sequence[str], file: Path | None = None) -> dict[str, Any]:
-    """Make a world, warm a model up in it, improve it, show how; returns the outcome."""
+def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float | None = None) -> dict[str, Any]:
+    """Make a world, warm a model up in it, improve it, show how; returns the outcome.
+
+    began: a reading of `time.perf_counter` from which its seconds count, what was loaded before included.
+    """
     refuse_another_world(overrides, OWN, "model, tasks and reward", "model.path=… data.train=[…]")
     asked = compose(Run, overrides, file=file, preset=PRESET)
     directory = asked.directory or new_directory(Path("runs"), "demo")
     console = make_console(asked.observe.console)
-    began = time.perf_counter()
+    began = time.perf_counter() if began is None else began
     _introduce(console)
     world = make_world(directory / "world", TASKS, HELD_OUT, lambda n, held: digits.rows(asked.seed, n, held_out=held))
     torch.set_num_threads(asked.threads or torch.get_num_threads())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.utils import logging
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, out_of_memory
 from etude.models.config import Head
 from etude.models.generic import ATTENTION, offer, refuse
 from etude.models.model import Model, cast
@@ -72,7 +72,9 @@ def load(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, MemoryError) as error:
+        if told := out_of_memory(error):
+            raise ConfigError(f"The model in {where} cannot be loaded. {told}") from error
         raise ConfigError(f"The model in {where} cannot be loaded: {error}") from error
     missing = set(told["missing_keys"])
     if head != "language" and SCORE in missing:
@@ -173,8 +175,14 @@ def _quiet() -> Iterator[None]:
 
 def _config(where: Path) -> PreTrainedConfig:
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(where, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"The model in {where} brings code of its own (`auto_map` in its config.json), and Etude runs no code "
+                "that comes with a model. Choose a model of an architecture that transformers has built in; some have "
+                "a converted version whose name ends in -hf."
+            ) from error
         raise ConfigError(f"The config.json in {where} cannot be used: {error}") from error
     return config
 

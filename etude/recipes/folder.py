@@ -219,10 +219,16 @@ def compare(directory: Path, run: Recipe) -> None:
     changed = differences(read_kind(type(run), directory, masked=_values(run, shown=False).get), run)
     if changed:
         listed = "; ".join(f"{path} was {before}, is {after}" for path, before, after in changed)
+        schedules = ""
+        if any(path in run.length for path, *_ in changed):
+            schedules = (
+                f"{_listed(run.length)} may change only while nothing depends on it: {_listed(run.schedules())} "
+                "constant. "
+            )
         raise ConfigError(
-            f"{directory} holds a run that was started otherwise: {listed}. Give the old values, or start a new "
-            f"run in another `directory`. What may change in a run that goes on: {', '.join(run.free)} "
-            f"({_listed(run.length)} only while nothing depends on it: {_listed(run.schedules())} constant)."
+            f"{directory} holds a run that was started otherwise: {listed}. {schedules}To go on, leave that out. "
+            f"To train its model on with other options, begin a new run from it: `etude export {directory} my-model`, "
+            "then the same command with `model.path=my-model` and another `directory`."
         )
 
 

@@ -108,7 +108,7 @@ def _dropped(store: Journal) -> dict[int, list[int]]:
 def _rollouts(store: Journal, admitted: Sequence[int], dropped: Sequence[int]) -> list[RolloutState]:
     """The rollouts that a step trained on, and behind those of a task the ones that failed."""
     trained = store.some(RolloutState, admitted)
-    tries: dict[int, list[RolloutState]] = {trained[id].task: [] for id in admitted} | {task: [] for task in dropped}
+    tries: dict[int, list[RolloutState]] = {task: [] for task in [*(trained[id].task for id in admitted), *dropped]}
     for id in admitted:
         tries[trained[id].task].append(trained[id])
     for task, chosen in tries.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def host(overrides: Sequence[str], file: Path | None, *, best: bool, listen: str
         attempt = asyncio.run(_begun(desk))
         stopping = stack.enter_context(told_to_stop())
         stack.enter_context(swept())
-        beside = [endpoint, _forgetting(endpoint, attempt, desk)]
+        beside: list[AbstractAsyncContextManager[Any]] = [endpoint, _forgetting(endpoint, attempt, desk)]
         serving = stack.enter_context(
             serve(desk, keyring, host=address, port=port, routers=[router(endpoint)], beside=beside)
         )

@@ -80,6 +80,15 @@ def test_a_config_that_cannot_be_used_is_told(tmp_path: Path, text: str) -> None
         load(tmp_path, dtype=torch.float32)
 
 
+def test_a_model_with_code_of_its_own_is_refused_without_advice_that_nobody_can_follow(directory: Path) -> None:
+    place = directory / "config.json"
+    own = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}
+    place.write_text(json.dumps(json.loads(place.read_text()) | own))
+    with pytest.raises(ConfigError, match="runs no code that comes with a model") as caught:
+        load(directory, dtype=torch.float32)
+    assert "trust_remote_code" not in str(caught.value)
+
+
 def test_absent_weight_files_are_told(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="cannot be loaded"):

@@ -223,3 +223,14 @@ def test_a_run_wants_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.
 def test_a_line_of_metrics_that_was_cut_off_is_no_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2, "lo')
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2}]
+
+
+def test_other_options_are_told_with_a_way_to_train_on_with_them(tmp_path: Path) -> None:
+    settle(tmp_path, compose(Run, ["model.path=m", "train.schedule=cosine"]))
+    with pytest.raises(ConfigError) as caught:
+        compare(tmp_path, compose(Run, ["model.path=m", "train.schedule=cosine", "train.learning_rate=1e-3"]))
+    told = str(caught.value)
+    assert "train.learning_rate was 1e-06, is 0.001. To go on, leave that out." in told
+    assert f"`etude export {tmp_path} my-model`" in told and "`model.path=my-model`" in told and len(told) < 600
+    with pytest.raises(ConfigError, match=r"may change only while nothing depends on it: .* constant\. To go on"):
+        compare(tmp_path, compose(Run, ["model.path=m", "train.schedule=cosine", "steps=7"]))

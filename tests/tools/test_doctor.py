@@ -54,7 +54,7 @@ def test_a_machine_is_looked_at(tmp_path: Path, capsys: Captured) -> None:
     lines = [line for line in told.splitlines() if line.startswith(("ok ", "warn", "fail"))]
     names = {line[6:].partition("  ")[0] for line in lines}
     assert names >= {
-        *("python", "command", "packages", "trackers", "environments", "torch", "device", "bf16", "threads", "place"),
+        *("python", "command", "packages", "trackers", "environments", "torch", "device", "threads", "place"),
         *("disk", "disk speed", "memory", "cache", "limits", "clock", "loopback", "compiler"),
     }
     assert code == (1 if any(line.startswith("fail") for line in lines) else 0)
@@ -138,18 +138,23 @@ def test_a_device_is_judged(change: dict[str, Any], driver: bool, grade: str, sa
     [
         ({"threads": 5}, "threads", "warn", "`threads=4`, or set OMP_NUM_THREADS=4"),
         ({"threads": 1}, "threads", "ok", ""),
-        ({"multiplies_bf16": False, "rates": {"float32": 2.0, "bfloat16": 1.0}}, "bf16", "ok", ""),
         (
             {"gpus": [], "multiplies_bf16": False, "rates": {"float32": 2.0, "bfloat16": 1.0}},
             *("bf16", "warn", "`train.precision=fp32`"),
         ),
-        ({"gpus": [], "multiplies_bf16": False}, "bf16", "ok", ""),
         ({"hip": "7.1", "cuda": None}, "torch", "ok", ""),
     ],
 )
 def test_what_computes_is_judged(change: dict[str, Any], name: str, grade: str, remedy: str) -> None:
     finding = named(list(findings(PROBED | change, True, usable=4)), name)
     assert finding.grade == grade and remedy in finding.remedy
+
+
+@pytest.mark.parametrize("change", [{}, {"gpus": []}, {"gpus": [], "multiplies_bf16": False}])
+def test_bf16_is_spoken_of_only_where_it_is_slower_on_what_runs_compute_on(change: dict[str, Any]) -> None:
+    assert "bf16" not in {each.name for each in findings(PROBED | change, True, usable=4)}
+    slow = {"multiplies_bf16": False, "rates": {"float32": 2.0, "bfloat16": 1.0}}
+    assert "bf16" not in {each.name for each in findings(PROBED | slow, True, usable=4)}, "a GPU computes"
 
 
 @pytest.mark.parametrize(

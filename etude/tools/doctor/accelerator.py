@@ -70,7 +70,7 @@ def findings(found: Mapping[str, Any], driver: bool, usable: int) -> Iterator[Fi
     built = f"CUDA {found['cuda']}" if found["cuda"] else f"ROCm {found['hip']}" if found["hip"] else "processors alone"
     yield ok("torch", f"{found['torch']}, built for {built}")
     yield from _devices(found, driver)
-    yield _precision(found)
+    yield from _precision(found)
     yield _threads(found["threads"], usable)
 
 
@@ -117,18 +117,12 @@ def _has_kernels(capability: list[int], kernels_for: list[str]) -> bool:
     return not kernels_for
 
 
-def _precision(found: Mapping[str, Any]) -> Finding:
-    """How fast the processor is in bf16, beside fp32."""
-    rates = found["rates"]
-    times = rates["bfloat16"] / rates["float32"]
-    what = f"products in bf16 run at {times:.1f} times the speed of fp32 ({rates['float32'] / 1e9:.0f} Gflop/s)"
-    if found["multiplies_bf16"]:
-        return ok("bf16", f"the processor multiplies bf16 itself: {what}")
-    if times < 1 and not found["gpus"]:
-        return warn(
-            "bf16", f"The processor does not multiply bf16 itself: {what}.", "Train with `train.precision=fp32`."
-        )
-    return ok("bf16", f"the processor does not multiply bf16 itself; {what}")
+def _precision(found: Mapping[str, Any]) -> Iterator[Finding]:
+    """A warning where runs compute on a processor that is slower in bf16, the default, than in fp32; else nothing."""
+    times = found["rates"]["bfloat16"] / found["rates"]["float32"]
+    if times < 1 and not found["gpus"] and not found["multiplies_bf16"]:
+        what = f"The processor does not multiply bf16 itself, and is {1 / times:.1f} times slower in it than in fp32."
+        yield warn("bf16", what, "Train with `train.precision=fp32`.")
 
 
 def _threads(threads: int, usable: int) -> Finding:
