@@ -71,7 +71,7 @@ docs: $(DEV) ## write the generated pages, check what the documents name, and ma
 	$(BIN)/python -m tests.conformance.document
 	$(BIN)/python -m tests.pages.document
 	$(BIN)/python -m pytest tests/house/test_links.py tests/house/test_pages.py tests/house/test_readme.py tests/house/test_site.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean: ## remove the environment and everything that can be made again
 	rm -rf $(VENV) build dist site coverage.json .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,6 +11,7 @@ if TYPE_CHECKING:
     from etude.agents.agent import Agent, agent
     from etude.agents.command import command
     from etude.easy import PPOTrainer, RLConfig, Trajectories
+    from etude.launch import train
     from etude.trainer import RL, Algorithm, Baseline, Trainer
 
 __version__ = "0.1.0"
@@ -26,6 +29,7 @@ __all__ = [  # noqa: RUF022 (as `sorted` has them)
     "agent",
     "command",
     "emit",
+    "train",
 ]
 
 
@@ -57,3 +61,23 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """What is there, loaded or not."""
     return sorted({*globals(), *__all__})
+
+
+class _Etude(ModuleType):
+    """This package. `etude.train` is a function here, and the name of a package below, from which names are imported
+    as before: `from etude.train import …`."""
+
+    @property
+    def train(self) -> Any:
+        """The function, whether or not that package is loaded."""
+        from etude.launch import train
+
+        return train
+
+    @train.setter
+    def train(self, package: ModuleType) -> None:
+        """Python would put the package here when it is imported."""
+
+
+if not TYPE_CHECKING:
+    sys.modules[__name__].__class__ = _Etude

@@ -241,8 +241,8 @@ def _add_exports(commands: Any, debug: Parser) -> None:
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
-    """`etude demo` alone is `etude demo language`, and `etude export RUN` is `etude export model RUN`."""
-    words = list(argv)
+    """`etude` alone is its help, `etude demo` its first demo, and `etude export RUN` is `etude export model RUN`."""
+    words = list(argv) or ["--help"]
     if words[:1] == ["export"] and words[1:2] not in ([], [MODEL], ["rollouts"], ["-h"], ["--help"]):
         words.insert(1, MODEL)
     if words[:1] == ["demo"] and words[1:2] not in (["agent"], ["algorithms"], [LANGUAGE], ["-h"], ["--help"]):
@@ -304,26 +304,25 @@ def _complain(sentence: str) -> None:
             print(f"etude: {sentence}", file=sys.stderr)
 
 
-def _composed(arguments: argparse.Namespace) -> Any:
-    """The run that a command line asks for: a preset or a recipe if its first word is one, a file, and the options."""
+def _config_show(arguments: argparse.Namespace) -> None:
+    from etude.config.compose import compose
+    from etude.config.show import rendered, to_yaml
+    from etude.observe import make_console
     from etude.recipes.commands import SUPERVISED, asked
     from etude.recipes.presets import split
     from etude.recipes.run import Run
 
+    run: Any
     words = arguments.overrides
-    if words[:1] and words[0] in SUPERVISED:
-        return asked(SUPERVISED[words[0]], words[1:], arguments.config)
-    preset, overrides = split(words)
-    return asked(Run, overrides, arguments.config, preset)
+    if arguments.demo:
+        from etude.demo.algorithms import DemoRun
 
-
-def _config_show(arguments: argparse.Namespace) -> None:
-    from etude.config.compose import compose
-    from etude.config.show import rendered, to_yaml
-    from etude.demo.algorithms import DemoRun
-    from etude.observe import make_console
-
-    run = compose(DemoRun, arguments.overrides, file=arguments.config) if arguments.demo else _composed(arguments)
+        run = compose(DemoRun, words, file=arguments.config)
+    elif words[:1] and words[0] in SUPERVISED:
+        run = asked(SUPERVISED[words[0]], words[1:], arguments.config)
+    else:
+        preset, overrides = split(words)
+        run = asked(Run, overrides, arguments.config, preset)
     if arguments.yaml:
         print(to_yaml(run), end="")
     else:

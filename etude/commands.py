@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from etude import __version__
+from etude.config.near import meant
 from etude.errors import ConfigError
 
 __all__ = ["Parser", "add", "add_rollouts", "of_a_run"]
@@ -122,6 +123,15 @@ class Parser(argparse.ArgumentParser):
     """A parser that can leave words without a dash to the run, wherever they stand, as its `overrides`."""
 
     of_a_run = False
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a word that is none of those that may stand there, with the nearest that may."""
+        known = list(action.choices or ())
+        if action.choices is not None and value not in known:
+            shown = [each.dest for each in getattr(action, "_choices_actions", ())] or [str(each) for each in known]
+            what = "command" if action.nargs == argparse.PARSER else str(action.dest).rstrip("_")
+            told = f"there is no {what} '{value}'.{meant(str(value), shown)} There are {', '.join(shown)}."
+            raise argparse.ArgumentError(None, told)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The arguments that are known, and the others; of a run's command all words are."""

@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Self, TypeVar
@@ -35,6 +34,7 @@ from numpy.typing import ArrayLike, NDArray
 from etude.batch import Batch
 from etude.chat import ChatConfig, Tokenizer
 from etude.config.compose import compose
+from etude.config.near import meant
 from etude.data import Dataset
 from etude.data.adapt import samples as rows_of_turns
 from etude.data.collate import collate
@@ -143,8 +143,7 @@ class RLConfig:
     def run(self, **more: Any) -> Run:
         """The run that this asks for; `more` are options that follow from the model."""
         if self.algorithm not in PRESETS:
-            near = get_close_matches(self.algorithm, PRESETS, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = meant(self.algorithm, PRESETS)
             raise UnknownChoiceError(
                 f"There is no algorithm '{self.algorithm}'.{hint} RLConfig(algorithm=…) is one of {', '.join(PRESETS)}."
             )

@@ -26,10 +26,12 @@ from rich.text import Text
 from etude.agents.agent import Agent, as_agent, spec_of
 from etude.config.compose import compose
 from etude.config.env import role
+from etude.config.near import meant
 from etude.config.plugin import being_run
 from etude.errors import CollectionError, ConfigError, UnknownChoiceError
 from etude.observe import make_console
 from etude.recipes import folder
+from etude.recipes.apart import apart
 from etude.recipes.build import build
 from etude.recipes.hosting import Hosted, hosted
 from etude.recipes.loop import practise
@@ -159,10 +161,10 @@ class RL(Algorithm):
         written: dict[str, str] = {}
         for name, tasks in {"train": train, "val": val}.items():
             if tasks is not None:
-                files, text = _files(tasks, directory / folder.TASKS / f"{name}.jsonl")
+                files, text = as_files(tasks, directory / folder.TASKS / f"{name}.jsonl")
                 options[f"data.{name}"] = files
                 written |= {} if text is None else {name: text}
-        run = compose(Run, [f"{name}={_word(value)}" for name, value in options.items()], preset=_preset(self.preset))
+        run = compose(Run, [f"{name}={as_text(value)}" for name, value in options.items()], preset=_preset(self.preset))
         with build(run, agent=self.given.agent, tasks=written) as parts:
             self.desks = parts.client
             try:
@@ -232,7 +234,7 @@ class Trainer:
             return {}
         self.algorithm.given = self._given(agent, {"agent.runners": 0} if role() == "train" else {})
         try:
-            return self.algorithm.run(_kept(train), _kept(val))
+            return apart(lambda: self.algorithm.run(_kept(train), _kept(val)))
         finally:
             self.algorithm.given = None
 
@@ -246,7 +248,8 @@ class Trainer:
             raise ConfigError("`dev` plays on this machine, and `n_runners=0` starts nobody here: give it 1.")
         self.algorithm.given = self._given(agent, {})
         try:
-            self.algorithm.try_out(tasks, count, make_console())
+            algorithm = self.algorithm
+            apart(lambda: algorithm.try_out(tasks, count, make_console()))
         finally:
             self.algorithm.given = None
 
@@ -277,11 +280,11 @@ def _report(found: Mapping[str, float], directory: Path, console: Console) -> No
 
 def _preset(name: str | None) -> Path | None:
     if name is not None and name not in PRESETS:
-        raise ConfigError(f"There is no preset '{name}'. There are: {', '.join(PRESETS)}.")
+        raise ConfigError(f"There is no preset '{name}'.{meant(name, PRESETS)} There are: {', '.join(PRESETS)}.")
     return None if name is None else PRESETS[name]
 
 
-def _files(tasks: Tasks, place: Path) -> tuple[list[str], str | None]:
+def as_files(tasks: Tasks, place: Path) -> tuple[list[str], str | None]:
     """Tasks as files: those that are none yet become one, so that a run can be taken up; and what that is to hold."""
     if isinstance(tasks, str | Path):
         return [str(tasks)], None
@@ -306,6 +309,6 @@ def _kept(tasks: Tasks | None) -> Tasks | None:
     return tasks if tasks is None or isinstance(tasks, str | Path | Sequence) else list(tasks)
 
 
-def _word(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A value as an override writes it."""
     return json.dumps(value) if isinstance(value, list | str | bool) or value is None else str(value)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from inspect import isabstract
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -23,6 +22,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from etude.config.near import meant
 from etude.config.plugin import load_plugin, plugin_spec
 from etude.config.secrets import mask
 from etude.errors import PlugInError, UnknownChoiceError, UnknownKeyError
@@ -56,8 +56,7 @@ class Options:
             return self.table[name]
         if ":" in name:
             return self._plugin(name)
-        near = get_close_matches(name, self.names, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = meant(name, self.names)
         raise UnknownChoiceError(f"there is no '{mask(name)}'.{hint} The choices are {self.listed}.")
 
     def named(self, value: Any) -> str:

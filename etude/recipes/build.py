@@ -443,5 +443,6 @@ def _worker(run: Run, model: Model, engine: TorchEngine | None) -> PolicyWorker:
 
 def _headline(run: Run) -> list[str]:
     """What the line of a step shows; all the rest is in metrics.jsonl."""
-    scored = f"eval/mean@{run.evaluate.samples}"
-    return ["reward", scored, "loss", "answer_length", "policy_kl", "sampled_tokens_per_second"]
+    once = run.updates * run.epochs == 1  # where one update leaves loss and policy_kl at 0, whatever is learned
+    learned = ["grad_norm", "level_groups"] if once else ["loss", "policy_kl"]
+    return ["reward", f"eval/mean@{run.evaluate.samples}", *learned, "answer_length", "sampled_tokens_per_second"]

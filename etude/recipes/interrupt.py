@@ -10,15 +10,17 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["Interrupt"]
+__all__ = ["Interrupt", "interrupt_of"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_elsewhere: dict[int, Interrupt] = {}
+"""What listens in threads that Python delivers no signals to, by the thread."""
 
 
 class Interrupt:
     """Catches SIGINT and SIGTERM while a run goes on. `asked` says whether to stop after this step.
 
-    Outside the main thread, where Python delivers no signals, it catches nothing.
+    Outside the main thread, where Python delivers no signals, it hears of Ctrl-C by `apart`, which waits for it.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -30,7 +32,7 @@ class Interrupt:
         """Whether there may be a step to finish; else there is nothing to wait for."""
 
     def _caught(self, *_: object) -> None:
-        if self.asked or not self.working:
+        if not self.finishes_first():
             if not self.asked:
                 self._tell("Stopping: no step has begun yet.")
             self.asked = True
@@ -38,12 +40,20 @@ class Interrupt:
             self._quiet.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             raise KeyboardInterrupt
+
+    def finishes_first(self) -> bool:
+        """Take note of a Ctrl-C; whether there is a step that is finished and saved before the run stops."""
+        if self.asked or not self.working:
+            return False
         self.asked = True
         self._tell("Stopping after this step, which is saved. Press Ctrl-C once more to stop at once.")
+        return True
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._caught) for number in _SIGNALS}
+        else:
+            _elsewhere[threading.get_ident()] = self
         return self
 
     def __exit__(
@@ -52,4 +62,11 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        if _elsewhere.get(threading.get_ident()) is self:
+            del _elsewhere[threading.get_ident()]
         self._quiet.close()
+
+
+def interrupt_of(thread: threading.Thread) -> Interrupt | None:
+    """What listens for Ctrl-C in a thread that is not the main one."""
+    return _elsewhere.get(thread.ident or 0)

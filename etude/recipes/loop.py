@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from etude.recipes.apart import apart
 from etude.recipes.build import build
 
 if TYPE_CHECKING:
@@ -23,9 +24,13 @@ def train(run: Run, interrupt: Interrupt | None = None) -> Path:
 
     `interrupt`: who listens for that already, where several runs follow each other.
     """
-    with build(run, interrupt) as parts:
-        practise(parts)
-        return parts.directory
+
+    def trained() -> Path:
+        with build(run, interrupt) as parts:
+            practise(parts)
+            return parts.directory
+
+    return apart(trained)
 
 
 def practise(parts: Parts) -> None:

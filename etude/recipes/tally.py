@@ -13,6 +13,9 @@ from etude.records import Rollout
 
 __all__ = ["Notices", "Tally"]
 
+RARE = 0.05
+"""The share of answers above the least reward, below which the model that a run begins with is said to fail."""
+
 
 @dataclass(slots=True)
 class Tally:
@@ -76,6 +79,7 @@ class Notices:
         anything to earn."""
         self._log = get_log("recipes")
         self._failures = self._spoken_of = self._level = 0
+        self._seen = False
         self._hint, self._unlike, self._pays = one_by_one, False, pays
 
     def of(self, step: int, tally: Tally, earned: Collection[float], *, level: bool) -> None:
@@ -123,6 +127,9 @@ class Notices:
 
     def _of_rewards(self, step: int, earned: Collection[float], *, level: bool) -> None:
         self._level = self._level + 1 if level else 0
+        if self._pays and not self._seen and not level:
+            self._of_a_base_that_fails(step, earned)
+        self._seen = True
         if not self._pays or self._level.bit_count() != 1:  # 1, 2, 4, 8 … steps in a row
             return
         low, high = min(earned), max(earned)
@@ -134,3 +141,15 @@ class Notices:
             "at `sampling.temperature` and at the reward.",
             *(step, said, before),
         )
+
+    def _of_a_base_that_fails(self, step: int, earned: Collection[float]) -> None:
+        """What to do where the model that a run begins with hardly ever earns anything."""
+        least = min(earned)
+        above = sum(reward > least for reward in earned)
+        if above < RARE * len(earned):
+            self._log.warning(
+                "In step %d, %d of %d answers earned more than the least, %g: a model learns slowly from so few. Begin "
+                "with easier tasks, draw more answers to each (`collect.group_size`), or show it some first: `etude "
+                "sft`.",
+                *(step, above, len(earned), least),
+            )

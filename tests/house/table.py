@@ -29,7 +29,7 @@ WORDS = frozenset({"lazy", "records", "errors", "integrity", "batch", "protocols
 INSTRUMENTS = frozenset({"algorithms", "models", "chat", "data", "rewards", "store", "checkpoint", "dispatch"})
 MACHINES = frozenset({"train", "rollout", "sync", "agents"})
 SCORES = frozenset({"recipes", "envs"})
-DOORS = frozenset({"trainer", "easy", "demo", "tools", "dashboard"})
+DOORS = frozenset({"trainer", "launch", "easy", "demo", "tools", "dashboard"})
 NO_BATCH = WORDS - {"batch"}
 
 ROOMS: dict[str, Room] = {
@@ -61,6 +61,7 @@ ROOMS: dict[str, Room] = {
     "envs": _room(3, WORDS, INSTRUMENTS, MACHINES),
     # floor 4: doors; the two front doors open onto the others
     "trainer": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
+    "launch": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "trainer"),
     "easy": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "demo": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "tools"),
     "tools": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),

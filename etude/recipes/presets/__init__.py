@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
+from etude.config.near import meant
 from etude.errors import ConfigError, UnknownChoiceError
 
 __all__ = ["PRESETS", "split"]
@@ -20,11 +20,9 @@ def split(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     names = [word for word in words if re.fullmatch(r"[\w-]+", word)]
     for name in names:
         if name not in PRESETS:
-            near = get_close_matches(name, PRESETS, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
             raise UnknownChoiceError(
-                f"There is no preset '{name}'.{hint} The presets are {', '.join(PRESETS)}; options are written "
-                f"key=value."
+                f"There is no preset '{name}'.{meant(name, PRESETS)} The presets are {', '.join(PRESETS)}; "
+                "options are written key=value."
             )
     if len(names) > 1:
         raise ConfigError(f"A run starts from one preset, and {' and '.join(names)} were named. Keep one of them.")

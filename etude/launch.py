@@ -1,0 +1,145 @@
+"""A whole run from a program or a notebook: what `etude train` does, with arguments that an editor completes.
+
+    import etude
+
+    run = etude.train("grpo", model="Qwen3-0.6B", train=["gsm8k/train.parquet"], reward="gsm8k", steps=200)
+
+Each argument is an option of the command line, and one that is left out leaves what the preset says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from etude.config.compose import compose
+from etude.errors import ConfigError
+from etude.recipes import folder
+from etude.recipes.apart import apart
+from etude.recipes.build import build
+from etude.recipes.loop import practise
+from etude.recipes.presets import split
+from etude.recipes.run import Run
+from etude.trainer import as_files, as_text
+
+if TYPE_CHECKING:
+    from etude.trainer import Tasks
+
+__all__ = ["train"]
+
+
+def train(
+    preset: str | None = None,
+    *,
+    model: str | Path | None = None,
+    train: Tasks | None = None,
+    val: Tasks | None = None,
+    reward: str | None = None,
+    steps: int | None = None,
+    tasks: int | None = None,
+    group_size: int | None = None,
+    updates: int | None = None,
+    learning_rate: float | None = None,
+    precision: Literal["bf16", "fp32", "fp16", "fp64"] | None = None,
+    max_prompt: int | None = None,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    loss: str | None = None,
+    advantage: str | None = None,
+    kl: str | None = None,
+    lora_rank: int | None = None,
+    device: Literal["auto", "cpu", "cuda"] | None = None,
+    seed: int | None = None,
+    directory: str | Path | None = None,
+    config: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Path:
+    """Train a language model by reinforcement learning, as `etude train` does; returns the run's directory.
+
+    Works in a notebook too, where an event loop is running. Ctrl-C, or the notebook's stop, ends the step and saves it;
+    called again with the same `directory`, the run goes on.
+
+    Args:
+        preset: a published recipe, such as `grpo` or `dapo`; `etude config show NAME` tells what it sets.
+        model: a directory of Hugging Face's layout.
+        train: what to train on: files of tasks, or tasks as mappings with a `prompt` and what the reward reads.
+        val: held-out tasks, on which the model is scored before and after.
+        reward: what an answer earns, by name: `exact`, `gsm8k`, `math`, …; `function` with `reward.path` is your own.
+        steps: how often rollouts are collected and trained on.
+        tasks: tasks of a step.
+        group_size: answers to each of them, compared with each other.
+        updates: optimizer steps of a step; from the second on the data is off-policy.
+        learning_rate: AdamW's, at its highest.
+        precision: what the model computes in.
+        max_prompt: the longest prompt, in tokens.
+        max_tokens: the longest answer, in tokens.
+        temperature: of sampling.
+        loss: how the policy is pushed, by name.
+        advantage: how a rollout's worth is judged, by name.
+        kl: what holds the policy to a reference, by name.
+        lora_rank: the width of adapters that are trained in place of the weights; 0 trains the weights.
+        device: what computes.
+        seed: what all chance in the run is derived from.
+        directory: the run's own; a new one in `runs` if left out.
+        config: a file of options, over the preset and under the arguments.
+        options: any other option by its name: `{"loss.clip_high": 0.28, "checkpoint.every": 5}`.
+    """
+    asked = {
+        "model.path": model,
+        "reward": reward,
+        "steps": steps,
+        "collect.tasks": tasks,
+        "collect.group_size": group_size,
+        "updates": updates,
+        "train.learning_rate": learning_rate,
+        "train.precision": precision,
+        "data.max_prompt": max_prompt,
+        "sampling.max_tokens": max_tokens,
+        "sampling.temperature": temperature,
+        "loss": loss,
+        "advantage": advantage,
+        "kl": kl,
+        "lora.rank": lora_rank,
+        "device": device,
+        "seed": seed,
+    }
+    given = {option: value for option, value in asked.items() if value is not None}
+    twice = sorted(given.keys() & (options or {}).keys())
+    if twice:
+        raise ConfigError(f"`{twice[0]}` is given by an argument and in `options`. Give it once.")
+    run, written = _asked(preset, {**given, **(options or {})}, train, val, directory, config)
+
+    def trained() -> Path:
+        with build(run, tasks=written) as parts:
+            practise(parts)
+            return parts.directory
+
+    return apart(trained)
+
+
+def _asked(
+    preset: str | None,
+    options: dict[str, Any],
+    train: Tasks | None,
+    val: Tasks | None,
+    directory: str | Path | None,
+    config: str | Path | None,
+) -> tuple[Run, dict[str, str]]:
+    """The run that the arguments ask for, and the tasks that lie in no file yet."""
+    found, _ = split([] if preset is None else [preset])
+    place = Path(directory or options.get("directory") or folder.new_directory(Path("runs"), "train"))
+    written: dict[str, str] = {}
+    for name, tasks in {"train": train, "val": val}.items():
+        if tasks is not None:
+            options[f"data.{name}"], text = as_files(tasks, place / folder.TASKS / f"{name}.jsonl")
+            written |= {} if text is None else {name: text}
+    texts = [f"{name}={as_text(_plain(value))}" for name, value in {**options, "directory": place}.items()]
+    return compose(Run, texts, file=None if config is None else Path(config), preset=found), written
+
+
+def _plain(value: Any) -> Any:
+    """A path as text, and a sequence as a list."""
+    if isinstance(value, Path):
+        return str(value)
+    return [_plain(each) for each in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
