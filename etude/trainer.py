@@ -93,9 +93,7 @@ class RL(Algorithm):
             raise ConfigError("There is nothing to train on: give tasks, `trainer.fit(agent, train=tasks)`.")
         with self._parts(train, val) as parts:
             practise(parts)
-            written = (parts.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        told: dict[str, float] = json.loads(written[-1])
-        return told
+            return folder.read_metrics(parts.directory)[-1]
 
     def try_out(self, tasks: Tasks, count: int, console: Console) -> None:
         """Have a few tasks played, and show what was said, what it earned, and what would be learned from it."""

@@ -173,7 +173,7 @@ class SqlJournal(Journal):
                 return self._end
             with self._reading():
                 newest: Any = self._connection.execute(FIND_END).one_or_none()
-                end = Mark(0, 0) if newest is None else Mark(newest.position, newest.chain)
+                end = Mark(0, 0) if newest is None else Mark(newest[0], newest[1])
             self._end = None if self._read_only else end
             return end
 

@@ -15,7 +15,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -24,13 +23,14 @@ from etude.chat import Tokenizer, retold
 from etude.errors import ConfigError
 from etude.observe import format_number, get_log, make_console
 from etude.recipes.agents import asked_of
+from etude.recipes.folder import read_options
 from etude.records import Turn
 from etude.store import Journal, open_store
 from etude.tools.rollouts.reading import Counts, counting
 
 __all__ = ["answers", "show"]
 
-JOURNAL, OPTIONS = "journal.sqlite", "run.yaml"
+JOURNAL = "journal.sqlite"
 LONGEST = 300
 """Characters of an answer that are shown, unless it is to be whole."""
 
@@ -93,7 +93,7 @@ def answers(directory: Path, step: int | None = None, tasks: int | None = None) 
 @cache
 def _tokenizer(directory: Path) -> Tokenizer | None:
     """The tokenizer of a run, where it still lies where the run found it."""
-    model = yaml.safe_load((directory / OPTIONS).read_text(encoding="utf-8"))["model"]
+    model = read_options(directory)["model"]
     try:
         return Tokenizer.load(Path(model["tokenizer"] or model["path"]))
     except ConfigError as error:
