@@ -10,7 +10,7 @@ import pytest
 
 from etude.checkpoint import Checkpoints
 from etude.store import Phase, open_store
-from tests.chaos.flips import Resuming, copied, damages, kind_of, killed
+from tests.chaos.flips import Resuming, copied, damages, killed, kind_of
 from tests.chaos.scenario import make_world
 
 pytestmark = [pytest.mark.xdist_group("kills"), pytest.mark.slow]
