@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import DataError
+from etude.integrity import naming
 from etude.observe.log import get_log
 from etude.observe.sinks import RunInfo
 
@@ -53,8 +54,9 @@ class JsonlSink:
         nonfinite = [name for name, value in values.items() if not math.isfinite(value)]
         if nonfinite:
             line["nonfinite"] = nonfinite
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        with naming(Path(self._file.name)):
+            self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
