@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +21,7 @@ from etude.errors import DamagedFileError
 
 __all__ = [
     "file_sha256",
+    "naming",
     "read_bytes",
     "read_json",
     "read_text",
@@ -78,9 +80,15 @@ def read_bytes(path: Path, remedy: str = "") -> bytes:
 
 def file_sha256(path: Path) -> str:
     """The SHA-256 of a file; where the system cannot read it, an `OSError` that names it."""
+    with naming(path), path.open("rb") as file:
+        return hashlib.file_digest(file, FIELD).hexdigest()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an `OSError` name this file: the system names it where it is opened, and not where it is read or written."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, FIELD).hexdigest()
+        yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
@@ -102,14 +110,12 @@ def sync_file(file: IO[Any]) -> None:
 
 def _replace(path: Path, text: str) -> None:
     writing = path.with_name(f".{path.name}")
-    try:
+    with naming(path):
         with writing.open("w", encoding="utf-8") as file:
             file.write(text)
             sync_file(file)
         writing.replace(path)
         sync_directory(path.parent)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _damaged(path: Path, what: str, remedy: str) -> DamagedFileError:

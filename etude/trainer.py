@@ -93,7 +93,7 @@ class Algorithm(ABC):
                 "which calls `run`."
             )
         asked = {**options, **self.given.options}
-        run = compose(Run, [f"{name}={_word(value)}" for name, value in asked.items()], preset=_preset(preset))
+        run = compose(Run, [f"{name}={as_text(value)}" for name, value in asked.items()], preset=_preset(preset))
         with hosted(run, self.given.agent, None if directory is None else Path(directory)) as served:
             self.desks = served.client
             try:
@@ -129,9 +129,7 @@ class RL(Algorithm):
             raise ConfigError("There is nothing to train on: give tasks, `trainer.fit(agent, train=tasks)`.")
         with self._parts(train, val) as parts:
             practise(parts)
-            written = (parts.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        told: dict[str, float] = json.loads(written[-1])
-        return told
+            return folder.read_metrics(parts.directory)[-1]
 
     def try_out(self, tasks: Tasks, count: int, console: Console) -> None:
         """Have a few tasks played, and show what was said, what it earned, and what would be learned from it."""

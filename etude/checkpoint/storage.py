@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from etude.errors import CheckpointError
-from etude.integrity import read_json, sync_file, write_json
+from etude.integrity import naming, read_json, sync_file, write_json
 
 __all__ = ["TABLE", "Reader", "Writer", "read_table"]
 
@@ -74,7 +74,8 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the pieces of this rank, and wait until they are on the disk."""
         written: list[WriteResult] = []
-        with (self._directory / plan.storage_data).open("wb") as file:
+        path = self._directory / plan.storage_data
+        with naming(path), path.open("wb") as file:
             for item in plan.items:
                 assert item.type is not WriteItemType.BYTE_IO, f"{item.index.fqn} is no tensor"
                 piece = planner.resolve_data(item)
@@ -148,11 +149,12 @@ class Reader(StorageReader):
 
     def _piece(self, place: Place, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         data = bytearray(place.length)
-        with (self._directory / place.file).open("rb") as file:
+        path = self._directory / place.file
+        with naming(path), path.open("rb") as file:
             file.seek(place.at)
             read = file.readinto(data)
         if read != place.length or place.length != shape.numel() * dtype.itemsize:
-            raise CheckpointError(f"{self._directory / place.file} ends inside a tensor")
+            raise CheckpointError(f"{path} ends inside a tensor")
         return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
 
 

@@ -19,6 +19,7 @@ from etude.config.secrets import mask, mask_text
 from etude.config.show import to_tree, to_yaml
 from etude.demo.algorithms import DemoRun, train
 from etude.errors import ConfigError, EtudeError
+from etude.integrity import write_text
 from etude.observe import RunInfo, open_run_log
 
 __all__ = ["Entry", "entries", "new_directory", "report", "train_entry"]
@@ -88,7 +89,7 @@ def train_entry(entry: Entry, directory: Path, stepped: Callable[[], None]) -> N
     began = time.perf_counter()
     directory.mkdir(parents=True, exist_ok=True)
     with open_run_log(run.observe.model_copy(update={"console": "off"}), info) as log:
-        (directory / "run.yaml").write_text(to_yaml(run), encoding="utf-8")
+        write_text(directory / "run.yaml", to_yaml(run))
         try:
             for at in train(run, log):
                 entry.curve.append(at.expected)

@@ -61,6 +61,7 @@ def load(
     offer()
     if head != "language":
         config.num_labels = 1
+    _refuse_pickled(where)
     try:
         with _quiet():
             module, told = (_auto if head == "language" else _judging).from_pretrained(
@@ -69,6 +70,7 @@ def load(
                 dtype=torch.promote_types(dtype, torch.float32) if exact else dtype,
                 attn_implementation=ATTENTION,
                 local_files_only=True,
+                use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
@@ -185,6 +187,17 @@ def _config(where: Path) -> PreTrainedConfig:
             ) from error
         raise ConfigError(f"The config.json in {where} cannot be used: {error}") from error
     return config
+
+
+def _refuse_pickled(where: Path) -> None:
+    """Refuse weights that are read by running what stands in their file."""
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in where.glob(pattern))
+    if pickled and not any(where.glob("*.safetensors")):
+        raise ConfigError(
+            f"The weights in {where} are pickled ({pickled[0]}): to load such a file is to run what stands in it, and "
+            f"only safetensors are read here. Fetch the model's .safetensors files; or, if you trust the file, write "
+            f"them once with transformers: `AutoModelForCausalLM.from_pretrained('{where}').save_pretrained('new')`."
+        )
 
 
 def _refuse_gaps(where: Path, missing: list[str], mismatched: list[object]) -> None:

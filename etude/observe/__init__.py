@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from etude.observe.config import ConsoleStyle, MlflowConfig, Observe, WandbConfig
     from etude.observe.console import Bar, ConsoleSink, format_number, format_seconds, make_console, progress
-    from etude.observe.jsonl import JsonlSink, last_step
+    from etude.observe.jsonl import JsonlSink, last_step, read_steps
     from etude.observe.log import LogLevel, configure, get_log
     from etude.observe.logger import Display, RunLog, Step, unwatched
     from etude.observe.metrics import Last, Max, Mean, Metric, Metrics, Min, Sum, WireMetrics
@@ -60,6 +60,7 @@ __all__ = [
     "make_console",
     "open_run_log",
     "progress",
+    "read_steps",
     "unwatched",
 ]
 
@@ -68,7 +69,7 @@ __getattr__ = names_of(
     {
         "config": ("ConsoleStyle", "MlflowConfig", "Observe", "WandbConfig"),
         "console": ("Bar", "ConsoleSink", "format_number", "format_seconds", "make_console", "progress"),
-        "jsonl": ("JsonlSink", "last_step"),
+        "jsonl": ("JsonlSink", "last_step", "read_steps"),
         "log": ("LogLevel", "configure", "get_log"),
         "logger": ("Display", "RunLog", "Step", "unwatched"),
         "metrics": ("Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum", "WireMetrics"),

@@ -13,15 +13,22 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
+from etude.errors import DataError
+from etude.integrity import naming
+from etude.observe.log import get_log
 from etude.observe.sinks import RunInfo
 
-__all__ = ["NUMBERS", "JsonlSink", "last_step"]
+__all__ = ["NUMBERS", "JsonlSink", "last_step", "read_steps", "step_line"]
 
 NUMBERS = "metrics.jsonl"
+NOT_METRICS = frozenset({"step", "time", "nonfinite"})
+"""What else a line has."""
+MOST_STEPS = 2**53
 _BLOCK = 1 << 16
 
 
@@ -47,8 +54,9 @@ class JsonlSink:
         nonfinite = [name for name, value in values.items() if not math.isfinite(value)]
         if nonfinite:
             line["nonfinite"] = nonfinite
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        with naming(Path(self._file.name)):
+            self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
@@ -56,15 +64,56 @@ class JsonlSink:
 
 
 def last_step(directory: Path) -> int:
-    """The last step that has its line in this run directory; -1 where none has."""
+    """The last step that has its line in this run directory; -1 where none has. A line that is none is told of and
+    counts for nothing: nothing that is trained follows from it."""
     path = directory / NUMBERS
     _cut_torn_line(path)
     last = -1
-    if path.exists():
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                last = max(last, json.loads(line)["step"])
+    for number, text in _lines(path):
+        line = step_line(text)
+        if line is None:
+            told = "%s, line %d, is not a step with its metrics, was damaged or changed by hand, and is passed over."
+            get_log("observe").warning(told, path, number)
+        else:
+            last = max(last, line["step"])
     return last
+
+
+def read_steps(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file of metrics; one that is none is a `DataError` that names it."""
+    for number, text in _lines(path):
+        line = step_line(text)
+        if line is None:
+            raise DataError(
+                f"{path}, line {number}, is not a step with its metrics: it was damaged, or changed by hand. Mend or "
+                f"remove that line; nothing but curves and tables is read from it."
+            )
+        yield line
+
+
+def step_line(text: str) -> dict[str, Any] | None:
+    """A line as a step with its metrics, if it is one."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    step = line.get("step") if isinstance(line, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool) or not -1 < step < MOST_STEPS:
+        return None
+    return line if all(_is_value(value) for name, value in line.items() if name not in NOT_METRICS) else None
+
+
+def _is_value(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and math.isfinite(value))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The whole lines of a file, with their numbers; a torn one at the end is no line."""
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            for number, text in enumerate(file, start=1):
+                if text.endswith("\n"):
+                    yield number, text
 
 
 def _cut_torn_line(path: Path) -> None:

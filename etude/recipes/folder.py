@@ -1,6 +1,7 @@
 """The directory of a run: one process at a time works in it, and what it holds says which run it is.
 
-run.yaml        every option of the run, as it was started
+run.yaml        every option of the run, as it was started; its last line is a checksum of the others
+inputs.json     what lay in the files that it was started on
 metrics.jsonl   what each step measured
 journal.sqlite  every rollout, and which step trained on it
 checkpoints/    what the run goes on from
@@ -12,7 +13,6 @@ tasks/          those that a program gave, where they lay in no file
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import time
@@ -29,6 +29,9 @@ from etude.config.secrets import mask
 from etude.config.show import to_yaml
 from etude.config.tree import to_tree
 from etude.errors import ConfigError, CrewError, EngineError, RunError
+from etude.integrity import read_text, write_text
+from etude.observe import get_log, read_steps
+from etude.observe.jsonl import NUMBERS
 from etude.recipes.commands import RECIPES
 from etude.recipes.inputs import INPUTS, is_module, place_of
 from etude.recipes.recipe import Recipe
@@ -47,6 +50,7 @@ __all__ = [
     "occupy",
     "read_kind",
     "read_metrics",
+    "read_options",
     "read_run",
     "recipe_of",
     "rooted",
@@ -83,6 +87,7 @@ def occupy(directory: Path) -> Iterator[None]:
             f"`directory={directory}` is where you stand, or holds it: a run wants a directory of its own. Name a new "
             f"one, such as `directory=runs/mine`."
         )
+    _refuse_anothers(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -112,10 +117,40 @@ def occupy(directory: Path) -> Iterator[None]:
                 shutil.rmtree(directory)
 
 
+def _refuse_anothers(directory: Path) -> None:
+    """Refuse a directory in which something else lies, before anything is written there."""
+    there = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    others = sorted(name for name in there if not name.startswith("."))
+    if others and not there & {OPTIONS, INPUTS, LOCK}:
+        listed = ", ".join(others[:3]) + (" …" if len(others) > 3 else "")
+        raise ConfigError(
+            f"`directory={directory}` is not empty and holds no run, but {listed}: a run wants a directory of its own. "
+            f"Name a new one, such as `directory={directory / 'run'}`."
+        )
+
+
+def read_options(directory: Path) -> dict[str, Any]:
+    """The options of the run that a directory holds, as plain values; refused where they are not what was written."""
+    found: dict[str, Any] = yaml.safe_load(
+        read_text(
+            directory / OPTIONS,
+            f"Options are given with the command, as `key=value`, and not changed in this file. Bring it back from a "
+            f"copy; or remove it, and give the run's first command once more, with all its options and "
+            f"`directory={directory}`: the run goes on.",
+        )
+    )
+    return found
+
+
 def recipe_of(directory: Path) -> str:
     """The command of the run that a directory holds."""
     file = directory / OPTIONS
     if not file.exists():
+        if (directory / INPUTS).exists():
+            raise RunError(
+                f"{file} is missing, in which the options of the run were. Bring it back from a copy; or give the "
+                f"run's first command once more, with all its options and `directory={directory}`: the run goes on."
+            )
         if (directory / LOCK).exists():
             raise RunError(
                 f"The run in {directory} has not begun: it has no {OPTIONS} yet. Wait until its ranks and servers are "
@@ -125,8 +160,7 @@ def recipe_of(directory: Path) -> str:
             f"{directory} holds no run: it has no {OPTIONS}. Give the directory that `etude train` printed, "
             f"such as runs/train-20260101-120000."
         )
-    found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return str(found.get("recipe", "train")) if isinstance(found, dict) else "train"
+    return str(read_options(directory).get("recipe", "train"))
 
 
 def kind_of(directory: Path) -> type[Recipe]:
@@ -169,9 +203,7 @@ def read_kind(
 
 def read_metrics(directory: Path) -> list[dict[str, float]]:
     """What each step of training measured, in order. The line of step 0, which only scores, is none."""
-    text = (directory / "metrics.jsonl").read_text(encoding="utf-8")
-    lines = (json.loads(line) for line in text.split("\n")[:-1])  # a torn line is no line
-    steps = {line["step"]: line for line in lines}
+    steps = {line["step"]: line for line in read_steps(directory / NUMBERS)}
     return [steps[step] for step in sorted(steps) if step > 0]
 
 
@@ -215,6 +247,9 @@ def compare(directory: Path, run: Recipe) -> None:
     """Refuse to go on with a run that was started with other options; says which. A secret that the directory does
     not tell is taken to be what it was."""
     if not (directory / OPTIONS).exists():
+        if (directory / INPUTS).exists():
+            told = "%s is missing: the options that are given now are taken to be those that the run was started with."
+            get_log("recipes").warning(told, directory / OPTIONS)
         return
     changed = differences(read_kind(type(run), directory, masked=_values(run, shown=False).get), run)
     if changed:
@@ -253,9 +288,7 @@ def take_tasks(directory: Path, tasks: Mapping[str, str]) -> None:
 
 def settle(directory: Path, run: Recipe) -> None:
     """Write the run's options into its directory, whole or not at all."""
-    writing = directory / f".{OPTIONS}"
-    writing.write_text(to_yaml(run), encoding="utf-8")
-    writing.replace(directory / OPTIONS)
+    write_text(directory / OPTIONS, to_yaml(run))
 
 
 def may_change_its_length(run: Recipe) -> bool:

@@ -1,7 +1,8 @@
 """What a run was started on, told by the bytes: so that a run that goes on finds what it began with.
 
-A path says little: files are edited, and directories moved. What is kept of each file is its size and a hash of its
-first and its last part, which costs a few reads however large the weights are.
+A path says little: files are edited, and directories moved. What is kept of each file is its size and a hash: of all
+of it, where it holds what is learned from, and of its first and its last part, where it is a model's, which costs a few
+reads however large the weights are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import RunError
+from etude.integrity import read_json, write_json
 from etude.observe import get_log
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
@@ -24,15 +26,18 @@ MENDED = ("reward", "environment", "tools", "agent", "external models")
 """The prints of files in which a run's own code lies, and whom its agents may ask. They may be mended under a run,
 unlike what lies in the others."""
 PART = 1 << 20
-"""Bytes at either end of a file that are hashed."""
+"""Bytes at either end of a model's file that are hashed."""
+REMEDY = (
+    "It says what lay in the files that the run was started on: bring it back from a copy; or, if they are what they "
+    "were, remove it, and they are taken to be."
+)
 
 
 def keep_inputs(directory: Path, run: Recipe) -> None:
     """Write down what a run is started on, once."""
-    kept, writing = directory / INPUTS, directory / f".{INPUTS}"
+    kept = directory / INPUTS
     if not kept.exists():
-        writing.write_text(json.dumps(_prints(run), indent=1, sort_keys=True), encoding="utf-8")
-        writing.replace(kept)
+        write_json(kept, dict(sorted(_prints(run).items())))
 
 
 def check_inputs(directory: Path, run: Recipe) -> None:
@@ -40,7 +45,7 @@ def check_inputs(directory: Path, run: Recipe) -> None:
     kept = directory / INPUTS
     if not kept.exists():
         return
-    before, found = json.loads(kept.read_text(encoding="utf-8")), _prints(run)
+    before, found = read_json(kept, REMEDY), _prints(run)
     for name in MENDED:
         if before.pop(name, None) != found.pop(name, None):
             get_log("recipes").info(
@@ -61,7 +66,7 @@ def check_base(directory: Path, run: Recipe) -> None:
     kept = directory / INPUTS
     if not (run.lora.on or run.model.freeze) or not kept.exists():
         return
-    before = json.loads(kept.read_text(encoding="utf-8"))
+    before = read_json(kept, REMEDY)
     parts = ("model/", "adapter/")
     now = {name: path for name, path in _files(run) if name.startswith(parts) and isinstance(path, Path)}
     changed = sorted(name for name, path in now.items() if before.get(name) != _print_of(path))
@@ -80,7 +85,8 @@ def yardstick(run: Recipe, asked: Mapping[str, Any]) -> str:
     asked: what besides the files decides a score.
     """
     files = [each for name in run.data.val for each in _of_data("data.val", name)]
-    told = {"tasks": [[name, _print_of(path) if isinstance(path, Path) else path] for name, path in files], **asked}
+    prints = [[name, _print_of(path, whole=True) if isinstance(path, Path) else path] for name, path in files]
+    told = {"tasks": prints, **asked}
     return f"val-{hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()}"
 
 
@@ -99,7 +105,10 @@ def is_module(name: str) -> bool:
 
 
 def _prints(run: Recipe) -> dict[str, str]:
-    prints = {name: _print_of(path) if isinstance(path, Path) else path for name, path in _files(run)}
+    prints = {
+        name: _print_of(path, whole=name.startswith("data.")) if isinstance(path, Path) else path
+        for name, path in _files(run)
+    }
     if not isinstance(run, Run):
         return prints
     named = ((run.env.path or "",), run.env.tools, (run.agent.path or "",))
@@ -138,11 +147,12 @@ def _within(role: str, path: Path) -> Iterator[tuple[str, Path]]:
         yield f"{role}: {path.name}", path
 
 
-def _print_of(path: Path) -> str:
+def _print_of(path: Path, *, whole: bool = False) -> str:
     size = path.stat().st_size
-    hashed = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        hashed.update(file.read(PART))
+        if whole:
+            return f"{size} bytes, {hashlib.file_digest(file, 'blake2b').hexdigest()[:32]}"
+        hashed = hashlib.blake2b(file.read(PART), digest_size=16)
         file.seek(max(size - PART, 0))
         hashed.update(file.read(PART))
     return f"{size} bytes, {hashed.hexdigest()}"

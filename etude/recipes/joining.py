@@ -16,7 +16,6 @@ asked for again, and while no trainer is there, nothing is lent that could only 
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from typing import Self
 
 from etude.config.env import store_address
 from etude.errors import ConfigError, EtudeError, IllegalMoveError
+from etude.integrity import read_json, write_json
 from etude.observe import get_log
 from etude.recipes.folder import JOINED
 from etude.records import Turn
@@ -77,10 +77,9 @@ def keeper_of(directory: Path, journal: Journal) -> Keeper:
                 f"The run in {directory} kept its rollouts itself so far, and some are open: `agent.store` cannot be "
                 "set now. Leave it out, or begin a new run."
             )
-        writing = place.with_name(f".{JOINED}")
-        writing.write_text(json.dumps({"run": secrets.token_hex(8)}), encoding="utf-8")
-        writing.replace(place)
-    return Keeper(json.loads(place.read_text(encoding="utf-8"))["run"], str(directory.resolve()))
+        write_json(place, {"run": secrets.token_hex(8)})
+    told = read_json(place, "It says which run this is to the store: bring it back from a copy.")
+    return Keeper(told["run"], str(directory.resolve()))
 
 
 async def kept_by(desk: RemoteDesk, keeper: Keeper) -> int:

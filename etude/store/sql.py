@@ -172,8 +172,8 @@ class SqlJournal(Journal):
             if self._end is not None:
                 return self._end
             with self._reading():
-                newest: Any = self._connection.execute(FIND_END).one_or_none()
-                end = Mark(0, 0) if newest is None else Mark(newest.position, newest.chain)
+                newest: Sequence[Any] | None = self._connection.execute(FIND_END).one_or_none()
+                end = Mark(0, 0) if newest is None else Mark(*newest)
             self._end = None if self._read_only else end
             return end
 
@@ -259,7 +259,8 @@ class SqlJournal(Journal):
                 for position, (record, digest, chain) in events.items()
             ]
             self._connection.exec_driver_sql(self._keep_event, rows)
-            self._end = Mark(rows[-1]["position"], rows[-1]["chain"])
+            newest = max(events)
+            self._end = Mark(newest, events[newest].chain)
             self._note(end=_told(self._end))
         if states:
             self._connection.exec_driver_sql(self._keep_state, [state._asdict() for state in states])

@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -25,6 +24,7 @@ from etude.errors import ConfigError
 from etude.observe import format_number, get_log, make_console
 from etude.recipes.agents import SCORED, asked_of
 from etude.recipes.causes import cause_of
+from etude.recipes.folder import read_options
 from etude.recipes.play import ending
 from etude.records import Outcome, Turn
 from etude.store import Journal, Phase, RolloutState, TaskDropped, open_store
@@ -32,7 +32,7 @@ from etude.tools.rollouts.reading import counting
 
 __all__ = ["answers", "show"]
 
-JOURNAL, OPTIONS = "journal.sqlite", "run.yaml"
+JOURNAL = "journal.sqlite"
 FAILURES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.SUCCEEDED)
 LONGEST = 300
 """Characters of an answer that are shown, unless it is to be whole."""
@@ -125,7 +125,7 @@ def _failed(state: RolloutState) -> bool:
 @cache
 def _tokenizer(directory: Path) -> Tokenizer | None:
     """The tokenizer of a run, where it still lies where the run found it."""
-    model = yaml.safe_load((directory / OPTIONS).read_text(encoding="utf-8"))["model"]
+    model = read_options(directory)["model"]
     try:
         return Tokenizer.load(Path(model["tokenizer"] or model["path"]))
     except ConfigError as error:
@@ -157,8 +157,7 @@ def _of(store: Journal, step: int, rollouts: Sequence[RolloutState], directory: 
 
 def _max_turns(directory: Path) -> int | None:
     """The most turns that a rollout of a run may have, where an environment plays; agents bound themselves."""
-    file = directory / OPTIONS
-    told = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+    told = read_options(directory)
     return None if told.get("agent", {}).get("path") is not None else told.get("env", {}).get("max_turns")
 
 

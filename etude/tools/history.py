@@ -6,8 +6,6 @@ written from there on is forgotten: it belongs to a past that did not come about
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import ConfigError, DataError
+from etude.errors import ConfigError
+from etude.observe.jsonl import NOT_METRICS, read_steps
 
 __all__ = ["Curve", "History", "read"]
 
 FILE = "metrics.jsonl"
-_NOT_METRICS = frozenset({"step", "time", "nonfinite"})
 
 
 @dataclass(frozen=True)
@@ -49,12 +47,11 @@ def read(directory: Path) -> History:
     if not path.is_file():
         raise ConfigError(_missing(directory))
     lines: list[dict[str, Any]] = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):  # a torn line is no line
-        line = _line(path, number, text)
+    for line in read_steps(path):
         while lines and lines[-1]["step"] >= line["step"]:
             lines.pop()
         lines.append(line)
-    names = dict.fromkeys(name for line in lines for name in line if name not in _NOT_METRICS)
+    names = dict.fromkeys(name for line in lines for name in line if name not in NOT_METRICS)
     curves = {name: _curve(name, lines) for name in names}
     curves = {name: curve for name, curve in curves.items() if len(curve)}
     if not curves:
@@ -66,21 +63,6 @@ def _curve(name: str, lines: Sequence[dict[str, Any]]) -> Curve:
     points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
     steps, values = zip(*points, strict=True) if points else ((), ())
     return Curve(np.array(steps, np.int64), np.array(values, np.float64))
-
-
-def _line(path: Path, number: int, text: str) -> dict[str, Any]:
-    try:
-        line = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {number}, is not JSON: {error}. Was it changed by hand?") from error
-    metrics = isinstance(line, dict) and isinstance(line.get("step"), int)
-    if not metrics or not all(_is_value(value) for name, value in line.items() if name not in _NOT_METRICS):
-        raise DataError(f"{path}, line {number}, is not a step with its metrics. Was it changed by hand?")
-    return dict(line)
-
-
-def _is_value(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and math.isfinite(value))
 
 
 def _missing(directory: Path) -> str:

@@ -51,7 +51,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_leads_to_the_same_en
     directory = tmp_path / "run"
     theatre.live(directory, world, Life("published", 10))
     newest = max((directory / "checkpoints").glob("step-*"), key=lambda path: path.name)
-    shard = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    shard = max(newest.glob("*.tensors"), key=lambda path: path.stat().st_size)
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=shard.name), build(run_of(directory, world)):
         pass

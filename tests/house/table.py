@@ -41,7 +41,7 @@ ROOMS: dict[str, Room] = {
     "batch": _room(0, "records", "errors"),
     "protocols": _room(0, "records"),
     "config": _room(0, "records", "errors"),
-    "observe": _room(0, "lazy", "records", "errors"),
+    "observe": _room(0, "lazy", "records", "errors", "integrity"),
     # floor 1: instruments
     "algorithms": _room(1, WORDS),
     "models": _room(1, WORDS),

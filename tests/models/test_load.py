@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,27 @@ def test_broken_weight_files_are_told(directory: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load(directory, dtype=torch.float32)
+
+
+class Planted:
+    """Leaves a file behind where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self._mark,)
+
+
+@pytest.mark.parametrize("pickled", [True, False])
+def test_a_pickled_model_is_refused_and_not_run(directory: Path, tmp_path: Path, pickled: bool) -> None:
+    (directory / "model.safetensors").unlink()
+    mark = tmp_path / "ran"
+    content = pickle.dumps(Planted(mark)) if pickled else b"garbage"
+    (directory / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"are pickled \(pytorch_model\.bin\).*only safetensors are read"):
+        load(directory, dtype=torch.float32)
+    assert not mark.exists()
 
 
 def test_missing_weights_are_named(directory: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from etude.errors import ConfigError
+from etude.integrity import read_text, write_text
 from etude.models import create, save, tiny
 from etude.recipes.build import policy
 from etude.recipes.device import announce, device_of
@@ -51,7 +52,7 @@ def test_ranks_over_ray_have_gpus_that_their_controller_has_not(
 def test_who_asks_a_model_that_such_ranks_trained_computes_here(world: Path, tmp_path: Path, capsys: Captured) -> None:
     run = train(world, tmp_path / "run", steps=1)
     options = run / "run.yaml"
-    options.write_text(options.read_text().replace("cluster: local", "cluster: ray"))
+    write_text(options, read_text(options).replace("cluster: local", "cluster: ray"))
     assert "cluster: ray" in options.read_text()
     told = refused(capsys, "eval", str(run), f"data.val=[{world / 'tasks.jsonl'}]", "device=cuda")
     assert "torch reaches none: `etude doctor` says why" in told

@@ -17,6 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from etude.cli import main
 from etude.data.adapt import samples
+from etude.integrity import write_text
 from etude.recipes.folder import read_run
 from etude.records import Completion, Outcome, Turn
 from etude.store import (
@@ -192,7 +193,7 @@ def test_what_json_has_no_number_for_is_nothing_in_a_line(tmp_path: Path) -> Non
     sent = {"name": "s", "trace_id": "0" * 31 + "1", "span_id": "0" * 15 + "1", "parent_span_id": "", "kind": 3}
     sent |= {"start_ns": 1, "end_ns": 2, "attributes": odd, "events": [], "status": {"code": 1, "message": ""}}
     made(tmp_path, 1, notes=[Noted(0, 0, "seen", odd), Noted(0, 0, "span", sent | {"scope": "", "resource": {}})])
-    (tmp_path / "run.yaml").write_text("model: {path: nowhere, tokenizer: null}\n")
+    write_text(tmp_path / "run.yaml", "model: {path: nowhere, tokenizer: null}\n")
     (line,) = written(tmp_path, tmp_path / "lines.jsonl")
     first, _ = line["attempts"][0]["events"]
     assert first == {"name": "seen", "data": {"best": None, "worst": [1, None], "why": "x"}}

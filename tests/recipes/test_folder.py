@@ -11,7 +11,8 @@ import pytest
 from pydantic import Field
 
 from etude.config.compose import compose
-from etude.errors import ConfigError, CrewError, RunError
+from etude.errors import ConfigError, CrewError, DamagedFileError, DataError, RunError
+from etude.observe import last_step
 from etude.recipes.folder import (
     JOINED,
     JOURNAL,
@@ -24,6 +25,7 @@ from etude.recipes.folder import (
     occupy,
     read_metrics,
     read_run,
+    recipe_of,
     rooted,
     settle,
 )
@@ -33,7 +35,8 @@ from etude.records import Task
 from etude.rewards import RewardFunction
 from etude.rollout import EngineConfig, VllmConfig
 from etude.store import open_store
-from tests.recipes.runs import options, run_of
+from tests.recipes.runs import options, run_of, train
+from tests.worlds import make_model
 
 HOLD = """
 import fcntl, sys, time
@@ -234,3 +237,65 @@ def test_other_options_are_told_with_a_way_to_train_on_with_them(tmp_path: Path)
     assert f"`etude export {tmp_path} my-model`" in told and "`model.path=my-model`" in told and len(told) < 600
     with pytest.raises(ConfigError, match=r"may change only while nothing depends on it: .* constant\. To go on"):
         compare(tmp_path, compose(Run, ["model.path=m", "train.schedule=cosine", "steps=7"]))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "steps: 9\n", "recipe: train\n# sha256: 12", "- a list\n", "\x00"],
+    ids=["empty", "other", "cut", "list", "binary"],
+)
+def test_options_that_are_not_what_was_written_are_told(damage: str, world: Path, tmp_path: Path) -> None:
+    run = run_of(world, directory=tmp_path)
+    settle(tmp_path, run)
+    (tmp_path / OPTIONS).write_text(damage)
+    for read in (lambda: read_run(tmp_path), lambda: compare(tmp_path, run), lambda: recipe_of(tmp_path)):
+        with pytest.raises(DamagedFileError, match=r"run\.yaml is damaged: its last line.*first command once more"):
+            read()
+    settle(tmp_path, run)
+    file = tmp_path / OPTIONS
+    file.write_text(file.read_text().replace("learning_rate: 0.01", "learning_rate: 0.03"))
+    with pytest.raises(
+        DamagedFileError, match=r"run\.yaml was changed or damaged.*given with the command, as `key=value`"
+    ):
+        read_run(tmp_path)
+
+
+def test_a_run_that_lost_its_options_goes_on_with_the_command_that_began_it(world: Path, tmp_path: Path) -> None:
+    run = train(world, tmp_path / "run", steps=2)
+    (run / OPTIONS).unlink()
+    with pytest.raises(RunError, match=r"run\.yaml is missing.*first command once more.*`directory="):
+        recipe_of(run)
+    assert train(world, run, steps=3) == run and [line["step"] for line in read_metrics(run)] == [1, 2, 3]
+    assert recipe_of(run) == "train"
+
+
+def test_a_directory_of_something_else_is_no_run_s(tmp_path: Path) -> None:
+    """A model's, for one, which would be refused as a model from then on."""
+    model = make_model(tmp_path / "model")
+    before = {path: path.read_bytes() for path in model.iterdir()}
+    with (
+        pytest.raises(ConfigError, match=r"model` is not empty and holds no run, but config.json.*directory="),
+        occupy(model),
+    ):
+        pass
+    assert {path: path.read_bytes() for path in model.iterdir()} == before
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / ".gitkeep").touch()
+    with occupy(tmp_path / "hidden"):
+        open_store(tmp_path / "hidden" / JOURNAL).close()
+    with occupy(tmp_path / "hidden"):  # what a run left that did not begin
+        pass
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["garbage", "{}", "null", '{"step": "4"}', '{"step": 1e99}', "[" * 9_999, '{"step": 1, "a": []}'],
+    ids=["text", "empty", "null", "word", "float", "deep", "list"],
+)
+def test_a_line_of_metrics_that_is_none_is_told_and_stops_no_run(
+    line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2}}\n{line}\n{{"step": 2, "loss": 1}}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, is not a step with its metrics.*Mend or remove"):
+        read_metrics(tmp_path)
+    assert last_step(tmp_path) == 2 and "line 2, is not a step" in caplog.text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.errors import RunError
+from etude.errors import DamagedFileError, RunError
 from etude.recipes.folder import rooted
 from etude.recipes.inputs import INPUTS, PART, check_inputs, keep_inputs
 from etude.recipes.run import Run
@@ -85,3 +85,23 @@ def test_an_agent_may_be_mended_and_that_is_said(
 
 def test_a_new_run_has_nothing_to_compare_with(place: Path) -> None:
     check_inputs(place, run_of(place))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model/config.json": 1}'])
+def test_what_is_no_record_of_inputs_is_told(content: str, place: Path) -> None:
+    keep_inputs(place, run_of(place))
+    (place / INPUTS).write_text(content)
+    with pytest.raises(DamagedFileError, match=r"inputs\.json is damaged.*bring it back from a copy; or.* remove it"):
+        check_inputs(place, run_of(place))
+
+
+def test_all_of_what_is_learned_from_is_compared(place: Path) -> None:
+    """However large the file is: of a model's weights, only the ends are."""
+    file = place / "tasks.jsonl"
+    file.write_text(file.read_text() * (3 * PART // file.stat().st_size + 1))
+    keep_inputs(place, run_of(place))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RunError, match=r"data\.train\[0\]: tasks\.jsonl changed"):
+        check_inputs(place, run_of(place))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
+from etude.integrity import read_text, write_text
 from etude.recipes.build import build
 from etude.store import open_store
 from tests.recipes import partners
@@ -135,7 +136,7 @@ def test_answers_are_shown_without_what_came_of_them_where_the_model_was_moved(
 ) -> None:
     run = train(world, tmp_path / "run", steps=1, **ECHO)
     file = run / "run.yaml"
-    file.write_text(file.read_text().replace(str(world / "model"), str(tmp_path / "moved")))
+    write_text(file, read_text(file).replace(str(world / "model"), str(tmp_path / "moved")))
     capsys.readouterr()
     assert main(["answers", str(run), "--json"]) == 0
     told = capsys.readouterr()

@@ -94,7 +94,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(world: Path, whole: Path, tmp_path:
         assert step["publish_bytes"] == 0 and step["engine/finished"] == 12
     assert [(ids, logp) for ids, logp, _ in drawn(run, 1)] == [(ids, logp) for ids, logp, _ in drawn(whole, 1)]
     assert sorted(path.name for path in (run / "ranks").iterdir()) == ["rank-0.log", "rank-1.log"]
-    assert len(list(next((run / "checkpoints").glob("step-*")).glob("*.distcp"))) == 2
+    assert len(list(next((run / "checkpoints").glob("step-*")).glob("*.tensors"))) == 2
 
     straight = train(world, tmp_path / "straight", reward__path="tests.recipes.rewards:in_parts", **held)
     assert 0 < furthest(run, straight) < 1e-4

@@ -20,6 +20,7 @@ import pytest
 from etude.checkpoint import Checkpoints
 from etude.cli import main
 from etude.config.show import free_form, leaves, undocumented
+from etude.integrity import read_text, write_text
 from etude.recipes.commands import RECIPES as ALL
 from etude.recipes.commands import SUPERVISED
 from etude.recipes.folder import differences, read_kind, rooted
@@ -232,7 +233,7 @@ def test_a_run_of_another_command_is_told(school: Path, tmp_path: Path, capsys: 
         assert f"holds a run of `etude sft`, and this is `etude {words[0]}`" in told and f"sft --resume {run}" in told
     told = refused(capsys, "dpo", *options("dpo", school, directory=run))
     assert "holds a run of `etude sft`, and this is `etude dpo`" in told
-    (run / "run.yaml").write_text((run / "run.yaml").read_text().replace("recipe: sft", "recipe: sing"))
+    write_text(run / "run.yaml", read_text(run / "run.yaml").replace("recipe: sft", "recipe: sing"))
     assert "a run of `etude sing`, which this version does not have" in refused(capsys, "export", str(run), "x")
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from etude.cli import main
+from etude.integrity import write_text
 from etude.records import Completion, Outcome, Turn
 from etude.store import open_store
 from etude.store.events import (
@@ -111,7 +112,7 @@ def test_what_a_turn_earned_stands_beside_it(tmp_path: Path, capsys: Captured) -
         Turn(ids, Completion(ids, np.zeros(1, np.float32), ids, "stop", text), n, reward=paid)
         for n, (text, paid) in enumerate([("first", 0.25), ("second", None)])
     ]
-    (tmp_path / "run.yaml").write_text("model: {path: nowhere, tokenizer: null}")
+    write_text(tmp_path / "run.yaml", "model: {path: nowhere, tokenizer: null}")
     with closing(open_store(tmp_path / "journal.sqlite")) as store:
         store.append([TaskIssued(0, 0, "", {"prompt": "?"}), RolloutQueued(0, 0, 0), AttemptStarted(0, 0)])
         store.append([*(TurnRecorded(0, 0, turn) for turn in turns), Rewarded(0, 0, -0.0, {}, False)])

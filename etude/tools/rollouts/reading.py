@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
-
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
 from etude.recipes.agents import SCORED, counted
+from etude.recipes.folder import OPTIONS, read_options
 from etude.records import Turn
 from etude.store import (
     AttemptEnded,
@@ -32,7 +31,7 @@ from etude.store import (
 
 __all__ = ["Counts", "Split", "Story", "Tried", "counting", "opened", "settled", "stories", "tokenizer_of"]
 
-JOURNAL, OPTIONS = "journal.sqlite", "run.yaml"
+JOURNAL = "journal.sqlite"
 Split = str
 """`train`, `val` or `all`."""
 Counts: TypeAlias = Callable[[RolloutState], float | None]
@@ -83,7 +82,7 @@ def tokenizer_of(directory: Path, model: Path | None) -> Tokenizer:
     """The tokenizer that a run's ids are of: in a directory that was named, or where the run found it."""
     if model is not None:
         return Tokenizer.load(model)
-    told = yaml.safe_load((directory / OPTIONS).read_text(encoding="utf-8"))["model"]
+    told = read_options(directory)["model"]
     try:
         return Tokenizer.load(Path(told["tokenizer"] or told["path"]))
     except ConfigError as error:
@@ -94,8 +93,7 @@ def tokenizer_of(directory: Path, model: Path | None) -> Tokenizer:
 
 def counting(directory: Path) -> Counts:
     """What the rollouts of a run counted for: all that each earned, or what the failure of an agent did."""
-    file = directory / OPTIONS
-    told = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+    told = read_options(directory) if (directory / OPTIONS).exists() else {}
     agent = told.get("agent", {})
     if agent.get("path") is None:
         return lambda state: None if state.last is None else state.last.total

@@ -1,0 +1,219 @@
+"""Turn single bits in every file of a run, cut its files short, resume it, and print what came of that:
+`python -m tests.chaos.flips`.
+
+A run is killed amid a step, with steps behind its last checkpoint that are to be replayed. Of each damage there are two
+good ends: the run is resumed and its weights are in every bit those of the run that nobody damaged, or it is refused by
+a sentence that names the file. Anything else is wrong: other weights, an error that is none of Etude's, no name.
+
+All is real but for one thing: model, engine and judge are made once, and every resumed run is given the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from etude.checkpoint import Checkpoints
+from etude.data import Dataset
+from etude.errors import EtudeError
+from etude.observe import configure, last_step
+from etude.recipes import checks, folder, inputs
+from etude.recipes.build import _crew, _engine_source, chat_of
+from etude.recipes.parts import Learners, collated
+from etude.recipes.run import Run
+from etude.recipes.saving import taken_up
+from etude.recipes.workers import PolicyWorker
+from etude.rewards import Judge
+from etude.store import open_store
+from tests.chaos.scenario import Life, Theatre, make_world, run_of
+
+__all__ = ["Damage", "Resuming", "damages", "killed", "kind_of", "main"]
+
+CHANGES: dict[str, Any] = {
+    **{"steps": 6, "checkpoint.every": 2, "evaluate.every": 2, "evaluate.limit": 2},
+    **{"collect.tasks": 2, "collect.group_size": 3, "sampling.max_tokens": 4},
+}
+"""Of the run: it is killed in its sixth step, and its last checkpoint is of the fourth."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is done to one file: a bit is turned, or all behind a byte is cut off."""
+
+    file: str
+    bit: int | None = None
+    cut: int | None = None
+
+    def do(self, directory: Path) -> None:
+        """Do it."""
+        path = directory / self.file
+        data = bytearray(path.read_bytes())
+        if self.bit is not None:
+            data[self.bit // 8] ^= 1 << self.bit % 8
+        path.write_bytes(data[: self.cut])
+
+
+def killed(place: Path, world: Path, theatre: Theatre | None = None) -> list[Path]:
+    """The directory of a run as a kill left it, with a log; and as it is once the log is in the database."""
+    first, second = place / "killed", place / "folded"
+    assert not (theatre or Theatre()).live(first, world, Life("judging", 106), **CHANGES), (
+        "it ended before it was killed"
+    )
+    shutil.copytree(first, second)
+    open_store(second / folder.JOURNAL).close()
+    return [first, second]
+
+
+SHARES = {"journal.sqlite": 12, "journal.sqlite-wal": 6, "rank-0.tensors": 4, "tensors.json": 4, "facts.json": 4}
+SHARES |= {"run.yaml": 3, "inputs.json": 3, "best.json": 3, "metrics.jsonl": 2}
+"""How often each file is damaged, to one of any other."""
+
+
+def damages(directories: list[Path], flips: int, cuts: int, seed: int = 0) -> Iterator[tuple[Path, Damage]]:
+    """So many flips and cuts, spread over the files of these directories by their shares, however large each is."""
+    chance = random.Random(seed)
+    files = [(base, name) for base in directories for name in files_of(base)]
+    shares = [SHARES.get(Path(name).name, 1) for _, name in files]
+    cut = set(chance.sample(range(flips + cuts), cuts))
+    for number in range(flips + cuts):
+        base, name = files[number] if number < len(files) else chance.choices(files, shares)[0]
+        byte = chance.randrange((base / name).stat().st_size)
+        yield base, Damage(name, cut=byte) if number in cut else Damage(name, 8 * byte + chance.randrange(8))
+
+
+def files_of(directory: Path) -> list[str]:
+    """The files of a run that hold anything. Those of the last checkpoint alone: the one before is not read."""
+    kept = sorted((directory / "checkpoints").glob("step-*"))[:-1]
+    found = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.stat().st_size]
+    return [str(path.relative_to(directory)) for path in found if not any(path.is_relative_to(old) for old in kept)]
+
+
+def kind_of(file: str) -> str:
+    """Which kind of file it is."""
+    name = Path(file).name
+    return "evaluations/*.jsonl" if file.startswith("evaluations") else name
+
+
+class Resuming:
+    """Resumes copies of a run, one after the other, to its last step."""
+
+    def __init__(self, world: Path, stack: ExitStack) -> None:
+        run = run_of(world / "nowhere", world, **CHANGES)
+        self._run, self._chat = folder.rooted(run), chat_of(run)
+        torch.set_num_threads(1)
+        self._crew, self._engine, _ = _crew(run, self._chat, world, stack)
+        self._judge = stack.enter_context(Judge(run.reward, run.judging))
+        self._runner = stack.enter_context(asyncio.Runner())
+        self._dataset = Dataset.load(run.data.train, run.data.columns)
+
+    def weights(self, directory: Path, damage: Damage | None = None) -> str:
+        """A hash of the weights in the end."""
+        run = self._run.model_copy(update={"directory": directory})
+        with folder.occupy(directory):
+            if damage is None or damage.file == folder.OPTIONS:  # nothing else is read for that, and it takes a while
+                folder.compare(directory, run)
+            inputs.check_inputs(directory, run)
+            with closing(open_store(directory / folder.JOURNAL)) as store:
+                return self._resumed(run, directory, store)
+
+    def _resumed(self, run: Run, directory: Path, store: Any) -> str:
+        order = run.data.sampler.start(len(self._dataset), run.seed, self._dataset.sources)
+        common = {"seed": run.seed, "dataset": self._dataset, "order": order, "judge": self._judge, "store": store}
+        common |= {"runner": self._runner, "keep": self._crew.keep}
+        source = _engine_source(run, self._chat, self._engine, None, common)
+        learners = Learners(self._crew, checks.from_the_models(run), run.updates, run.loss.split_unit)
+        kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
+        done = taken_up(run.checkpoint, kept, learners, source, run.steps)
+        last_step(directory)
+        self._crew.call(PolicyWorker.publish, done)
+        for step in range(done + 1, run.steps + 1):
+            groups = source.next(step)
+            batch = learners.annotate(collated(self._crew, groups.rows, groups.rollouts, step - 1))
+            learners.update(learners.estimate(batch, step))
+            self._crew.call(PolicyWorker.publish, step)
+        hashed = hashlib.sha256()
+        for name, weight in self._crew.call(PolicyWorker.weights):
+            hashed.update(name.encode() + weight.contiguous().numpy().tobytes())
+        return hashed.hexdigest()
+
+    def outcome(self, base: Path, damage: Damage, wanted: str, place: Path) -> str:
+        """What comes of a damaged copy: `refused`, `no effect`, or else what is wrong."""
+        with copied(base, place) as directory:
+            damage.do(directory)
+            try:
+                found = self.weights(directory, damage)
+            except EtudeError as error:
+                names = Path(damage.file).name.removesuffix("-wal"), Path(damage.file).name
+                return "refused" if any(name in str(error) for name in names) else f"no name: {error}"
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+            return "no effect" if found == wanted else "other weights"
+
+
+@contextmanager
+def copied(base: Path, place: Path) -> Iterator[Path]:
+    """A copy of a directory, for a while."""
+    directory = place / "copy"
+    shutil.copytree(base, directory)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+
+
+def main() -> int:
+    """Do the damage, print the table; returns 0 if nothing wrong came of any."""
+    told = argparse.ArgumentParser(description=__doc__)
+    configure("error")
+    told.add_argument("--flips", type=int, default=2100, help="how many bits are turned, one at a time")
+    told.add_argument("--cuts", type=int, default=200, help="how often a file is cut short")
+    told.add_argument("--seed", type=int, default=0, help="what the places are derived from")
+    arguments = told.parse_args()
+    counts: dict[str, Counter[str]] = {}
+    wrong: list[str] = []
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        place = Path(name)
+        world = make_world(place / "world")
+        directories = killed(place, world)
+        resuming = Resuming(world, stack)
+        with copied(directories[0], place) as whole:
+            wanted = resuming.weights(whole)
+        with suppress(KeyboardInterrupt):  # what was done by then is shown
+            for base, damage in damages(directories, arguments.flips, arguments.cuts, arguments.seed):
+                found = resuming.outcome(base, damage, wanted, place)
+                done = "flips" if damage.bit is not None else "cuts"
+                counts.setdefault(kind_of(damage.file), Counter()).update([done, found.partition(":")[0]])
+                if found not in ("refused", "no effect"):
+                    wrong.append(f"{base.name}: {damage}: {found}")
+                    print(wrong[-1], flush=True)
+    _show(counts, time.perf_counter() - began)
+    return 1 if wrong else 0
+
+
+def _show(counts: dict[str, Counter[str]], seconds: float) -> None:
+    columns = ("flips", "cuts", "refused", "no effect")
+    table = Table("file", *columns, "wrong", title=f"One bit turned, or a file cut short ({seconds:.0f} s)")
+    for kind, of_kind in [*sorted(counts.items()), ("all", sum(counts.values(), Counter[str]()))]:
+        wrong = of_kind.total() - sum(of_kind[name] for name in columns)
+        table.add_row(kind, *(str(of_kind[name]) for name in columns), str(wrong))
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
