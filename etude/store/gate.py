@@ -55,12 +55,12 @@ class Gate:
     """An app, and what stands before it. Apps find an `Aside` in the request's state, for what is heavy."""
 
     def __init__(
-        self, app: App, life: str, whose: Whose, most_bytes: int = bounds.BODY_BYTES, read_s: float = bounds.BODY_S
+        self, app: App, life: str, whose: Whose, most_bytes: int = bounds.BODY_BYTES, read_s: float | None = None
     ) -> None:
         """whose: the key that the headers of a request bring, if there is one; without it no more is read than a
         little, so that strangers fill no memory, and hear from the app all the same that they need one."""
         self.app, self._life, self._whose = app, life.encode(), whose
-        self._most_bytes, self._read_s = most_bytes, read_s
+        self._most_bytes, self._read_s = most_bytes, bounds.BODY_S if read_s is None else read_s
         self._names = (b"%s-%d" % (self._life, number) for number in count(1))
         self._aside, self._held = Aside(), _Held()
 

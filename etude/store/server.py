@@ -105,7 +105,7 @@ def app(
     made.router.routes.append(Route("/healthz", _health, methods=["GET"]))
     for path, other in (mounts or {}).items():
         made.mount(path, other)
-    made.add_middleware(Gate, life=door.life, most_bytes=most_bytes, whose=door.whose)
+    made.add_middleware(Gate, life=door.life, most_bytes=most_bytes, whose=keyring.brought)
     made.openapi = lambda: _described(made)  # type: ignore[method-assign]  # as FastAPI's documents say to extend it
     return made
 
@@ -298,14 +298,6 @@ class _Door:
         for start in range(0, len(spans), AT_ONCE):
             await asyncio.gather(*(note(span) for span in spans[start : start + AT_ONCE]))
         return refused
-
-    def whose(self, headers: Mapping[bytes, bytes]) -> Hashable:
-        """The key of this server's that a request brings, whatever that opens; None without one."""
-        text = headers.get(b"x-api-key") or headers.get(b"authorization", b"").partition(b" ")[2]
-        try:
-            return self._keyring.read(text.strip().decode("latin-1"))
-        except KeyRefusedError:
-            return None
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 

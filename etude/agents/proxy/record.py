@@ -64,11 +64,9 @@ class Sitting:
     async def prompt(self, asked: Asked, compare: bool) -> Prompt:
         """What the model is shown. compare: count what a conversation that is rendered anew would have changed."""
         async with self._lock:
-            if asked.prompt is not None:
-                return self._found(self._text_ids(asked.prompt), False)
             if asked.characters() < LONG:
-                return self._rendered(asked.messages, asked.tools, compare)
-            return await asyncio.to_thread(self._rendered, asked.messages, asked.tools, compare)
+                return self._shown(asked, compare)
+            return await asyncio.to_thread(self._shown, asked, compare)
 
     def occurrence(self, prompt: Prompt) -> int:
         """How often an answer to this prompt was asked for before."""
@@ -82,17 +80,19 @@ class Sitting:
         string that ended it."""
         whole = np.concatenate([shown, completion.ids])
         self._served.setdefault(len(whole), set()).add(blake2b(whole.tobytes(), digest_size=16).digest())
-        if asked.prompt is not None:
-            before = asked.prompt if isinstance(asked.prompt, str) else self._chat.tokenizer.decode(shown, special=True)
-            self._texts[before + self._chat.tokenizer.decode(completion.ids)] = whole
-            return
-        size = asked.characters()
         async with self._lock:
-            given = asked.messages, asked.tools, shown, completion.ids, answer, stop or ""
-            if size < LONG:
-                self._conversation.served(*given)
+            if asked.characters() < LONG:
+                self._remember(asked, shown, completion, answer, stop or "")
             else:
-                await asyncio.to_thread(self._conversation.served, *given)
+                await asyncio.to_thread(self._remember, asked, shown, completion, answer, stop or "")
+
+    def _remember(self, asked: Asked, shown: Ids, completion: Completion, answer: Message, stop: str) -> None:
+        if asked.prompt is None:
+            self._conversation.served(asked.messages, asked.tools, shown, completion.ids, answer, stop)
+            return
+        decode = self._chat.tokenizer.decode
+        before = asked.prompt if isinstance(asked.prompt, str) else decode(shown, special=True)
+        self._texts[before + decode(completion.ids)] = np.concatenate([shown, completion.ids])
 
     def keep(self, id: str, messages: tuple[Message, ...]) -> None:
         """Keep a conversation up to the answer of this name, for a call that goes on from it."""
@@ -101,6 +101,11 @@ class Sitting:
     def earlier(self, id: str) -> tuple[Message, ...] | None:
         """The conversation up to that answer."""
         return self._answers.get(id)
+
+    def _shown(self, asked: Asked, compare: bool) -> Prompt:
+        if asked.prompt is not None:
+            return self._found(self._text_ids(asked.prompt), False)
+        return self._rendered(asked.messages, asked.tools, compare)
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Body], compare: bool) -> Prompt:
         prompt = self._found(
