@@ -44,7 +44,7 @@ from etude.records import Outcome
 from etude.store import otlp, wire
 from etude.store.answers import OtherKeyError, RestartedError, UnreadableError, answered, status_of, trouble
 from etude.store.aside import Aside
-from etude.store.bounds import BODY_BYTES, FEW_BYTES, RefusedError, small
+from etude.store.bounds import BODY_BYTES, RefusedError, small
 from etude.store.described import description
 from etude.store.desk import Desk, Ended, Key
 from etude.store.forms import Form, Verb
@@ -167,8 +167,8 @@ class _Door:
     async def _verb(self, verb: type[Verb], request: Request) -> Answer:
         grant = self._grant(request, verb.opens)
         body = await request.body()
-        if verb.waits and len(body) > FEW_BYTES:
-            raise RefusedError(413, f"What is said to wait for something is short, and this has {len(body)} bytes.")
+        if len(body) > verb.most:
+            raise RefusedError(413, f"The body of '{verb.name}' has {len(body)} bytes; at most {verb.most} are read.")
         async with self._turn(request, grant, body):
             form, name = await _aside(request).run(len(body), _understood, verb, verb.name, request, body, grant)
             _own(grant, form)

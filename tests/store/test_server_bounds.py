@@ -135,3 +135,19 @@ def test_what_one_key_has_in_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 
     with served() as store:
         assert store.run(held) == [429, 422, 422, 422]
+
+
+@pytest.mark.parametrize(
+    ("verb", "size"), [("claim", 20_000), ("wait", 20_000), ("heartbeat", 200_000), ("find", 200_000)]
+)
+def test_what_is_short_is_not_parsed_where_it_is_long(store: Served, verb: str, size: int) -> None:
+    answer = store.verb(verb, b" " * size + b"{}")
+    assert answer.status_code == 413 and f"The body of '{verb}'" in answer.json()["error"]["message"]
+
+
+def test_of_an_attempt_less_is_read_at_once(store: Served) -> None:
+    (claim,) = store.claimed()
+    body = b" " * (bounds.REWARDS_BYTES + 1)
+    assert store.ask("/v1/store/note", body, claim.reward_key).status_code == 413
+    assert store.ask("/v1/store/note", body[:-1], claim.reward_key).status_code == 400
+    store.ended(claim)

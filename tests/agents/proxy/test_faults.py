@@ -244,9 +244,10 @@ def test_a_stranger_with_a_long_body_hears_of_the_key_in_the_dialects_words(worl
     assert response.status_code == 401 and told(path, response)[1] == "authentication_error"
 
 
-@pytest.mark.parametrize("path", CALLS)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages/count_tokens"])
 def test_long_texts_are_read_beside_the_event_loop(path: str) -> None:
-    """Others are answered while one's megabytes are tokenised, and in the order in which an attempt sent them."""
+    """Others are answered while one's half a megabyte is tokenised, which takes about a second."""
     text = "Which way is it to the gate, and what shall I see on the way there? " * 8_000
     body = {**CALLS[path], **json.loads(json.dumps(LONGEST[path]).replace(LONG, text))}
     with serving(scripted(), chat_of(), train=SamplingParams(max_tokens=50)) as world, ThreadPoolExecutor(1) as beside:
