@@ -3,8 +3,9 @@ the model endpoint over an engine that takes no time.
 
     python -m bench.agents_server DIRECTORY ATTEMPTS [CORE]
 
-The first line it says is where it is, its admin key, and the model key of so many attempts that run; then it serves
-until its input ends, or it is killed. CORE is the one that it runs on, where it is to have no more.
+The first line it says is where it is, its admin key and its runners', and the keys of so many attempts that run, by
+which each calls the model and writes; `first` is the rollout of the first of them. Then it serves until its input ends,
+or it is killed. CORE is the one that it runs on, where it is to have no more.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from etude.chat.tokenizer import Ids
 from etude.recipes.agency import swept
 from etude.records import Completion, SamplingParams, Task
 from etude.store import open_store
-from etude.store.desk import Limits, Wanted
+from etude.store.desk import Claim, Limits, Wanted
 from etude.store.keys import Keyring
 from etude.store.local_desk import LocalDesk
 from etude.store.server import serve
@@ -40,6 +41,8 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+CONTEXT = 32_768
+"""Tokens of the model's longest sequence."""
 PATIENT = Limits(timeout_s=None, unresponsive_s=3600.0)
 
 
@@ -86,14 +89,14 @@ class Null:
         yield _Gained(self._said.ids, self._said.logp, self._said.version, self._said)
 
 
-async def begun(desk: LocalDesk, count: int) -> list[str]:
-    """The model keys of so many attempts that run."""
-    keys: list[str] = []
+async def begun(desk: LocalDesk, count: int) -> list[Claim]:
+    """So many attempts that run."""
+    claims: list[Claim] = []
     if count:
         await desk.enqueue([Wanted(Task(n, {"n": n}), limits=PATIENT) for n in range(count)])
-    while len(keys) < count:
-        keys += [claim.model_key for claim in await desk.claim("bench", count, 10.0)]
-    return keys
+    while len(claims) < count:
+        claims += await desk.claim("bench", count, 10.0)
+    return claims
 
 
 def main(directory: Path, attempts: int, core: int | None) -> None:
@@ -103,10 +106,18 @@ def main(directory: Path, attempts: int, core: int | None) -> None:
     keyring = Keyring(b"a secret of this benchmark alone")
     talk = chat(directory / "tokenizer")
     desk = LocalDesk(open_store(directory / "journal.sqlite"), keyring)
-    endpoint = Endpoint(desk, keyring, talk, Null(talk))
-    keys = asyncio.run(begun(desk, attempts))
+    endpoint = Endpoint(desk, keyring, talk, Null(talk), context=CONTEXT)
+    claims = asyncio.run(begun(desk, attempts))
     with swept(), serve(desk, keyring, routers=[router(endpoint)], beside=[endpoint]) as serving:  # as a run does
-        print(json.dumps({"url": serving.url, "key": keyring.admin, "keys": keys}), flush=True)
+        told = {
+            "url": serving.url,
+            "key": keyring.admin,
+            "runner": keyring.runner,
+            "keys": [claim.model_key for claim in claims],
+            "rewards": [claim.reward_key for claim in claims],
+            "first": claims[0].key.rollout if claims else 0,
+        }
+        print(json.dumps(told), flush=True)
         sys.stdin.read()
     asyncio.run(desk.close())
     desk.journal.close()

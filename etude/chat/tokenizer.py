@@ -21,6 +21,8 @@ Ids = NDArray[np.int32]
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _UNFINISHED = "\ufffd"
+LONG = 4096
+"""Characters of a text, from which on encoding it lets other threads go on."""
 _HELD = 32  # tokens; a character has four bytes, so what is still unfinished after these is not text
 
 
@@ -109,7 +111,10 @@ class Tokenizer:
 
         Special tokens written out in the text are read as such.
         """
-        ids = self._inner.encode(text, add_special_tokens=False).ids
+        if len(text) < LONG:
+            ids = self._inner.encode(text, add_special_tokens=False).ids
+        else:  # by the one call that lets other threads go on, and makes no more than ids
+            ids = self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
         bos = self.bos_id if special and self.adds_bos else None
         return np.array(ids if bos is None else [bos, *ids], dtype=np.int32)
 

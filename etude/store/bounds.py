@@ -29,6 +29,8 @@ PIPELINED = 16
 
 BODY_BYTES = 32 * 2**20
 """As it came, and inflated."""
+REWARDS_BYTES = 8 * 2**20
+"""Of a request by the key with which one attempt writes."""
 STRANGERS_BYTES, STRANGERS_S = 64 * 2**10, 10.0
 """Of a request without a key: its body, and the seconds that it may take."""
 BODY_S = 60.0
@@ -50,6 +52,8 @@ OF_ITSELF = (4096, 200)
 """Bytes and values of what one runner says of itself."""
 RUNNERS = 1024
 """Runners that are remembered at once."""
+SHORT_BYTES = 2**17
+"""Of a request that holds ids and little else."""
 FEW_BYTES = 16 * 2**10
 """A body up to here is parsed on the event loop, a longer one beside it."""
 

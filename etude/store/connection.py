@@ -30,7 +30,7 @@ PIECE = 4096
 """Bytes that the parser is given at once: of a few hundred requests at most."""
 KEPT_ALIVE_S = 75
 """Seconds that a silent connection is kept: longer than clients keep theirs, so that none asks on one just closed."""
-FRAMING_BYTES = 64 * 2**10
+FRAMING_BYTES = 12 * 2**10
 """Of a body that came in chunks: what may be sizes and trailers rather than body, beside a quarter of its length."""
 TOLD_S = 60.0
 """Seconds between two warnings that there is no room."""

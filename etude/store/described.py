@@ -26,6 +26,8 @@ REFUSED = {
     "413": "the body is too large",
     "415": "compressed in a way that is not read here",
     "422": "the body does not say what it must",
+    "429": "this key has too much under way; send it again in a moment",
+    "431": "the head of the request is too large",
     "500": "the server failed; its log says more",
     "503": "the journal cannot be read or written",
 }

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from etude.records import Outcome
 from etude.store import wire
-from etude.store.bounds import FEW_BYTES
+from etude.store.bounds import BODY_BYTES, FEW_BYTES
 from etude.store.desk import Desk, Key, Wanted
 from etude.store.keys import Scope
 from etude.store.limits import Limits, Use
@@ -138,6 +138,8 @@ class Verb(Form):
     """Which keys may say it; a reward key only of its own attempt."""
     waits: ClassVar[bool] = False
     """Whether it may take long because nothing happens, so that nobody may be there any more when it is done."""
+    most: ClassVar[int] = BODY_BYTES
+    """Bytes of a request."""
     long: ClassVar[bool] = False
     """Whether its answer may be long, so that it is written beside the event loop."""
     once: ClassVar[bool] = False

@@ -14,7 +14,7 @@ import re
 import time
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeAlias
@@ -23,6 +23,7 @@ from etude.observe import get_log
 from etude.store import bounds
 from etude.store.aside import Aside
 from etude.store.bounds import RefusedError, weigh
+from etude.store.keys import Grant
 from etude.store.wire import LIFE, REQUEST
 
 __all__ = ["Gate", "problem"]
@@ -30,7 +31,7 @@ __all__ = ["Gate", "problem"]
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
-Whose: TypeAlias = Callable[[Mapping[bytes, bytes]], Hashable]
+Whose: TypeAlias = Callable[[Mapping[bytes, bytes]], Grant | None]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 PROTOBUF = b"application/x-protobuf"
@@ -55,12 +56,12 @@ class Gate:
     """An app, and what stands before it. Apps find an `Aside` in the request's state, for what is heavy."""
 
     def __init__(
-        self, app: App, life: str, whose: Whose, most_bytes: int = bounds.BODY_BYTES, read_s: float = bounds.BODY_S
+        self, app: App, life: str, whose: Whose, most_bytes: int = bounds.BODY_BYTES, read_s: float | None = None
     ) -> None:
         """whose: the key that the headers of a request bring, if there is one; without it no more is read than a
         little, so that strangers fill no memory, and hear from the app all the same that they need one."""
         self.app, self._life, self._whose = app, life.encode(), whose
-        self._most_bytes, self._read_s = most_bytes, read_s
+        self._most_bytes, self._read_s = most_bytes, bounds.BODY_S if read_s is None else read_s
         self._names = (b"%s-%d" % (self._life, number) for number in count(1))
         self._aside, self._held = Aside(), _Held()
 
@@ -150,13 +151,13 @@ class Gate:
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive, held: _Share) -> bytes:
         """The body, inflated."""
-        most = self._most_bytes if held.owner is not None else min(bounds.STRANGERS_BYTES, self._most_bytes)
+        most = self._most(held.owner)
         encoding = headers.get(b"content-encoding", b"").strip().lower()
         if encoding not in ENCODINGS:
             said = encoding.decode("latin-1")
             raise RefusedError(415, f"Content-Encoding {said!r} is not read here; gzip and deflate are.")
         if int(headers.get(b"content-length", b"0")) > most:
-            raise self._too_large(most)
+            raise self._too_large(most, held.owner)
         parts, size, more = [], 0, True
         while more:
             message = await receive()
@@ -166,7 +167,7 @@ class Gate:
             size += len(parts[-1])
             held.take(len(parts[-1]))
             if size > most:
-                raise self._too_large(most)
+                raise self._too_large(most, held.owner)
             more = message.get("more_body", False)
         body = b"".join(parts)
         if encoding in (b"", b"identity"):
@@ -174,11 +175,17 @@ class Gate:
         body = await self._aside.run(GROWS * size, _inflated, body, encoding.decode(), most)
         held.take(max(0, len(body) - size))
         if len(body) > most:
-            raise self._too_large(most)
+            raise self._too_large(most, held.owner)
         return body
 
-    def _too_large(self, most: int) -> RefusedError:
-        if most < self._most_bytes:
+    def _most(self, owner: Grant | None) -> int:
+        """Bytes of a body that comes with this key."""
+        if owner is None:
+            return min(bounds.STRANGERS_BYTES, self._most_bytes)
+        return min(bounds.REWARDS_BYTES, self._most_bytes) if owner.scope == "reward" else self._most_bytes
+
+    def _too_large(self, most: int, owner: Grant | None) -> RefusedError:
+        if owner is None:
             return RefusedError(401, f"This needs a key, without which no more than {most} bytes are read.")
         return RefusedError(
             413, f"The body has more than {most} bytes, counted as sent and as inflated; send less at once."
@@ -189,10 +196,10 @@ class _Held:
     """How much of the bodies of requests is in memory, and by whose key it came."""
 
     def __init__(self) -> None:
-        self.bytes, self.by = 0, Counter[Hashable]()
+        self.bytes, self.by = 0, Counter[Grant | None]()
 
     @contextmanager
-    def of(self, owner: Hashable) -> Iterator[_Share]:
+    def of(self, owner: Grant | None) -> Iterator[_Share]:
         """What one request holds of it."""
         share = _Share(self, owner)
         try:
@@ -204,7 +211,7 @@ class _Held:
 class _Share:
     """What one request holds in memory, as long as it is read and answered."""
 
-    def __init__(self, held: _Held, owner: Hashable) -> None:
+    def __init__(self, held: _Held, owner: Grant | None) -> None:
         self._held, self.owner, self._bytes = held, owner, 0
 
     def take(self, size: int) -> None:

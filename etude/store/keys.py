@@ -19,6 +19,7 @@ import os
 import secrets
 import time
 from base64 import urlsafe_b64encode
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -120,6 +121,14 @@ class Keyring:
                 "as an attempt may take. Allow the attempt more time with its limit timeout_s."
             )
         return Grant(scope, Key(rollout, attempt))
+
+    def brought(self, headers: Mapping[bytes, bytes]) -> Grant | None:
+        """What the key allows that the headers of a request bring, whatever it opens; None without a good one."""
+        text = headers.get(b"x-api-key") or headers.get(b"authorization", b"").partition(b" ")[2]
+        try:
+            return self.read(text.strip().decode("latin-1"))
+        except KeyRefusedError:
+            return None
 
     def _of_attempt(self, scope: str, key: Key, expires_s: float) -> str:
         return self._sealed(f"etude.{scope}.{key.rollout}.{key.attempt}.{int(time.time() + expires_s)}")

@@ -44,7 +44,7 @@ from etude.records import Outcome
 from etude.store import otlp, wire
 from etude.store.answers import OtherKeyError, RestartedError, UnreadableError, answered, status_of, trouble
 from etude.store.aside import Aside
-from etude.store.bounds import BODY_BYTES, FEW_BYTES, RefusedError, small
+from etude.store.bounds import BODY_BYTES, RefusedError, small
 from etude.store.described import description
 from etude.store.desk import Desk, Ended, Key
 from etude.store.forms import Form, Verb
@@ -105,7 +105,7 @@ def app(
     made.router.routes.append(Route("/healthz", _health, methods=["GET"]))
     for path, other in (mounts or {}).items():
         made.mount(path, other)
-    made.add_middleware(Gate, life=door.life, most_bytes=most_bytes, whose=door.whose)
+    made.add_middleware(Gate, life=door.life, most_bytes=most_bytes, whose=keyring.brought)
     made.openapi = lambda: _described(made)  # type: ignore[method-assign]  # as FastAPI's documents say to extend it
     return made
 
@@ -167,8 +167,8 @@ class _Door:
     async def _verb(self, verb: type[Verb], request: Request) -> Answer:
         grant = self._grant(request, verb.opens)
         body = await request.body()
-        if verb.waits and len(body) > FEW_BYTES:
-            raise RefusedError(413, f"What is said to wait for something is short, and this has {len(body)} bytes.")
+        if len(body) > verb.most:
+            raise RefusedError(413, f"The body of '{verb.name}' has {len(body)} bytes; at most {verb.most} are read.")
         async with self._turn(request, grant, body):
             form, name = await _aside(request).run(len(body), _understood, verb, verb.name, request, body, grant)
             _own(grant, form)
@@ -298,14 +298,6 @@ class _Door:
         for start in range(0, len(spans), AT_ONCE):
             await asyncio.gather(*(note(span) for span in spans[start : start + AT_ONCE]))
         return refused
-
-    def whose(self, headers: Mapping[bytes, bytes]) -> Hashable:
-        """The key of this server's that a request brings, whatever that opens; None without one."""
-        text = headers.get(b"x-api-key") or headers.get(b"authorization", b"").partition(b" ")[2]
-        try:
-            return self._keyring.read(text.strip().decode("latin-1"))
-        except KeyRefusedError:
-            return None
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from etude.records import Outcome
 from etude.store import wire
 from etude.store.blobs import pack_turn
-from etude.store.bounds import OF_ITSELF, small
+from etude.store.bounds import FEW_BYTES, OF_ITSELF, SHORT_BYTES, small
 from etude.store.desk import Desk, Ended, Find, Limits, Use
 from etude.store.forms import (
     LONGEST_POLL,
@@ -91,6 +91,7 @@ class Wait(Verb):
         rollouts: list[RolloutState]
 
     name, reply, waits, long = "wait", WaitReply, True, True
+    most = FEW_BYTES
     cursor: Id = Field(0, description="0 is the beginning")
     timeout_s: float = Field(0.0, ge=0, le=LONGEST_POLL)
     limit: int = Field(256, ge=1, le=1000)
@@ -114,7 +115,7 @@ class FindForm(Verb):
         rollouts: list[RolloutState]
         more: bool
 
-    name, reply, long = "find", FindReply, True
+    name, reply, long, most = "find", FindReply, True, SHORT_BYTES
     statuses: list[Status] = Field([], max_length=len(Status))
     tasks: list[Number] = Field([], max_length=1000)
     ids: Ids = Field([])
@@ -188,7 +189,7 @@ class ClaimForm(Verb):
 
         claims: list[ClaimForm.Claimed]
 
-    name, reply, waits, once = "claim", ClaimReply, True, True
+    name, reply, waits, once, most = "claim", ClaimReply, True, True, FEW_BYTES
     opens = frozenset({"admin", "runner"})
     runner: Name
     n: int = Field(1, ge=1, le=1000)
@@ -218,7 +219,7 @@ class Heartbeat(Verb):
 
         stop: list[Stop]
 
-    name, reply = "heartbeat", HeartbeatReply
+    name, reply, most = "heartbeat", HeartbeatReply, SHORT_BYTES
     opens = frozenset({"admin", "runner"})
     runner: Name
     running: list[KeyForm] = Field(max_length=1000)

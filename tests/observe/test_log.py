@@ -67,3 +67,36 @@ def test_lines_follow_standard_error_and_survive_its_absence(
     monkeypatch.undo()
     get_log("x").info("heard")
     assert "heard" in capsys.readouterr().err
+
+
+ODD = "a\n21:04:11 main[0] INFO  forged\x1b[31m\x9b\u2028\u2029\x85\u202e\ud800\xa0b é"
+
+
+def test_what_comes_from_outside_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "main.log"
+    configure("info", file=file)
+    for name in ("etude.x", "etude.one_that_nobody_got"):
+        logging.getLogger(name).info("it says %s", ODD)
+    get_log("x").info("it says %s", ODD)
+    get_log("x").info(f"it says {ODD}")
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1]
+    assert len(lines) == 4 and all(line.isprintable() and line.endswith("\\xa0b é") for line in lines)
+    assert r"a\n21:04:11 main[0] INFO  forged\x1b[31m\x9b\u2028\u2029\x85\u202e\ud800" in lines[0]
+    assert capsys.readouterr().err == file.read_text(encoding="utf-8")
+    with caplog.at_level("INFO", logger="etude.x"):
+        logging.getLogger("etude").propagate = True
+        get_log("x").info("it says %s", ODD)  # to handlers that are not ours
+    assert caplog.records[-1].getMessage().isprintable()
+
+
+def test_no_line_of_a_traceback_looks_like_one_of_the_log(tmp_path: Path) -> None:
+    configure("info", file=tmp_path / "main.log")
+    try:
+        raise ValueError(ODD)
+    except ValueError:
+        get_log("x").exception("the call failed")
+    first, *others = (tmp_path / "main.log").read_text(encoding="utf-8").split("\n")[:-1]
+    assert first.endswith("ERROR the call failed")
+    assert others and all(line.startswith("  ") and line.isprintable() for line in others)

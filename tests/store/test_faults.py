@@ -281,7 +281,7 @@ def test_a_body_that_drips_is_refused_in_time() -> None:
 
     async def story() -> None:
         desk = LocalDesk(open_store(), ring)
-        gate = Gate(app(desk, ring), "life", lambda _: True, read_s=0.3)  # type: ignore[arg-type]  # any app
+        gate = Gate(app(desk, ring), "life", ring.brought, read_s=0.3)  # type: ignore[arg-type]  # any app
         sent: list[Any] = []
 
         async def receive() -> dict[str, Any]:

@@ -17,6 +17,8 @@ import httpx2
 import jsonschema
 import pytest
 from fastapi import APIRouter, FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
 
 from etude.errors import ConfigError, StoreError
 from etude.records import Task
@@ -145,15 +147,28 @@ def test_bodies_are_inflated_and_bounded(store: Served, body: bytes, encoding: s
 def test_of_who_has_no_key_little_is_read(store: Served, body: bytes, key: str | None) -> None:
     encoding = "identity" if body[:1] == b" " else "gzip"
     answer = store.ask("/v1/store/statistics", body, key, content_encoding=encoding)
-    assert answer.status_code == 401 and "more than 65536 bytes" in answer.json()["error"]["message"]
+    assert kind(answer) == (401, "KeyRefusedError")
     assert store.ask("/v1/store/statistics", b"{}", key).status_code == 401
+
+
+def test_an_app_that_asks_for_no_key_reads_no_more_of_a_stranger() -> None:
+    async def told(scope: Any, receive: Any, send: Any) -> None:
+        await Response(str(len(await Request(scope, receive).body())))(scope, receive, send)
+
+    with served(mounts={"/other": told}) as store:
+        assert store.ask("/other/x", b" " * 60_000).text == "60000"
+        answer = store.ask("/other/x", b" " * 70_000)
+        assert answer.status_code == 401 and "more than 65536 bytes" in answer.json()["error"]["message"]
+        assert store.ask("/other/x", b" " * 70_000, store.ring.runner).text == "70000"
 
 
 def test_a_path_writes_no_lines_of_its_own_into_the_log(store: Served, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="etude"):
         store.ask("/x%0A2026-01-01%20INFO%20forged%1b[31m", method="GET")
-    (said,) = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
-    assert "\n" not in said and "\x1b" not in said
+        store.ask("/x%C2%9B31m%E2%80%A8forged%C2%85%E2%80%AE", method="GET")
+    said = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+    assert len(said) == 2 and all(each.isprintable() for each in said)
+    assert "/x\\x9b31m\\u2028forged\\x85\\u202e answered 404" in said[1]
 
 
 def test_a_body_of_unsaid_length_is_bounded_too(store: Served) -> None:

@@ -114,7 +114,7 @@ def test_more_spans_than_anybody_sends_are_refused_before_they_are_made(store: S
     scope = b"\x12" + varint(len(empty)) + empty
     body = b"\x0a" + varint(len(scope)) + scope
     answer = store.ask("/v1/traces", body, store.ring.admin, content_type=PROTOBUF)
-    assert answer.status_code == 413 and "5000 spans" in answer.json()["error"]["message"]
+    assert answer.status_code == 413 and "more than 4096 spans" in answer.json()["error"]["message"]
     answer = store.ask("/v1/traces", bytes(5 * 2**20), store.ring.admin, content_type=PROTOBUF)
     assert answer.status_code == 413
 
@@ -126,6 +126,39 @@ def varint(number: int) -> bytes:
         found.append(number & 127 | 128)
         number >>= 7
     return bytes([*found, number])
+
+
+def within(*numbers: int, inner: bytes) -> bytes:
+    """A message within messages, each the field of this number, the outermost first."""
+    for number in reversed(numbers):
+        inner = varint(number << 3 | 2) + varint(len(inner)) + inner
+    return inner
+
+
+HUGE = {
+    "spans": within(1, 2, inner=b"\x12\x00" * 1_900_000),
+    "attributes": within(1, 2, 2, inner=b"\x4a\x00" * 1_900_000),
+    "scopes": within(1, inner=b"\x12\x00" * 1_900_000),
+    "resources": b"\x0a\x00" * 1_900_000,
+    "values": within(1, 1, 1, 2, 5, inner=b"\x0a\x00" * 1_900_000),
+    "repeated": within(1, inner=within(1, 1, 1, inner=b"a" * 100_000) + within(2, inner=b"\x12\x00" * 4000)),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_an_export_of_millions_of_parts_is_refused_before_it_is_parsed(store: Served, name: str) -> None:
+    answer = store.ask("/v1/traces", HUGE[name], store.ring.admin, content_type=PROTOBUF)
+    assert answer.status_code == 413, answer.text
+
+
+def test_what_would_hide_parts_from_being_counted_is_refused(store: Served) -> None:
+    groups = within(1, 2, inner=b"\x9b\x06\x9c\x06" + b"\x12\x00" * 1_900_000)
+    answer = store.ask("/v1/traces", groups, store.ring.admin, content_type=PROTOBUF)
+    assert answer.status_code == 400 and "group" in answer.json()["error"]["message"]
+    wide = '{"resourceSpans":[]}'.encode("utf-16")
+    assert store.ask("/v1/traces", wide, store.ring.admin, content_type=JSON).status_code == 400
+    many = b'{"resourceSpans":[{"scopeSpans":[{"spans":[' + b"{}," * 120_000 + b"{}]}]}]}"
+    assert store.ask("/v1/traces", many, store.ring.admin, content_type=JSON).status_code == 413
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 """The routes of the model endpoint: an app of its own, or a router on another's.
 
-app = FastAPI()                       # or the store's own
-app.include_router(router(endpoint))
+    with serve(desk, keyring, routers=[router(endpoint)], beside=[endpoint]): ...     # on a store's server
+
+Bodies come through the store's `Gate`, which bounds what is read and what may be in it; what it refuses is said here in
+the words of each dialect. What is long is parsed beside the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,12 +19,11 @@ from typing import Any, NoReturn, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.convertors import PathConvertor, register_url_convertor
-from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from etude.agents.proxy.anthropic import Anthropic
-from etude.agents.proxy.asked import Body, Dialect, Refusal
+from etude.agents.proxy.asked import Body, Dialect, Kind, Refusal
 from etude.agents.proxy.chat_completions import ChatCompletions
 from etude.agents.proxy.completions import Completions
 from etude.agents.proxy.endpoint import Endpoint, no_model
@@ -30,7 +32,9 @@ from etude.agents.proxy.notary import Call
 from etude.agents.proxy.openai import error, event
 from etude.agents.proxy.responses import Responses
 from etude.observe import get_log
+from etude.store.bounds import RefusedError
 from etude.store.desk import Key
+from etude.store.gate import Gate
 
 __all__ = ["app", "router"]
 
@@ -48,8 +52,8 @@ COUNTING = Anthropic(counting=True)
 UNKNOWN = ("/v1/{rest:no_store}", "/chat/completions", "/completions", "/responses", "/messages")
 """Paths that agents ask for by mistake, most often by a base URL that lacks /v1 or has it twice."""
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-READ_S = 60.0
-"""Seconds that a request may take to arrive."""
+KINDS: dict[int, Kind] = {401: "unauthorized", 408: "timeout", 413: "too_large", 429: "busy"}
+"""Of what the gate refuses, by its status; anything else is invalid."""
 UNREAD_S = 60.0
 """Seconds for which a client may read nothing of a stream."""
 
@@ -77,6 +81,7 @@ def app(endpoint: Endpoint) -> FastAPI:
 
     made = FastAPI(title="Etude's model endpoint", lifespan=lifespan)
     made.include_router(router(endpoint))
+    made.add_middleware(Gate, life=secrets.token_hex(8), whose=endpoint.keyring.brought)
     return made
 
 
@@ -94,8 +99,8 @@ def router(endpoint: Endpoint) -> APIRouter:
         key = None
         try:
             key = _entitled(endpoint, request)
-            body = await _body(request, endpoint.config.max_body_mib)
-            return _json({"input_tokens": await endpoint.count(COUNTING, key, body)})
+            body, size = await _body(endpoint, key, request)
+            return _json({"input_tokens": await endpoint.count(COUNTING, key, body, size)})
         except GoneError:
             return Response(status_code=499)
         except Exception as error:
@@ -151,13 +156,14 @@ def _answering(endpoint: Endpoint, path: str, dialect: Dialect) -> Callable[[Req
         key = None
         try:
             key = _entitled(endpoint, request)
-            body = await _body(request, endpoint.config.max_body_mib)
+            body, size = await _body(endpoint, key, request)
             tags = [tag for each in request.headers.get("x-etude-tags", "").split(",") if (tag := each.strip())]
             if path in OF_OTHERS:
                 foreign = await endpoint.foreign(path.removeprefix("/v1"), key, body, tags, began)
                 if foreign is not None:
                     return await _passed_on(endpoint, dialect, foreign, request)
-            call = await endpoint.open(dialect, key, body, tags, began, request.headers.get("x-etude-state", ""))
+            state = request.headers.get("x-etude-state", "")
+            call = await endpoint.open(dialect, key, body, tags, began, state, size)
             if call.asked.stream:
                 failed = dialect.writer(call.reply(endpoint.chat.tokenizer)).failed
                 refused = partial(endpoint.refused, key, path)
@@ -271,24 +277,21 @@ def _entitled(endpoint: Endpoint, request: Request) -> Key:
     return endpoint.entitled(request.headers.get("authorization"), request.headers.get("x-api-key"))
 
 
-async def _body(request: Request, most_mib: float) -> Body:
-    """The JSON object that came."""
-    most = int(most_mib * 2**20)
-    large = Refusal(f"The request is larger than {most_mib:g} MiB, the most that is read here.", "too_large")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > most:
-        raise large
-    data = bytearray()
+async def _body(endpoint: Endpoint, key: Key, request: Request) -> tuple[Body, int]:
+    """The JSON object that came, and how many bytes it was."""
     try:
-        async with asyncio.timeout(READ_S):
-            async for chunk in request.stream():
-                data += chunk
-                if len(data) > most:
-                    raise large
-    except ClientDisconnect as error:
-        raise GoneError from error
-    except TimeoutError as error:
-        raise Refusal(f"The request did not arrive within {READ_S:g} seconds.", "timeout") from error
+        data = await request.body()
+    except RefusedError as refused:
+        kind = KINDS.get(refused.status, "invalid")
+        raise Refusal(str(refused), kind, status=refused.status, wait=int(kind == "busy")) from refused
+    if len(data) > endpoint.config.max_body_mib * 2**20:
+        told = f"The request is larger than {endpoint.config.max_body_mib:g} MiB, the most that is read here."
+        raise Refusal(told, "too_large")
+    async with endpoint.aside.turn(key, len(data)):
+        return await endpoint.aside.run(len(data), _parsed, data), len(data)
+
+
+def _parsed(data: bytes) -> Body:
     try:
         text = data.decode()
         body = json.loads(text, parse_constant=_no_number)

@@ -31,6 +31,7 @@ from etude.config import Config
 from etude.errors import ChatError, ConfigError, EtudeError, KeyRefusedError
 from etude.observe import get_log
 from etude.records import SamplingParams
+from etude.store.aside import Aside
 from etude.store.desk import Desk, Find, Key, Use
 from etude.store.keys import Keyring
 from etude.store.states import LIVE, Status
@@ -62,7 +63,9 @@ class EndpointConfig(Config):
     max_running: int = Field(256, ge=1, description="most answers sampled at once; more calls wait")
     max_waiting: int = Field(2048, ge=0, description="most calls that wait; the next is answered 429, with Retry-After")
     timeout_s: float = Field(600.0, gt=0, description="seconds for a call, waiting included; then it is answered 504")
-    max_body_mib: float = Field(16.0, gt=0, description="MiB of the largest request; a larger one is answered 413")
+    max_body_mib: float = Field(
+        16.0, gt=0, le=32, description="MiB of the largest request; a larger one is answered 413"
+    )
     parameters: Parameters = Field(
         "force", description="force: the run's sampling parameters hold; default: the agent's own, where it sets them"
     )
@@ -117,6 +120,8 @@ class Endpoint:
             raise ConfigError(f"The model that is trained is called '{model}' here; call the external one otherwise.")
         places = Gate(self.config.max_running, self.config.max_waiting)
         self.elsewhere = Elsewhere(self.config.external, places, self._meter, self._notary, self.config.timeout_s)
+        self.aside = Aside()
+        """Where what is long in a call is read."""
         self._sittings: dict[Key, Sitting] = {}
         self._ignored: set[str] = set()  # names that were logged
         self._tending: asyncio.Task[None] | None = None
@@ -195,14 +200,13 @@ class Endpoint:
         tags: Sequence[str] = (),
         began: float | None = None,
         state: str = "",
+        size: int = 0,
     ) -> Call:
         """Understand a call, and find the ids that it asks to go on from. state: a name for the state that the agent is
-        in; without one it is all that the model is shown."""
+        in; without one it is all that the model is shown. size: how many bytes the body was."""
         began = time.perf_counter() if began is None else began
-        sitting = await self._sitting(key)
-        asked = _joined(self._parsed(dialect, body, sitting), sitting)
+        asked, sitting = await self._understood(dialect, key, body, size)
         sampling, ignored = self._policy.params(asked, sitting.use)
-        await self._refuse_what_no_context_holds(key, asked)
         prompt = await self._prompt(sitting, asked)
         self._log_ignored(ignored)
         sitting.calls += 1
@@ -213,11 +217,18 @@ class Endpoint:
             raise await self._too_long(call, self._context)
         return call
 
-    async def count(self, dialect: Dialect, key: Key, body: Body) -> int:
+    async def count(self, dialect: Dialect, key: Key, body: Body, size: int = 0) -> int:
         """How many tokens a call would show the model."""
-        sitting = await self._sitting(key)
-        asked = self._parsed(dialect, body, sitting)
+        asked, sitting = await self._understood(dialect, key, body, size)
         return len((await self._prompt(sitting, asked)).shown)
+
+    async def _understood(self, dialect: Dialect, key: Key, body: Body, size: int) -> tuple[Asked, Sitting]:
+        """What is asked, with all that it goes on from, and by whom; refused where no context holds it."""
+        sitting = await self._sitting(key)
+        async with self.aside.turn(key, size):
+            asked = _joined(await self.aside.run(size, self._parsed, dialect, body, sitting), sitting)
+            await self._refuse_what_no_context_holds(key, asked, await self.aside.run(size, asked.characters))
+        return asked, sitting
 
     async def foreign(self, path: str, key: Key, body: Body, tags: Sequence[str], began: float) -> Foreign | None:
         """A call to a model of somebody else's, where it is one. path: after /v1."""
@@ -249,9 +260,9 @@ class Endpoint:
             raise no_model(asked.model, self.models)
         return asked
 
-    async def _refuse_what_no_context_holds(self, key: Key, asked: Asked) -> None:
-        """What is so long that its tokens need not be counted, which would keep everybody waiting."""
-        context, size = self._context, asked.characters()
+    async def _refuse_what_no_context_holds(self, key: Key, asked: Asked, size: int) -> None:
+        """What is so long that its tokens need not be counted. size: its characters."""
+        context = self._context
         if context is not None and (size > FARTHEST * context or len(asked.messages) > context):
             self._meter.counts["context_length"] += 1
             await self.desk.note(key, "context_length_exceeded", {"characters": size, "context": context})

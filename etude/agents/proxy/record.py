@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
 from typing import Literal
 
@@ -81,11 +80,9 @@ class Sitting:
     async def prompt(self, asked: Asked, compare: bool) -> Prompt:
         """What the model is shown. compare: count what a conversation that is rendered anew would have changed."""
         async with self._lock:
-            if asked.prompt is not None:
-                return self._found(self._text_ids(asked.prompt))
             if asked.characters() < LONG:
-                return self._rendered(asked, compare)
-            return await asyncio.to_thread(self._rendered, asked, compare)
+                return self._shown(asked, compare)
+            return await asyncio.to_thread(self._shown, asked, compare)
 
     def occurrence(self, prompt: Prompt) -> int:
         """How often an answer to this prompt was asked for before."""
@@ -100,17 +97,21 @@ class Sitting:
         shown = prompt.shown
         whole = np.concatenate([shown, completion.ids])
         self._served.setdefault(len(whole), set()).add(blake2b(whole.tobytes(), digest_size=16).digest())
-        if asked.prompt is not None:
-            before = asked.prompt if isinstance(asked.prompt, str) else self._chat.tokenizer.decode(shown, special=True)
-            self._texts[before + self._chat.tokenizer.decode(completion.ids)] = whole
-            return
-        given = asked.messages, asked.tools, shown, completion.ids, answer, stop or ""
-        served = partial(self._conversation.served, *given, begins=len(prompt.ids))
         async with self._lock:
             if asked.characters() < LONG:
-                served()
+                self._remember(asked, prompt, completion, answer, stop or "")
             else:
-                await asyncio.to_thread(served)
+                await asyncio.to_thread(self._remember, asked, prompt, completion, answer, stop or "")
+
+    def _remember(self, asked: Asked, prompt: Prompt, completion: Completion, answer: Message, stop: str) -> None:
+        shown, said = prompt.shown, completion.ids
+        if asked.prompt is None:
+            begins = len(prompt.ids)
+            self._conversation.served(asked.messages, asked.tools, shown, said, answer, stop, begins=begins)
+            return
+        decode = self._chat.tokenizer.decode
+        before = asked.prompt if isinstance(asked.prompt, str) else decode(shown, special=True)
+        self._texts[before + decode(said)] = np.concatenate([shown, said])
 
     def keep(self, id: str, messages: tuple[Message, ...]) -> None:
         """Keep a conversation up to the answer of this name, for a call that goes on from it or names it. The oldest
@@ -128,6 +129,11 @@ class Sitting:
         """That answer alone."""
         kept = self._answers.get(id)
         return kept[-1] if kept else None
+
+    def _shown(self, asked: Asked, compare: bool) -> Prompt:
+        if asked.prompt is not None:
+            return self._found(self._text_ids(asked.prompt))
+        return self._rendered(asked, compare)
 
     def _rendered(self, asked: Asked, compare: bool) -> Prompt:
         messages, tools, conversation = asked.messages, asked.tools, self._conversation

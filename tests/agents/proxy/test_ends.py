@@ -92,7 +92,7 @@ def test_a_call_that_is_cancelled_as_another_leaves_ends_as_cancelled() -> None:
 def test_a_request_that_drips_or_breaks_off_is_let_go_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("etude.agents.proxy.app.READ_S", 0.5)
+    monkeypatch.setattr("etude.store.bounds.BODY_S", 0.5)
     caplog.set_level(logging.ERROR, "etude.agents")
     with serving(scripted(), chat_of()) as world:
         claim = world.attempt()

@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from etude.agents.proxy import EndpointConfig
+from etude.agents.proxy.endpoint import FARTHEST
 from etude.chat.tokenizer import Ids
 from etude.errors import EngineError
 from etude.records import Completion, Outcome, SamplingParams
@@ -92,6 +93,8 @@ def test_keys(world: World, path: str) -> None:
         (b'{"model": "\\ud800"}', 400, "half a character"),
         (b'{"model": ' + b"[" * 200_000, 400, "nested too deeply"),
         (b'{"model": "' + b"a" * 2**20 + b'"}', 413, "larger than 0.5 MiB"),
+        (b'{"model": [' + b"[]," * 140_000 + b"1]}", 413, "more than 262144 values"),
+        (b'{"model": ' + b"[" * 101 + b"]" * 101 + b"}", 400, "nested too deeply"),
         ({"model": 5}, 400, "'model' must be a text"),
         ({}, 400, "'model' is missing"),
     ],
@@ -209,6 +212,50 @@ def test_a_prompt_that_is_too_long(world: World) -> None:
     assert [note["name"] for note in notes] == ["context_length_exceeded"] * 2
     assert notes[0]["data"]["context"] == 200 and notes[0]["data"]["tokens"] > 200
     assert not world.turns(claim.key)
+
+
+LONG = "a " * (FARTHEST * 100 + 10)
+LONGEST: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": LONG}]},
+    "/v1/completions": {"prompt": LONG},
+    "/v1/responses": {"input": LONG},
+    "/v1/messages": {"messages": [{"role": "user", "content": LONG}]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": LONG}]},
+}
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_what_no_context_holds_is_refused_before_it_is_tokenised(world: World, path: str) -> None:
+    claim = world.attempt()
+    began = time.monotonic()
+    response = posted(world, path, {**CALLS[path], **LONGEST[path]}, claim.model_key)
+    assert response.status_code == 400 and "maximum context length is 200 tokens" in told(path, response)[0]
+    assert time.monotonic() - began < 5.0 and not world.notes(claim.key)
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_a_stranger_with_a_long_body_hears_of_the_key_in_the_dialects_words(world: World, path: str) -> None:
+    response = posted(world, path, b" " * 100_000, "sk-none")
+    assert response.status_code == 401 and told(path, response)[1] == "authentication_error"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages/count_tokens"])
+def test_long_texts_are_read_beside_the_event_loop(path: str) -> None:
+    """Others are answered while one's half a megabyte is tokenised, which takes about a second."""
+    text = "Which way is it to the gate, and what shall I see on the way there? " * 8_000
+    body = {**CALLS[path], **json.loads(json.dumps(LONGEST[path]).replace(LONG, text))}
+    with serving(scripted(), chat_of(), train=SamplingParams(max_tokens=50)) as world, ThreadPoolExecutor(1) as beside:
+        claim, other = world.attempt(), world.attempt()
+        assert posted(world, "/v1/messages/count_tokens", CHAT, other.model_key).status_code == 200
+        one = beside.submit(posted, world, path, body, claim.model_key)
+        longest = 0.0
+        while not one.done():
+            began = time.monotonic()
+            assert posted(world, "/v1/messages/count_tokens", CHAT, other.model_key).status_code == 200
+            longest = max(longest, time.monotonic() - began)
+        assert one.result().status_code == 200, one.result().text
+        assert longest < 1.0
 
 
 def test_an_attempt_that_is_over(world: World) -> None:

@@ -1,0 +1,175 @@
+"""Time a well-behaved client of a store and a model endpoint while another client sends what is meant to stall them.
+
+    python -m bench.hostile [--seconds 6] [--shapes header note …] [--json FILE]
+
+The server, the hostile client and the well-behaved one are processes of their own. The well-behaved client asks the
+store and the endpoint a few dozen times a second, first alone and then beside each shape; shown are the milliseconds
+that its requests took, how the hostile ones were answered, and by how much the server's memory grew.
+
+    header      a header of 64 MB, without a key               slow       500 connections that never end a head
+    pipelined   5,000 requests at once on a connection         chunked    a body in chunks of one byte
+    note        27 MB of [],[],… by an attempt's reward key    deep       27 MB of [[[[…
+    spans       3.9 MB of empty OTLP spans                     tokens     count_tokens of a megabyte of text
+    once        idempotency keys, each new and long            beats      heartbeats of 4 MB under made-up names
+    find        find with a million ids, by the admin key
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from bench.agents_load import body_of
+from bench.common import written
+from bench.hostile_client import SHAPES
+from bench.workers import Worker
+from etude.observe import make_console, progress
+
+AIM_MS = 100.0
+"""Milliseconds: the p99 of the well-behaved client should stay below."""
+PAUSE_S = 0.02
+"""Between two requests of each of its two connections."""
+ATTEMPTS = 64
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What the well-behaved client's requests took beside one shape, in milliseconds; `alone` is its p99 before."""
+
+    name: str
+    p50: float
+    p99: float
+    longest: float
+    alone: float
+    requests: int
+    answers: dict[str, int]
+    """The hostile requests by the status of their answer; `none` is a connection that was broken off."""
+    grown_mib: float
+    """Of the server's memory, from before this shape to after it."""
+
+    @property
+    def met(self) -> bool:
+        """Whether nobody was kept waiting."""
+        return self.p99 <= AIM_MS
+
+
+async def asked(told: dict[str, Any], seconds: float) -> list[float]:
+    """Seconds that each request took: to the store and to the endpoint, over a connection each."""
+    place = urlsplit(told["url"])
+    took: list[float] = []
+    until = time.perf_counter() + seconds
+
+    async def ask(path: str, key: str, body: bytes) -> None:
+        head = f"POST {path} HTTP/1.1\r\nhost: {place.netloc}\r\nauthorization: Bearer {key}\r\n"
+        call = f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        while time.perf_counter() < until:
+            began = time.perf_counter()
+            writer.write(call)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200 "), answer.decode()
+            await reader.readexactly(int(answer.lower().split(b"content-length:", 1)[1].split(b"\r\n", 1)[0]))
+            took.append(time.perf_counter() - began)
+            await asyncio.sleep(PAUSE_S)
+        writer.close()
+
+    note = json.dumps({"rollout": told["first"], "attempt": 0, "event": "seen", "data": {"a": 1}}).encode()
+    async with asyncio.timeout(seconds + 120.0):
+        await asyncio.gather(
+            ask("/v1/store/note", told["rewards"][0], note),
+            ask("/v1/store/statistics", told["key"], b"{}"),
+            ask("/v1/chat/completions", told["keys"][0], body_of(0)),
+        )
+    return took
+
+
+def measured(shape: str, told: dict[str, Any], server: Worker, alone: float, seconds: float, folder: Path) -> Figure:
+    """The figures of one shape."""
+    before = memory_mib(server.process.pid)
+    client = Worker(shape, [sys.executable, "-m", "bench.hostile_client", shape], folder / f"{shape}.log")
+    try:
+        client.tell(json.dumps(told))
+        client.hear()  # it has begun
+        took = sorted(asyncio.run(asked(told, seconds)))
+        client.tell("stop")
+        answers = client.hear()
+    finally:
+        client.close()
+    p50, p99, longest = (1e3 * took[int(part * (len(took) - 1))] for part in (0.5, 0.99, 1.0))
+    return Figure(shape, p50, p99, longest, alone, len(took), answers, memory_mib(server.process.pid) - before)
+
+
+def memory_mib(pid: int) -> float:
+    """What a process holds in memory."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+
+def measure(shapes: Sequence[str], seconds: float, folder: Path, say: Any) -> list[Figure]:
+    """Every shape, each beside the same server."""
+    found = []
+    command = [sys.executable, "-m", "bench.agents_server", str(folder / "server"), str(ATTEMPTS)]
+    (folder / "server").mkdir()
+    server = Worker("the server", command, folder / "server.log")
+    try:
+        told = server.hear()
+        asyncio.run(asked(told, 1.0))
+        for shape in shapes:
+            took = sorted(asyncio.run(asked(told, seconds / 2)))
+            alone = 1e3 * took[int(0.99 * (len(took) - 1))]
+            found.append(measured(shape, told, server, alone, seconds, folder))
+            say()
+    finally:
+        server.close()
+    return found
+
+
+def shown(figures: Sequence[Figure]) -> Table:
+    """The figures for a person to read; what misses the aim is marked."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("shape")
+    for title in ("p50, ms", "p99, ms", "longest, ms", "p99 before, ms", "answered", "memory, MiB", ""):
+        table.add_column(title, justify="right")
+    for each in figures:
+        answers = ", ".join(f"{status} × {count}" for status, count in sorted(each.answers.items()))
+        times = [f"{value:.1f}" for value in (each.p50, each.p99, each.longest, each.alone)]
+        cells = [*times, answers, f"{each.grown_mib:+.0f}", "" if each.met else "misses"]
+        table.add_row(each.name, *cells, style="" if each.met else "yellow")
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=6.0, help="for which each shape is sent")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES, help="these alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
+    given = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the workers are ended as well
+    console = make_console()
+    with tempfile.TemporaryDirectory() as made, progress("shapes", len(given.shapes), console) as bar:
+        figures = measure(given.shapes, given.seconds, Path(made), bar.advance)
+    console.print(shown(figures))
+    if given.json is not None:
+        ratios = {each.name: each.p99 / AIM_MS for each in figures}
+        about = {"load": os.getloadavg()[0], "aim_ms": AIM_MS}
+        written(given.json, [asdict(each) | {"met": each.met} for each in figures], ratios, about)
+    return 0 if all(each.met for each in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

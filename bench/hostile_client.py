@@ -1,0 +1,164 @@
+"""The hostile client of `bench.hostile`, in a process of its own: `python -m bench.hostile_client SHAPE`.
+
+It reads where the server is and which keys there are, says that it has begun, sends requests of one shape over a few
+connections until it reads another line, and says how they were answered.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
+from typing import Any
+from urllib.parse import urlsplit
+
+__all__ = ["SHAPES"]
+
+CONNECTIONS = 4
+SILENT = 500
+"""Connections of the shape `slow`."""
+Request = Iterator[bytes]
+Told = dict[str, Any]
+_numbers = count()
+
+
+def _posted(path: str, key: str, body: bytes, more: str = "", kind: str = "application/json") -> Request:
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n{more}"
+    yield f"{head}content-type: {kind}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    yield body
+
+
+def _noted(told: Told, data: bytes, more: str = "", which: int = 1) -> Request:
+    body = b'{"rollout":%d,"attempt":0,"event":"x","data":%s}' % (told["first"] + which, data)
+    return _posted("/v1/store/note", told["rewards"][which], body, more)
+
+
+def _header(_: Told) -> Request:
+    yield b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\nX-A: "
+    for _ in range(64):
+        yield b"a" * 2**20
+    yield b"\r\n\r\n"
+
+
+def _pipelined(_: Told) -> Request:
+    yield b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" * 5000
+
+
+def _chunked(told: Told) -> Request:
+    yield f"POST /v1/store/note HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {told['rewards'][1]}\r\n".encode()
+    yield b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    for _ in range(64):
+        yield b"1\r\na\r\n" * 20_000
+
+
+def _spans(told: Told) -> Request:
+    spans = b"\x12\x00" * 1_950_000
+    for _ in range(2):
+        spans = bytes([10 if _ else 18]) + _varint(len(spans)) + spans
+    return _posted("/v1/traces", told["rewards"][1], spans, kind="application/x-protobuf")
+
+
+def _varint(number: int) -> bytes:
+    return bytes([number & 127 | 128]) + _varint(number >> 7) if number > 127 else bytes([number])
+
+
+def _tokens(told: Told) -> Request:
+    text = "Which way is it to the gate, and what shall I see on the way there? " * 15_000
+    body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
+    return _posted("/v1/messages/count_tokens", told["keys"][1], json.dumps(body).encode())
+
+
+def _once(told: Told) -> Request:
+    number = next(_numbers)
+    size = 60_000 if number % 10 == 0 else 180
+    return _noted(told, b"1", f"idempotency-key: {number}-{'k' * size}\r\n")
+
+
+def _beats(told: Told) -> Request:
+    body = {"runner": f"made-up-{next(_numbers)}", "running": [], "told": {"a": "x" * 4_000_000}}
+    return _posted("/v1/store/heartbeat", told["runner"], json.dumps(body).encode())
+
+
+def _find(told: Told) -> Request:
+    return _posted("/v1/store/find", told["key"], json.dumps({"ids": list(range(1_000_000))}).encode())
+
+
+SHAPES: dict[str, Callable[[Told], Request]] = {
+    "header": _header,
+    "slow": _header,
+    "pipelined": _pipelined,
+    "chunked": _chunked,
+    "note": lambda told: _noted(told, b"[" + b"[]," * 9_000_000 + b"[]]"),
+    "deep": lambda told: _noted(told, b"[" * 13_500_000 + b"]" * 13_500_000),
+    "spans": _spans,
+    "tokens": _tokens,
+    "once": _once,
+    "beats": _beats,
+    "find": _find,
+}
+
+
+def answered(place: tuple[str, int], request: Request) -> str:
+    """The status of the answer to one request, sent on a connection of its own."""
+    heard = b""
+    with suppress(OSError), socket.create_connection(place, timeout=60) as line:
+        with suppress(OSError):  # an answer may be there although not all was read
+            for part in request:
+                line.sendall(part)
+        heard = line.recv(4096)
+        while line.recv(2**16):
+            pass
+    return heard.split()[1].decode() if heard.startswith(b"HTTP/1.1 ") else "none"
+
+
+def dripped(place: tuple[str, int], stopped: threading.Event, counted: Counter[str]) -> None:
+    """Heads that never end, on many connections."""
+    lines = []
+    while not stopped.wait(0.5):
+        with suppress(OSError):
+            while len(lines) < SILENT:
+                lines.append(socket.create_connection(place, timeout=5))
+                lines[-1].sendall(b"GET /")
+        for line in list(lines):
+            try:
+                line.sendall(b"a")
+            except OSError:
+                counted["none"] += 1
+                lines.remove(line)
+
+
+def main(shape: str) -> None:
+    """Send until it is told to stop."""
+    told = json.loads(sys.stdin.readline())
+    url = urlsplit(told["url"])
+    place = (str(url.hostname), int(url.port or 0))
+    counted: Counter[str] = Counter()
+    stopped = threading.Event()
+
+    def send() -> None:
+        while not stopped.is_set():
+            counted[answered(place, SHAPES[shape](told))] += 1
+
+    if shape == "slow":
+        threads = [threading.Thread(target=dripped, args=(place, stopped, counted), daemon=True)]
+    else:
+        threads = [threading.Thread(target=send, daemon=True) for _ in range(CONNECTIONS)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    print("{}", flush=True)
+    sys.stdin.readline()
+    stopped.set()
+    for thread in threads:
+        thread.join(15)
+    print(json.dumps(counted), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,32 @@
+"""The table of hostile clients: its arithmetic, and two shapes beside a well-behaved client."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.hostile import AIM_MS, Figure, measure, shown
+from bench.hostile_client import SHAPES
+
+
+def test_what_keeps_others_waiting_is_marked() -> None:
+    good = Figure("header", 1.0, AIM_MS, 200.0, 5.0, 100, {"431": 3}, 1.0)
+    bad = Figure("note", 1.0, AIM_MS + 1, 200.0, 5.0, 100, {"413": 3, "none": 1}, 1.0)
+    assert good.met and not bad.met
+    console = Console(file=io.StringIO(), width=160)
+    console.print(shown([good, bad]))
+    assert isinstance(console.file, io.StringIO)
+    said = console.file.getvalue()
+    assert said.count("misses") == 1 and "413 × 3, none × 1" in said
+
+
+@pytest.mark.slow
+def test_others_are_answered_beside_a_hostile_client(tmp_path: Path) -> None:
+    done: list[None] = []
+    found = measure(["header", "note"], 1.0, tmp_path, lambda: done.append(None))
+    assert len(done) == 2 and set(found[0].answers) <= {"431", "none"} and set(found[1].answers) <= {"413", "none"}
+    assert all(each.requests > 0 and each.longest < 10_000 for each in found)
+    assert set(SHAPES) > {each.name for each in found}

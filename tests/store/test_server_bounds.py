@@ -1,0 +1,153 @@
+"""What is in a body, and in a header, is bounded: by whoever it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from etude.store import bounds, wire
+from etude.store.bounds import NOTE_BYTES, NOTE_VALUES
+from etude.store.client import RemoteDesk
+from etude.store.desk import Find, Key
+from tests.store.served import Served, served
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Served]:
+    with served() as made:
+        yield made
+
+
+def kind(answer: httpx2.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["kind"]
+
+
+LISTS = b"[" + b"[]," * 8_999_999 + b"[]]"
+
+
+@pytest.mark.parametrize("name", ["note", "enqueue", "find", "heartbeat"])
+def test_millions_of_values_are_refused_before_they_are_parsed(name: str) -> None:
+    with served() as store:
+        began = time.monotonic()
+        answer = store.verb(name, LISTS)
+        assert answer.status_code == 413 and "more than 262144 values" in answer.json()["error"]["message"]
+        assert time.monotonic() - began < 5.0  # it takes twenty times as long to parse
+        assert store.verb(name, b"[" * 200_000).status_code == 400
+
+
+def test_a_note_of_an_attempt_is_small_and_its_others_are_kept(store: Served) -> None:
+    (claim,) = store.claimed()
+    own = wire.key_document(claim.key) | {"verb": "note", "event": "seen"}
+    large: list[Any] = ["x" * (NOTE_BYTES + 1), [[]] * (NOTE_VALUES + 1)]
+    for data in large:
+        for key in (claim.reward_key, store.ring.runner):
+            answer = store.ask("/v1/store/note", own | {"data": data}, key)
+            assert answer.status_code == 422 and "Say less" in answer.json()["error"]["message"]
+
+    async def written() -> list[Any]:
+        transport = httpx2.ASGITransport(store.app)
+        desk = RemoteDesk("http://store", claim.reward_key, transport=transport)
+        notes = (desk.note(claim.key, "seen", data) for data in ("first", *large, "last"))
+        done = await asyncio.gather(*notes, return_exceptions=True)
+        await desk.close()
+        return done
+
+    assert [type(each).__name__ for each in asyncio.run(written())] == [
+        "NoneType",
+        "DataError",
+        "DataError",
+        "NoneType",
+    ]
+    told = store.verb("events", {"rollout": claim.key.rollout}).json()["events"]
+    assert sorted(note["data"] for note in told) == ["first", "last"]
+    store.ended(claim)
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [
+        ("find", {"ids": list(range(1001))}),
+        ("find", {"tasks": list(range(1001))}),
+        ("cancel", {"rollouts": list(range(1001)), "why": "x"}),
+        ("heartbeat", {"runner": "r", "running": [{"rollout": n, "attempt": 0} for n in range(1001)]}),
+        ("heartbeat", {"runner": "r", "running": [], "told": {"a": "x" * 5000}}),
+        ("heartbeat", {"runner": "r", "running": [], "told": {str(n): n for n in range(300)}}),
+        ("finish", {"rollout": 0, "attempt": 0, "outcome": "succeeded", "reward": {str(n): 1.0 for n in range(101)}}),
+    ],
+)
+def test_lists_without_bounds_are_refused(store: Served, verb: str, body: Any) -> None:
+    assert kind(store.verb(verb, body)) == (422, "DataError")
+
+
+def test_a_client_asks_for_more_than_one_request_may_in_several() -> None:
+    with served() as store:
+        claims = store.claimed(3)
+
+        async def asked() -> None:
+            desk = RemoteDesk("http://store", store.ring.admin, transport=httpx2.ASGITransport(store.app))
+            ids = (*range(5000, 8000), *(claim.key.rollout for claim in claims))
+            page = await desk.find(Find(ids=ids, limit=2, sort="-id"))
+            assert [state.id for state in page.rollouts] == [2, 1] and page.more
+            assert len((await desk.find(Find(ids=ids, tasks=tuple(range(1500))))).rollouts) == 3
+            stop = await desk.heartbeat(
+                "runner", [*(claim.key for claim in claims), *(Key(9000, n) for n in range(2000))]
+            )
+            assert len(stop) == 2000 and not {claim.key for claim in claims} & stop.keys()
+            await desk.cancel([0, 1, 2] * 500, "enough")
+            assert (await desk.statistics())["cancelled"] == 3
+            await desk.close()
+
+        asyncio.run(asked())
+
+
+@pytest.mark.parametrize("token", ["a" * 60_000, "a b", "\x7f"], ids=["long", "spaced", "odd"])
+def test_an_idempotency_key_is_a_short_word(store: Served, token: str) -> None:
+    answer = store.verb("statistics", idempotency_key=token)
+    assert kind(answer) == (422, "DataError") and "idempotency-key" in answer.text
+
+
+def test_what_one_key_has_in_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "HELD_BY_KEY", 300_000)
+    body = b" " * 250_000 + b"{}"
+
+    async def held(client: httpx2.AsyncClient) -> list[int]:
+        came = asyncio.Event()
+
+        async def slow() -> Any:
+            yield body[:200_000]
+            await came.wait()
+            yield body[200_000:]
+
+        async def ask(content: Any, key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return (await client.post("/v1/store/resource", content=content, headers=headers)).status_code
+
+        first = asyncio.create_task(ask(slow(), store.ring.admin))
+        await asyncio.sleep(0.1)
+        found = [await ask(body, store.ring.admin), await ask(body, store.ring.runner)]
+        came.set()
+        return [*found, await first, await ask(body, store.ring.admin)]
+
+    with served() as store:
+        assert store.run(held) == [429, 422, 422, 422]
+
+
+@pytest.mark.parametrize(
+    ("verb", "size"), [("claim", 20_000), ("wait", 20_000), ("heartbeat", 200_000), ("find", 200_000)]
+)
+def test_what_is_short_is_not_parsed_where_it_is_long(store: Served, verb: str, size: int) -> None:
+    answer = store.verb(verb, b" " * size + b"{}")
+    assert answer.status_code == 413 and f"The body of '{verb}'" in answer.json()["error"]["message"]
+
+
+def test_of_an_attempt_less_is_read_at_once(store: Served) -> None:
+    (claim,) = store.claimed()
+    body = b" " * (bounds.REWARDS_BYTES + 1)
+    assert store.ask("/v1/store/note", body, claim.reward_key).status_code == 413
+    assert store.ask("/v1/store/note", body[:-1], claim.reward_key).status_code == 400
+    store.ended(claim)
