@@ -75,9 +75,7 @@ def load(
                 ignore_mismatched_sizes=True,
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, MemoryError) as error:
-        if told := out_of_memory(error):
-            raise ConfigError(f"The model in {where} cannot be loaded. {told}") from error
-        raise ConfigError(f"The model in {where} cannot be loaded: {error}") from error
+        raise ConfigError(f"The model in {where} cannot be loaded: {out_of_memory(error) or error}") from error
     missing = set(told["missing_keys"])
     if head != "language" and SCORE in missing:
         if head == "score":
