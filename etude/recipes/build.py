@@ -131,8 +131,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     folder.settle(directory, run)
     written = last_step(directory)
     info = RunInfo(directory.name, directory, run.steps, mask(to_tree(run)))
-    failures = {"reward": "failed_attempts", f"eval/mean@{run.evaluate.samples}": "eval/failed"}
-    log = stack.enter_context(open_run_log(run.observe, info, _headline(run), written=written, failures=failures))
+    log = stack.enter_context(open_run_log(run.observe, info, _headline(run), written=written, failures=_failures(run)))
     measured = inputs.yardstick(run, run.evaluate.yardstick(run.sampling))
     source.watch = log.progress
     scoring = Scoring(evaluator, directory, run.steps, store, engine, measured, log.progress)
@@ -446,3 +445,8 @@ def _headline(run: Run) -> list[str]:
     once = run.updates * run.epochs == 1  # where one update leaves loss and policy_kl at 0, whatever is learned
     learned = ["grad_norm", "level_groups"] if once else ["loss", "policy_kl"]
     return ["reward", f"eval/mean@{run.evaluate.samples}", *learned, "answer_length", "sampled_tokens_per_second"]
+
+
+def _failures(run: Run) -> dict[str, str]:
+    """What counts the answers that a mean of the headline leaves out, or counts as 0."""
+    return {"reward": "failed_attempts", f"eval/mean@{run.evaluate.samples}": "eval/failed"}

@@ -40,6 +40,8 @@ COMPARING = 5.0
 """Seconds that comparing what a script printed may take; a program whose output takes longer has failed."""
 _ANSWER = 4096
 """Bytes of an answer that holds no more than how something ended."""
+_WORDS = 300
+"""Characters of what a box said in the end that are told."""
 _BOOT = """
 import sys, types
 for name, place in (("etude", ""), ("etude.rewards", "/rewards")):
@@ -196,7 +198,7 @@ class Box:
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSING):
                 said = (await self._process.stderr.read()).decode(errors="replace").strip()
-                return f": {said.splitlines()[-1]}" if said else ""
+                return f": {said.splitlines()[-1][:_WORDS]}" if said else ""
         return ""
 
     async def _send(self, message: Any) -> None:

@@ -1,10 +1,10 @@
 """The examiner: a process that holds the tests of a program, out of the program's reach, and compares.
 
-What a script printed lies in a file that nobody writes to any more. A program's functions are tried while it runs: a
-name of the program is a `Thing` in a test. What is done with it is asked for over a pipe, and what comes back is plain,
-or a `Thing` again. So a test's `assert` compares values of this process by the rules of this process; a program that
-redefines `==`, replaces builtins or ends itself changes nothing but its own answers. A `Thing` equals another `Thing`
-where the program says so, and never a plain value.
+What a script printed lies in a file to which nothing is written any more. A program's functions are tried while it
+runs: a name of the program is a `Thing` in a test. What is done with it is asked for over a pipe, and what comes back
+is plain, or a `Thing` again. So a test's `assert` compares values of this process by the rules of this process; a
+program that redefines `==`, replaces builtins or ends itself changes nothing but its own answers. A `Thing` equals
+another `Thing` where the program says so, and never a plain value.
 
 Whatever a value does here, where it is compared, hashed or shown, fails its test and nothing else. Of each test one
 letter is written down, for the keeper to read when all has ended.
