@@ -43,14 +43,7 @@ def load(
     With `exact` it holds, beside the weights that half precision rounds, what they were in float32, until a learner
     takes them. With another `head` the same files are read as transformers' sequence classification with one label.
     """
-    where = Path(directory)
-    if not where.is_dir():
-        raise ConfigError(
-            f"There is no model directory {where}. Models are read from disk: download one first, and name its folder."
-        )
-    if not (where / "config.json").is_file():
-        found = ", ".join(sorted(entry.name for entry in where.iterdir())[:8]) or "nothing"
-        raise ConfigError(f"{where} is not a model directory: it has no config.json. It holds {found}.")
+    where = _model_directory(directory)
     config = _config(where)
     if head == "language" and any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
         raise ConfigError(
@@ -91,6 +84,18 @@ def load(
     finer = _rounded_away(module, dtype) if exact else {}
     cast(module, dtype, torch.device(device))
     return Model(module, finer)
+
+
+def _model_directory(directory: Path | str) -> Path:
+    where = Path(directory)
+    if not where.is_dir():
+        raise ConfigError(
+            f"There is no model directory {where}. Models are read from disk: download one first, and name its folder."
+        )
+    if not (where / "config.json").is_file():
+        found = ", ".join(sorted(entry.name for entry in where.iterdir())[:8]) or "nothing"
+        raise ConfigError(f"{where} is not a model directory: it has no config.json. It holds {found}.")
+    return where
 
 
 def context_of(directory: Path | str) -> int:

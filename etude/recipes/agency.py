@@ -113,22 +113,27 @@ def agency(
         url = asked.store or serving.url
         here = serving.url if asked.store is None else reached_at(serving.url, str(urlsplit(asked.store).hostname))
         asyncio.run(_introduced(desk, {"base_url": f"{reached_at(here)}/v1", "model": endpoint.model}))
-        check = _nothing
-        if agent is not None and asked.runners and asked.strategy == "shm":
-            threads = ThreadRunners(desk, agent, asked.runners, max_concurrency=asked.at_once, store_url=url)
-            check = stack.enter_context(threads).check
-        elif agent is not None and asked.runners:
-            logs = directory / "runners"
-            processes = ProcessRunners(
-                agent, url, keyring.runner, asked.runners, logs=logs, max_concurrency=asked.at_once
-            )
-            check = stack.enter_context(processes).check
-        else:
-            key = f"$(cat {shlex.quote(str(directory / RUNNER_KEY))})" if asked.store is None else "…"
-            told = "Runners may join: ETUDE_STORE_KEY=%s %s runner %s --url %s"
-            who = shlex.quote(asked.path) if asked.path is not None and named(asked.path) else "AGENT"
-            get_log("recipes").info(told, key, etude_command(), who, reached_at(url))
+        check = _runners(run, agent, desk, keyring, url, directory, stack)
         yield Agency(wanted, endpoint, url, check, partial(RemoteDesk, url, keyring.admin))
+
+
+def _runners(
+    run: Run, agent: Agent | None, desk: Desk, keyring: Keyring, url: str, directory: Path, stack: ExitStack
+) -> Callable[[], None]:
+    """Start the runners that play the agent here, or say how others may join; return the check that they are alive."""
+    asked = run.agent
+    if agent is not None and asked.runners and asked.strategy == "shm":
+        threads = ThreadRunners(desk, agent, asked.runners, max_concurrency=asked.at_once, store_url=url)
+        return stack.enter_context(threads).check
+    if agent is not None and asked.runners:
+        logs = directory / "runners"
+        processes = ProcessRunners(agent, url, keyring.runner, asked.runners, logs=logs, max_concurrency=asked.at_once)
+        return stack.enter_context(processes).check
+    key = f"$(cat {shlex.quote(str(directory / RUNNER_KEY))})" if asked.store is None else "…"
+    who = shlex.quote(asked.path) if asked.path is not None and named(asked.path) else "AGENT"
+    message = "Runners may join: ETUDE_STORE_KEY=%s %s runner %s --url %s"
+    get_log("recipes").info(message, key, etude_command(), who, reached_at(url))
+    return _nothing
 
 
 class _Desks(NamedTuple):

@@ -26,6 +26,7 @@ from etude.observe import RunInfo, get_log, last_step, open_run_log
 from etude.protocols import Crew, Generate, Ids
 from etude.recipes.episodes import Episodes
 from etude.recipes.evaluate import Evaluator
+from etude.recipes.headline import failures, headline
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.play import Player, PromptIds
 from etude.recipes.sources import AgentSource, EngineSource
@@ -131,7 +132,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     folder.settle(directory, run)
     written = last_step(directory)
     info = RunInfo(directory.name, directory, run.steps, mask(to_tree(run)))
-    log = stack.enter_context(open_run_log(run.observe, info, _headline(run), written=written, failures=_failures(run)))
+    log = stack.enter_context(open_run_log(run.observe, info, headline(run), written=written, failures=failures(run)))
     measured = inputs.yardstick(run, run.evaluate.yardstick(run.sampling))
     source.watch = log.progress
     scoring = Scoring(evaluator, directory, run.steps, store, engine, measured, log.progress)
@@ -438,15 +439,3 @@ def _worker(run: Run, model: Model, engine: TorchEngine | None) -> PolicyWorker:
         teacher=teacher,
         critic=models.critic(run, model) if checks.foresees(run) else None,
     )
-
-
-def _headline(run: Run) -> list[str]:
-    """What the line of a step shows; all the rest is in metrics.jsonl."""
-    once = run.updates * run.epochs == 1  # where one update leaves loss and policy_kl at 0, whatever is learned
-    learned = ["grad_norm", "level_groups"] if once else ["loss", "policy_kl"]
-    return ["reward", f"eval/mean@{run.evaluate.samples}", *learned, "answer_length", "sampled_tokens_per_second"]
-
-
-def _failures(run: Run) -> dict[str, str]:
-    """What counts the answers that a mean of the headline leaves out, or counts as 0."""
-    return {"reward": "failed_attempts", f"eval/mean@{run.evaluate.samples}": "eval/failed"}

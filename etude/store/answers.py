@@ -77,6 +77,7 @@ async def answered(request: Request, work: Awaitable[Answer], form: str = JSON) 
 
 
 def trouble(request: Request, kind: str, why: str) -> bytes:
+    """The body of a refusal, with the id of its request."""
     return problem(kind, why, request.scope["state"]["request"])
 
 

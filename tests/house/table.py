@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
+# The one function whose signature and documented arguments are what an editor completes.
+MAX_FUNCTION_LINES_OF = {"launch.py train": 90}
 MAX_LINES_OF = {"recipes/loop.py": 150}
 
 
@@ -66,9 +68,10 @@ ROOMS: dict[str, Room] = {
     "demo": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "tools"),
     "tools": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "dashboard": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
+    "help_texts": _room(5),
     "commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "__init__"),
     "services": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "commands", "__init__"),
-    "cli": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "commands", "services", "__init__"),
+    "cli": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "commands", "services", "__init__"),
     "__main__": _room(5, "cli"),
     "__init__": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS),
 }

@@ -11,7 +11,7 @@ from etude.config.show import all_paths, free_form, leaves, undocumented
 from etude.demo.algorithms import DemoRun
 from etude.recipes.run import Run
 
-MAX_OPTIONS = 162
+MAX_OPTIONS = 163
 MAX_PATHS = 300
 
 
