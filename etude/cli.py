@@ -273,12 +273,12 @@ def _learn(arguments: argparse.Namespace) -> None:
     from etude.recipes.folder import check_before, read_kind
     from etude.recipes.sweep import sweep
 
-    def learn(run: Any) -> Any:
+    def learn(run: Any, interrupt: Any = None) -> Path:
         check_before(run)
         with loading():
             from etude.recipes.school import study
 
-        return study(run)
+        return study(run, interrupt)
 
     kind = SUPERVISED[arguments.recipe]
     if arguments.resume is not None:

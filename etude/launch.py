@@ -29,6 +29,28 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 
+STANDS_FOR = {
+    "model": "model.path",
+    "reward": "reward",
+    "steps": "steps",
+    "tasks": "collect.tasks",
+    "group_size": "collect.group_size",
+    "updates": "updates",
+    "learning_rate": "train.learning_rate",
+    "precision": "train.precision",
+    "max_prompt": "data.max_prompt",
+    "max_tokens": "sampling.max_tokens",
+    "temperature": "sampling.temperature",
+    "loss": "loss",
+    "advantage": "advantage",
+    "kl": "kl",
+    "lora_rank": "lora.rank",
+    "device": "device",
+    "seed": "seed",
+}
+"""The option that each argument sets."""
+
+
 def train(
     preset: str | None = None,
     *,
@@ -85,37 +107,24 @@ def train(
         config: a file of options, over the preset and under the arguments.
         options: any other option by its name: `{"loss.clip_high": 0.28, "checkpoint.every": 5}`.
     """
-    asked = {
-        "model.path": model,
-        "reward": reward,
-        "steps": steps,
-        "collect.tasks": tasks,
-        "collect.group_size": group_size,
-        "updates": updates,
-        "train.learning_rate": learning_rate,
-        "train.precision": precision,
-        "data.max_prompt": max_prompt,
-        "sampling.max_tokens": max_tokens,
-        "sampling.temperature": temperature,
-        "loss": loss,
-        "advantage": advantage,
-        "kl": kl,
-        "lora.rank": lora_rank,
-        "device": device,
-        "seed": seed,
-    }
-    given = {option: value for option, value in asked.items() if value is not None}
-    twice = sorted(given.keys() & (options or {}).keys())
+    run, written = _composed(locals())
+    return apart(lambda: _trained(run, written))
+
+
+def _composed(given: Mapping[str, Any]) -> tuple[Run, dict[str, str]]:
+    asked = {option: given[name] for name, option in STANDS_FOR.items() if given[name] is not None}
+    options = given["options"] or {}
+    twice = sorted(asked.keys() & options.keys())
     if twice:
         raise ConfigError(f"`{twice[0]}` is given by an argument and in `options`. Give it once.")
-    run, written = _asked(preset, {**given, **(options or {})}, train, val, directory, config)
+    places = (given[name] for name in ("train", "val", "directory", "config"))
+    return _asked(given["preset"], {**asked, **options}, *places)
 
-    def trained() -> Path:
-        with build(run, tasks=written) as parts:
-            practise(parts)
-            return parts.directory
 
-    return apart(trained)
+def _trained(run: Run, written: Mapping[str, str]) -> Path:
+    with build(run, tasks=written) as parts:
+        practise(parts)
+        return parts.directory
 
 
 def _asked(

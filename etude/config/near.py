@@ -11,7 +11,8 @@ __all__ = ["meant", "nearest"]
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The name that comes nearest to one, whatever the case of its letters; None where none does."""
     by_letters = {known.lower(): known for known in names}
-    near = get_close_matches(name.lower(), by_letters, n=1)
+    swapped = [known for known in by_letters if sorted(known) == sorted(name.lower())]
+    near = swapped or get_close_matches(name.lower(), by_letters, n=1)
     return by_letters[near[0]] if near else None
 
 

@@ -37,9 +37,12 @@ def apart(work: Callable[[], T]) -> T:
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="etude", daemon=True)
-    thread.start()
+    started = False
     while True:
         try:
+            if not started:
+                started = True
+                thread.start()
             return outcome.result()
         except KeyboardInterrupt:
             if outcome.done():

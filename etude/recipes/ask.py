@@ -31,6 +31,7 @@ from etude.models import Model, adapter_config
 from etude.observe import configure, make_console, progress
 from etude.protocols import Ids
 from etude.recipes import checks, folder, inputs
+from etude.recipes.apart import apart
 from etude.recipes.build import agents_evaluator, episodes_of, evaluator_of, policy
 from etude.recipes.device import device_of
 from etude.recipes.evaluate import scores, write_answers
@@ -84,6 +85,10 @@ def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool, answers
 
     The answers are written to the file `answers`, or beside those of the run.
     """
+    return apart(lambda: _evaluated(overrides, file, best=best, answers=answers))
+
+
+def _evaluated(overrides: Sequence[str], file: Path | None, *, best: bool, answers: Path | None) -> dict[str, Any]:
     run, _ = named_run(overrides, file, "eval")
     if not run.data.val:
         raise ConfigError("There is nothing to score on: give tasks with `data.val=[tasks.parquet]`.")

@@ -17,6 +17,7 @@ from etude.models import Model, context_of
 from etude.observe import RunInfo, get_log, last_step, make_console, open_run_log, progress
 from etude.protocols import Crew
 from etude.recipes import checks, folder, inputs, models
+from etude.recipes.apart import apart
 from etude.recipes.build import chat_of, model_of
 from etude.recipes.distill import DistillRun, Tutor
 from etude.recipes.dpo import DPORun
@@ -50,9 +51,13 @@ def study(run: Supervised, interrupt: Interrupt | None = None) -> Path:
 
     `interrupt`: who listens for that already, where several runs follow each other.
     """
-    with build(run, interrupt) as parts:
-        learn(parts)
-        return parts.directory
+
+    def learned() -> Path:
+        with build(run, interrupt) as parts:
+            learn(parts)
+            return parts.directory
+
+    return apart(learned)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from etude.rollout.grouping import KEYS, Group, grouped, pieces_of
 from etude.rollout.schedule import Work
 
 if TYPE_CHECKING:
-    from etude.rollout.torch_engine import EngineConfig
+    from etude.rollout.config import EngineConfig
 
 __all__ = ["QUERIES", "ROWS", "SHORTEST", "Cache", "Pass", "block_bytes", "blocks_of"]
 

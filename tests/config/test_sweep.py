@@ -189,3 +189,19 @@ def test_the_environment_of_the_process_is_untouched(tmp_path: Path) -> None:
     before = dict(os.environ)
     multirun(Run, ["seed=1,2"], lambda run: run.seed, directory=tmp_path)
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss=gspo", "seed=3"],
+        [f"loss={PLUG_IN}", "loss.name=gspo"],
+        ["loss.name=gspo"],
+        ["seed=${oc.env:HOME_OF_NOBODY,4}"],
+        [],
+    ],
+)
+def test_one_run_is_composed_as_a_job_of_a_sweep_is(overrides: list[str], tmp_path: Path) -> None:
+    """A single run is put together without Hydra, and a job by Hydra: of the same nodes, to the same run."""
+    (job,) = multirun(Run, overrides, lambda run: run, directory=tmp_path)
+    assert job.run == compose(Run, overrides)

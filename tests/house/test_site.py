@@ -85,3 +85,16 @@ def test_links_are_turned_to_where_they_lead_on_the_site() -> None:
         "```\n[f](../README.md)\n```\n[g](source/tests/conformance.md) [h](nowhere.md)"
     )
     assert rewritten("[a](docs/tour.md) [b](LICENSE)", "index.md") == "[a](tour.md) [b](source/LICENSE.md)"
+
+
+def test_every_page_is_in_the_navigation_and_is_found_without_a_server() -> None:
+    told = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^ +- .+: (\S+\.md)$", told.partition("\nnav:\n")[2], flags=re.MULTILINE))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= listed
+    assert re.search(r"^plugins: \[.*\boffline\b", told, flags=re.MULTILINE)
+
+
+def test_the_command_that_makes_the_site_stops_at_a_warning() -> None:
+    """`--quiet` keeps warnings from being counted, and `--strict` would find none."""
+    command = re.search(r"mkdocs build.*", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert command is not None and "--strict" in command[0] and "--quiet" not in command[0]

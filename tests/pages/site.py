@@ -21,6 +21,7 @@ DOCS = ROOT / "docs"
 BROUGHT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages beside docs/, and what they are called on the site."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
+SHIM = "https://unpkg.com/iframe-worker/shim"
 LINK = re.compile(r"(\]\()([^()\s#]+)((?:#[^()\s]*)?\))")
 FENCE = re.compile(r"^ *```.*?^ *``` *$", flags=re.MULTILINE | re.DOTALL)
 
@@ -97,3 +98,13 @@ def _shown(path: Path) -> str:
         names = sorted(each.name for each in path.iterdir() if each.name[0] not in "._")
         return head + "".join(f"- `{name}`\n" for name in names)
     return f"{head}~~~~{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text(encoding='utf-8')}\n~~~~\n"
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Take what searches pages that are read as files from beside them: nothing is fetched from elsewhere."""
+    return output.replace(SHIM, relpath("iframe-worker.js", str(Path(page.file.dest_uri).parent)))
+
+
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:
+    """The same for the page that says that there is no such page."""
+    return output_content.replace(SHIM, "iframe-worker.js")

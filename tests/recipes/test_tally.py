@@ -39,6 +39,15 @@ def test_steps_that_teach_nothing_are_told_of_now_and_then(capsys: pytest.Captur
     assert "In step 11" in said(capsys, notices, 11, Tally(), 0.5, 0.5), "counted anew"
 
 
+def test_a_base_that_hardly_ever_succeeds_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    notices, rare = Notices(one_by_one=False), [1.0, *[0.0] * 31]
+    told = said(capsys, notices, 1, Tally(), *rare)
+    assert "In step 1, 1 of 32 answers earned more than the least, 0" in told and "etude sft" in told
+    assert said(capsys, notices, 2, Tally(), *rare) == ""
+    assert said(capsys, Notices(one_by_one=False), 1, Tally(), *[1.0, 1.0], *[0.0] * 30) == "", "enough to learn from"
+    assert said(capsys, Notices(one_by_one=False, pays=False), 1, Tally(), *rare) == ""
+
+
 def test_slow_judging_is_hinted_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     slow = Tally()
     slow.began -= 4.0
