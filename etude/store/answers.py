@@ -77,6 +77,7 @@ async def answered(request: Request, work: Awaitable[Answer], form: str = JSON) 
 
 
 def trouble(request: Request, kind: str, why: str) -> bytes:
+    """Return the body of an answer that is no success."""
     return problem(kind, why, request.scope["state"]["request"])
 
 
