@@ -103,7 +103,7 @@ def same_tools(known: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, 
 
 
 def _same_reasoning(known: str, given: str) -> bool:
-    return given in ("", known) or "".join(given.split()) in "".join(known.split())
+    return given == known or given.strip() in known or "".join(given.split()) in "".join(known.split())
 
 
 def _same_content(known: str | tuple[Part, ...], given: str | tuple[Part, ...]) -> bool:

@@ -32,7 +32,7 @@ from etude.agents.proxy.upstream import Upstream
 from etude.chat import Chat
 from etude.config.env import etude_command
 from etude.observe import Last, Metrics, get_log
-from etude.recipes.agents import place_of
+from etude.recipes.agents import AgentConfig, place_of
 from etude.recipes.joining import FarDesk, Keeping, keeper_of, kept_by, key_of, left, refuse_alone
 from etude.recipes.run import Run
 from etude.records import SamplingParams
@@ -95,14 +95,7 @@ def agency(
             train=_unseeded(run.sampling.params(0)),
             val=_unseeded(run.evaluate.sampling.beside(run.sampling).params(0)),
             seeds=lambda rollout, *which: seeds_of(run.seed)(place_of(rollout), *which),
-            config=EndpointConfig(
-                max_running=asked.calls,
-                max_waiting=8 * asked.calls,
-                timeout_s=asked.timeout,
-                parameters=asked.parameters,
-                strict=asked.strict,
-                external=external_models(asked.external),
-            ),
+            config=_endpoint_config(asked),
             told=asked.store is None,
         )
         if isinstance(desk, LocalDesk):
@@ -134,6 +127,18 @@ def _runners(
     message = "Runners may join: ETUDE_STORE_KEY=%s %s runner %s --url %s"
     get_log("recipes").info(message, key, etude_command(), who, reached_at(url))
     return _nothing
+
+
+def _endpoint_config(asked: AgentConfig) -> EndpointConfig:
+    """The endpoint's options, by those of the run's agents."""
+    return EndpointConfig(
+        max_running=asked.calls,
+        max_waiting=8 * asked.calls,
+        timeout_s=asked.timeout,
+        parameters=asked.parameters,
+        strict=asked.strict,
+        external=external_models(asked.external),
+    )
 
 
 class _Desks(NamedTuple):

@@ -1,12 +1,14 @@
 """The model endpoint: any agent that talks to an OpenAI- or Anthropic-compatible server talks to it, unchanged.
 
 asked             what a call asks for, and what comes of it, in no dialect in particular
+fields            the fields of a request, and the rules by which each is followed, ignored or refused
 chat_completions  OpenAI's /v1/chat/completions
 completions       OpenAI's /v1/completions
 responses         OpenAI's /v1/responses
+items             the conversation of such a request
 anthropic         Anthropic's /v1/messages
 policy            the run's own sampling parameters, and what of the agent's holds beside them
-opening           how a call is begun for a model that has to make one
+opening           the beginning of an answer that is written for the model
 upstream          who samples: whoever takes ids and gives ids, such as the engine in this process
 server            a server that speaks of token ids, as an upstream
 external          models of somebody else's, to whom calls are passed on
