@@ -43,7 +43,8 @@ def load(
     With `exact` it holds, beside the weights that half precision rounds, what they were in float32, until a learner
     takes them. With another `head` the same files are read as transformers' sequence classification with one label.
     """
-    where = _model_directory(directory)
+    where = Path(directory)
+    _refuse_others(where)
     config = _config(where)
     if head == "language" and any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
         raise ConfigError(
@@ -54,10 +55,10 @@ def load(
     offer()
     if head != "language":
         config.num_labels = 1
-    _refuse_pickled(where)
+    auto = _auto if head == "language" else _judging
     try:
         with _quiet():
-            module, told = (_auto if head == "language" else _judging).from_pretrained(
+            module, told = auto.from_pretrained(
                 where,
                 config=config,
                 dtype=torch.promote_types(dtype, torch.float32) if exact else dtype,
@@ -84,18 +85,6 @@ def load(
     finer = _rounded_away(module, dtype) if exact else {}
     cast(module, dtype, torch.device(device))
     return Model(module, finer)
-
-
-def _model_directory(directory: Path | str) -> Path:
-    where = Path(directory)
-    if not where.is_dir():
-        raise ConfigError(
-            f"There is no model directory {where}. Models are read from disk: download one first, and name its folder."
-        )
-    if not (where / "config.json").is_file():
-        found = ", ".join(sorted(entry.name for entry in where.iterdir())[:8]) or "nothing"
-        raise ConfigError(f"{where} is not a model directory: it has no config.json. It holds {found}.")
-    return where
 
 
 def context_of(directory: Path | str) -> int:
@@ -192,8 +181,15 @@ def _config(where: Path) -> PreTrainedConfig:
     return config
 
 
-def _refuse_pickled(where: Path) -> None:
-    """Refuse weights that are read by running what stands in their file."""
+def _refuse_others(where: Path) -> None:
+    """Refuse what is no model's directory, and weights that are read by running what stands in their file."""
+    if not where.is_dir():
+        raise ConfigError(
+            f"There is no model directory {where}. Models are read from disk: download one first, and name its folder."
+        )
+    if not (where / "config.json").is_file():
+        found = ", ".join(sorted(entry.name for entry in where.iterdir())[:8]) or "nothing"
+        raise ConfigError(f"{where} is not a model directory: it has no config.json. It holds {found}.")
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in where.glob(pattern))
     if pickled and not any(where.glob("*.safetensors")):
         raise ConfigError(

@@ -66,7 +66,7 @@ BREAKS: list[tuple[str, Rule, dict[str, str], str]] = [
         "sqlalchemy",
         rules.library_imports,
         {"store/memory.py": "import sqlalchemy.orm"},
-        "whose place is: store/sql.py.",
+        "whose place is: store/sql.py, store/tables.py.",
     ),
     ("fastapi", rules.library_imports, {"agents/runner.py": "import fastapi"}, "imports fastapi"),
     ("wandb", rules.library_imports, {"observe/log.py": "import wandb"}, "imports wandb"),
