@@ -62,11 +62,11 @@ def main(directory: Path) -> None:
             "train.learning_rate=2e-3",
             "steps=10",
             "threads=1",
-            f"directory='{directory}'",
+            f"directory='{directory / 'run'}'",
         ],
     )
     train(run)
-    first, *_, last = read_metrics(directory)
+    first, *_, last = read_metrics(directory / "run")
     print(f"reward {first['reward']:.3f} → {last['reward']:.3f}; pace {first['pace']:.3f} → {last['pace']:.3f}")
 
 

@@ -79,11 +79,11 @@ def main(directory: Path) -> None:
             "train.learning_rate=2e-3",
             "steps=60",
             "threads=1",
-            f"directory='{directory}'",
+            f"directory='{directory / 'run'}'",
         ],
     )
     train(run)
-    steps = read_metrics(directory)
+    steps = read_metrics(directory / "run")
     stages = [f"{steps[15 * stage - 1]['reward']:.3f}" for stage in range(1, LEVELS + 2)]
     print(f"reward at the end of each level, and of all of them: {', '.join(stages)}")
 

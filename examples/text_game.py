@@ -93,13 +93,13 @@ def main(directory: Path) -> None:
             "train.learning_rate=4e-3",
             "steps=16",
             "threads=1",
-            f"directory='{directory}'",
+            f"directory='{directory / 'run'}'",
         ],
     )
     train(run)
-    steps = read_metrics(directory)
+    steps = read_metrics(directory / "run")
     print(f"reward {steps[0]['reward']:.3f} → {steps[-1]['reward']:.3f}. Look at what was said:")
-    print(f"  etude answers {directory}")
+    print(f"  etude answers {directory / 'run'}")
 
 
 if __name__ == "__main__":

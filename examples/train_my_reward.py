@@ -60,13 +60,13 @@ def main(directory: Path) -> None:
             "train.learning_rate=4e-3",
             "steps=40",
             "threads=1",
-            f"directory='{directory}'",
+            f"directory='{directory / 'run'}'",
         ],
     )
     train(run)
-    steps = read_metrics(directory)
+    steps = read_metrics(directory / "run")
     print(f"reward {steps[0]['reward']:.3f} → {steps[-1]['reward']:.3f}. Now ask it:")
-    print(f'  etude generate {directory} "3 to:" -n 4')
+    print(f'  etude generate {directory / "run"} "3 to:" -n 4')
 
 
 if __name__ == "__main__":

@@ -71,9 +71,7 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float
     console = make_console(asked.observe.console)
     began = time.perf_counter() if began is None else began
     _introduce(console, asked)
-    world = make_world(
-        directory / "world", TASKS, HELD_OUT, lambda n, held: storeroom.rows(asked.seed, n, held_out=held)
-    )
+    world = make_world(directory, TASKS, HELD_OUT, lambda n, held: storeroom.rows(asked.seed, n, held_out=held))
     torch.set_num_threads(asked.threads or torch.get_num_threads())
     heads = head_dim(asked, novice.HEAD_DIM)
     warm_up(

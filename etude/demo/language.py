@@ -62,7 +62,7 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float
     console = make_console(asked.observe.console)
     began = time.perf_counter() if began is None else began
     _introduce(console)
-    world = make_world(directory / "world", TASKS, HELD_OUT, lambda n, held: digits.rows(asked.seed, n, held_out=held))
+    world = make_world(directory, TASKS, HELD_OUT, lambda n, held: digits.rows(asked.seed, n, held_out=held))
     torch.set_num_threads(asked.threads or torch.get_num_threads())
     heads = stage.head_dim(asked, HEAD_DIM)
     stage.warm_up(world, "warming up: imitating the teacher", STEPS, asked.seed, warm_up, console, head_dim=heads)

@@ -12,6 +12,7 @@ from rich.console import Console
 from etude.config.env import etude_command
 from etude.errors import ConfigError
 from etude.observe import progress
+from etude.recipes.folder import claim
 from etude.recipes.run import Run
 from etude.rollout import ServerConfig
 
@@ -40,12 +41,15 @@ def refuse_another_world(overrides: Sequence[str], own: Sequence[str], what: str
 def make_world(
     directory: Path, tasks: int, held_out: int, rows: Callable[[int, bool], Iterable[Mapping[str, Any]]]
 ) -> Path:
-    """The tasks: what is trained on, and what is only ever scored on. rows: so many of either kind."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write the tasks into a folder of the run's directory: what is trained on, and what is only ever scored on. rows:
+    so many of either kind."""
+    claim(directory)
+    world = directory / "world"
+    world.mkdir(exist_ok=True)
     for name, count, scored in (("train", tasks, False), ("held_out", held_out, True)):
         lines = (json.dumps(row) for row in rows(count, scored))
-        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    return directory
+        (world / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return world
 
 
 def warm_up(

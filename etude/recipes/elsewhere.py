@@ -71,6 +71,7 @@ VERL: Mapping[str, str] = {
         "`kl=in_reward kl.controller=adaptive kl.controller.target=0.1 kl.controller.horizon=10000`"
     ),
     "algorithm.filter_groups.enable": "`collect.refill=10`",
+    "algorithm.filter_groups.metric": "`collect.metric`: the part of the reward that groups are compared by",
     "algorithm.rollout_correction.rollout_is": "`correction.weight=truncate correction.level=token`",
     "algorithm.rollout_correction.bypass_mode": "`correction.policies=two`",
     "critic.model.path": "`advantage=gae critic.path=my-critic`",

@@ -42,6 +42,7 @@ __all__ = [
     "RANKS",
     "SERVERS",
     "TASKS",
+    "claim",
     "compare",
     "differences",
     "kind_of",
@@ -87,11 +88,7 @@ def occupy(directory: Path) -> Iterator[None]:
             f"`directory={directory}` is where you stand, or holds it: a run wants a directory of its own. Name a new "
             f"one, such as `directory=runs/mine`."
         )
-    _refuse_anothers(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"No directory can be made at {directory}: {error.strerror}. Choose another.") from error
+    claim(directory)
     with (directory / LOCK).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,8 +114,9 @@ def occupy(directory: Path) -> Iterator[None]:
                 shutil.rmtree(directory)
 
 
-def _refuse_anothers(directory: Path) -> None:
-    """Refuse a directory in which something else lies, before anything is written there."""
+def claim(directory: Path) -> None:
+    """Make the directory of a run, which may then be written to before the run begins; refuse one in which something
+    else lies."""
     there = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
     others = sorted(name for name in there if not name.startswith("."))
     if others and not there & {OPTIONS, INPUTS, LOCK}:
@@ -127,6 +125,11 @@ def _refuse_anothers(directory: Path) -> None:
             f"`directory={directory}` is not empty and holds no run, but {listed}: a run wants a directory of its own. "
             f"Name a new one, such as `directory={directory / 'run'}`."
         )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / LOCK).touch()
+    except OSError as error:
+        raise RunError(f"No directory can be made at {directory}: {error.strerror}. Choose another.") from error
 
 
 def read_options(directory: Path) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_an_example_learns(name: str, tmp_path: Path) -> None:
     told = said([str(EXAMPLES / f"{name}.py"), "run"], tmp_path)
     rewards = [float(found) for found in re.findall(r"^step .* reward +([\d.]+)", told, flags=re.MULTILINE)]
     assert rewards[0] < GOALS[name] / 4 and rewards[-1] > GOALS[name], told
-    assert not unexplained(tmp_path / "run/metrics.jsonl") - OWN_METRICS
+    assert not unexplained(tmp_path / "run/run/metrics.jsonl") - OWN_METRICS
 
 
 def played(name: str, directory: Path, steps: int) -> tuple[str, list[float]]:
