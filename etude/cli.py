@@ -133,6 +133,9 @@ def _add_exports(commands: Any, debug: Parser) -> None:
     export.add_argument("to", type=Path, metavar="DIRECTORY", help="where to write; it must not be there yet")
     export.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     export.add_argument("--adapter", action="store_true", help="a run's LoRA adapter alone, as peft loads it")
+    told = "upload it as this model of the Hugging Face hub, too"
+    export.add_argument("--push", metavar="OWNER/NAME", help=told)
+    export.add_argument("--private", action="store_true", help="with --push: a new model is seen by its owner alone")
     export.set_defaults(command=_export)
     add_rollouts(kinds, debug)
 
@@ -270,11 +273,12 @@ def _train_or_play(run: Any) -> None:
 
 def _learn(arguments: argparse.Namespace) -> None:
     from etude.recipes.commands import SUPERVISED, asked
-    from etude.recipes.folder import check_before, read_kind
+    from etude.recipes.folder import read_kind
+    from etude.recipes.hub import located
     from etude.recipes.sweep import sweep
 
     def learn(run: Any, interrupt: Any = None) -> Path:
-        check_before(run)
+        run = located(run)
         with loading():
             from etude.recipes.school import study
 
@@ -315,9 +319,20 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from etude.recipes.ask import export_run
+    from etude.recipes.hub import check_push, push
+
+    if arguments.push is not None:
+        check_push(arguments.push)
+    elif arguments.private:
+        raise ConfigError(
+            "--private says how a model is uploaded, and none is. Add `--push OWNER/NAME`, or leave it out."
+        )
+    with loading():
+        from etude.recipes.ask import export_run
 
     export_run(arguments.run, arguments.to, best=arguments.best, adapter=arguments.adapter)
+    if arguments.push is not None:
+        print(f"Uploaded it to {push(arguments.to, arguments.push, private=arguments.private)}.")
 
 
 def _demo_language(arguments: argparse.Namespace) -> None:

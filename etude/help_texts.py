@@ -100,6 +100,7 @@ EXPORT = """\
 examples:
   etude export runs/train-20260101-120000 my-model          the newest checkpoint, to load anywhere
   etude export runs/train-20260101-120000 my-model --best
+  etude export runs/train-20260101-120000 my-model --push you/my-model --private
   etude export rollouts --help                              what a run has collected, for others to learn from"""
 
 DEMO = """\

@@ -84,8 +84,8 @@ def train(
 
     Args:
         preset: a published recipe, such as `grpo` or `dapo`; `etude config show NAME` tells what it sets.
-        model: a directory of Hugging Face's layout.
-        train: what to train on: files of tasks, or tasks as mappings with a `prompt` and what the reward reads.
+        model: a directory of Hugging Face's layout, or the name of a model on the hub.
+        train: what to train on: files of tasks, data sets on the hub, or mappings with a `prompt` and an answer.
         val: held-out tasks, on which the model is scored before and after.
         reward: what an answer earns, by name: `exact`, `gsm8k`, `math`, …; `function` with `reward.path` is your own.
         steps: how often rollouts are collected and trained on.

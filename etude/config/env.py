@@ -33,6 +33,7 @@ __all__ = [
     "for_ranks_elsewhere",
     "keep_ray_quiet",
     "key_from",
+    "may_download",
     "meet_through",
     "memory_is_chosen",
     "ray_address",
@@ -71,6 +72,14 @@ def cache_directory() -> Path:
     """Where what can be made again is kept between runs: `etude` in `XDG_CACHE_HOME`, by default `~/.cache`."""
     asked = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (asked if asked.is_absolute() else Path.home() / ".cache") / "etude"
+
+
+def may_download() -> bool:
+    """Whether models and data sets that a run names may be downloaded from the Hugging Face hub (`ETUDE_DOWNLOAD`)."""
+    asked = os.environ.get("ETUDE_DOWNLOAD", "")
+    if asked not in ("", "0", "1"):
+        raise ConfigError(f"ETUDE_DOWNLOAD is '{asked}'; it may be 1, which allows downloads, or 0, or not be set.")
+    return asked == "1"
 
 
 def memory_is_chosen() -> bool:

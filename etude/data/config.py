@@ -18,7 +18,9 @@ __all__ = ["Data", "Files"]
 class Files(Config):
     """Which files a run learns from, and which it is only ever scored on."""
 
-    train: tuple[str, ...] = Field((), description="files to learn from, or `module:Name`; several are joined in order")
+    train: tuple[str, ...] = Field(
+        (), description="files to learn from, `module:Name`, or names on the hub; several are joined in order"
+    )
     val: tuple[str, ...] = Field((), description="the same for evaluation; empty evaluates nothing")
 
     @field_validator("train", "val", mode="before")

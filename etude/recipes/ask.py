@@ -35,6 +35,7 @@ from etude.recipes.apart import apart
 from etude.recipes.build import agents_evaluator, episodes_of, evaluator_of, policy
 from etude.recipes.device import device_of
 from etude.recipes.evaluate import scores, write_answers
+from etude.recipes.hub import located, model_at
 from etude.recipes.placement import gpus_of_servers
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
@@ -158,7 +159,7 @@ def generate(
     named = any(option.startswith("model.path=") for option in options)
     first = [] if named and not (words and Path(words[0]).is_dir()) else words[:1]
     if not (first or named):
-        raise ConfigError('Name a model directory or a run\'s directory first: `etude generate runs/mine "2 + 2 ="`.')
+        raise ConfigError('Name a model or a run\'s directory first: `etude generate runs/mine "2 + 2 ="`.')
     run, _ = named_run([*first, *options], file, "generate", masked=without_secrets)
     source = first[0] if first else str(run.model.path)
     prompt = " ".join(words[len(first) :]) or (typed.read().strip() if typed is not None else "")
@@ -232,6 +233,13 @@ def named_run(
 
     How a run showed itself as it was trained is no matter of those who ask it.
     """
+    run, source = _named(words, file, command, masked)
+    return located(run), source
+
+
+def _named(
+    words: Sequence[str], file: Path | None, command: str, masked: Callable[[str], object] | None
+) -> tuple[Run, str]:
     if not words or OPTION.match(words[0]):
         run = compose(Run, words, file=file)
         _refuse_unread(run, words, command)
@@ -247,6 +255,7 @@ def named_run(
         run = _asking(where, [*options, *shown], masked)
         _refuse_unread(run, options, command)
         return run, words[0]
+    where = model_at(where, "model.path")
     if not where.is_dir():
         raise RunError(f"There is no directory {where}. Give the directory of a run or of a model.")
     run = compose(Run, options, file=file)

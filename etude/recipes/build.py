@@ -72,8 +72,9 @@ def build(
     place of what `agent.path` names. `tasks`: see `folder.take_tasks`.
     """
     from etude.recipes import folder
+    from etude.recipes.hub import located
 
-    folder.check_before(run)
+    run = located(run)
 
     def assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack) -> Parts:
         folder.take_tasks(directory, tasks or {})

@@ -54,6 +54,7 @@ __all__ = [
     "read_options",
     "read_run",
     "recipe_of",
+    "replaced",
     "rooted",
     "settle",
     "take_tasks",
@@ -225,14 +226,14 @@ def rooted(run: R) -> R:
         found |= {"agent.external": run.agent.external and _absolute(run.agent.external)}
         found |= {"reward": run.reward.rooted(_absolute)}
     for path, value in found.items():
-        run = _with(run, path, value)
+        run = replaced(run, path, value)
     return run
 
 
-def _with(run: R, path: str, value: Any) -> R:
+def replaced(run: R, path: str, value: Any) -> R:
     """The same run with another value at a dotted path."""
     name, _, rest = path.partition(".")
-    return run.model_copy(update={name: _with(getattr(run, name), rest, value) if rest else value})
+    return run.model_copy(update={name: replaced(getattr(run, name), rest, value) if rest else value})
 
 
 def _named(path: str) -> str:
@@ -336,22 +337,12 @@ def _is_one_of(path: str, names: Sequence[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
-def check_before(run: Recipe) -> None:
-    """Refuse a model directory that is none, before the libraries load that would read it."""
-    if run.model.path is not None:
-        check_model(run.model.path)
-
-
 def check_model(path: Path, name: str = "model.path") -> None:
     """Refuse a path that is no model's directory, and say what to give instead."""
     if not path.is_dir():
-        fetch = ""
-        hub = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        if len(hub.parts) == 2 and not hub.is_absolute() and not hub.parent.exists():
-            fetch = f" A model of the Hugging Face hub is fetched by `hf download {hub} --local-dir {hub.name}`."
         raise ConfigError(
             f"`{name}={path}` is no directory (seen from {Path.cwd()}). Give one that holds a model's config.json, "
-            f"weights and tokenizer; nothing is downloaded.{fetch}"
+            f"weights and tokenizer; or the name of a model of the Hugging Face hub, such as Qwen/Qwen3-0.6B."
         )
     if (path / OPTIONS).is_file():
         raise ConfigError(

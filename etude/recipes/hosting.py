@@ -21,6 +21,7 @@ from etude.recipes.agents import Agents
 from etude.recipes.ask import loaded
 from etude.recipes.build import agents_of
 from etude.recipes.device import device_of
+from etude.recipes.hub import located
 from etude.recipes.play import Played
 from etude.recipes.run import Run
 from etude.recipes.scoring import live
@@ -84,6 +85,7 @@ def hosted(run: Run, agent: Agent, directory: Path | None = None) -> Iterator[Ho
     """Serve the model of a run's options to an agent. directory: where the journal and the logs of runners are kept;
     None keeps nothing."""
     checks.of_agents(run)
+    run = located(run)
     with ExitStack() as stack:
         place = directory or Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
         place.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,9 @@ __all__ = ["ModelSource", "Recipe", "Reference", "Teacher"]
 class ModelSource(Config):
     """Where the policy comes from."""
 
-    path: Path | None = Field(None, description="a Hugging Face model directory: config.json, weights, tokenizer")
+    path: Path | None = Field(
+        None, description="a Hugging Face model directory: config.json, weights, tokenizer; or its name on the hub"
+    )
     tokenizer: Path | None = Field(None, description="another directory to read the tokenizer and template from")
     freeze: tuple[str, ...] = Field(
         (), description="parts that stay as they are, such as embed_tokens or layers.0; they cost no optimizer state"

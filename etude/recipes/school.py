@@ -22,6 +22,7 @@ from etude.recipes.build import chat_of, model_of
 from etude.recipes.distill import DistillRun, Tutor
 from etude.recipes.dpo import DPORun
 from etude.recipes.frame import framed, introduce
+from etude.recipes.hub import located
 from etude.recipes.interrupt import Interrupt
 from etude.recipes.lessons import Lessons, batch_of
 from etude.recipes.meter import peak_of
@@ -63,7 +64,7 @@ def study(run: Supervised, interrupt: Interrupt | None = None) -> Path:
 @contextmanager
 def build(run: Supervised, interrupt: Interrupt | None = None) -> Iterator[Study]:
     """Every part of the run, checked against each other, open; and closed again in the end."""
-    with framed(run, _assembled, interrupt, checked=_checked, looks=("plot",)) as parts:
+    with framed(located(run), _assembled, interrupt, checked=_checked, looks=("plot",)) as parts:
         yield parts
 
 

@@ -18,7 +18,7 @@ import torch
 from etude.config import Config
 from etude.errors import ConfigError, EtudeError
 from etude.recipes import checks, school
-from etude.recipes.folder import check_model
+from etude.recipes.hub import located
 from etude.recipes.placement import gpus_of, placed, refuse_beside_servers
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
@@ -84,7 +84,7 @@ def _settled(asked: Recipe, wanted: int | None) -> tuple[Recipe, torch.device]:
     """The run with as many ranks as there are GPUs for, and what each computes on. wanted: GPUs to plan for."""
     if asked.model.path is None:
         raise ConfigError("A plan is of a model: give its directory with `model.path=…`; its weights are not read.")
-    check_model(asked.model.path)
+    asked = located(asked, weights=False)
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = here if wanted is None and asked.device != "cpu" else wanted or 0
     if asked.device == "cpu" and gpus:

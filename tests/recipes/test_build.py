@@ -62,7 +62,7 @@ def test_what_is_no_model_is_told_what_it_is(whole: Path, world: Path, tmp_path:
     told = refused_run(capsys, world, tmp_path / "run", **{"model.path": whole})
     assert "is the directory of a run, not of a model" in told and f"export {whole}" in told
     told = refused_run(capsys, world, tmp_path / "run", **{"model.path": "Qwen/Qwen3-0.6B"})
-    assert "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`" in told
+    assert "`hf download Qwen/Qwen3-0.6B`" in told
 
 
 def test_scoring_without_tasks_to_score_on_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:

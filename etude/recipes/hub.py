@@ -1,0 +1,252 @@
+"""Models and data sets of the Hugging Face hub: from the name that a run gives to the files on this machine.
+
+    model.path=Qwen/Qwen3-0.6B           data.train=[openai/gsm8k/main:train]
+
+A file or directory of that name here is taken first. Then the hub's cache is read, without the network. What is not in
+it is downloaded only where ETUDE_DOWNLOAD=1 allows that; else the error says the command that downloads it. The run
+goes on with the directory of the snapshot, so that a resumed run trains on the same revision.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from etude.config.env import may_download
+from etude.config.secrets import mask_text
+from etude.errors import ConfigError, RunError
+from etude.lazy import Lazy
+from etude.observe import configure, get_log
+from etude.recipes.folder import check_model, replaced
+from etude.recipes.hub_data import Wanted, lacking_shards, parse, patterns_of
+from etude.recipes.inputs import place_of
+from etude.recipes.recipe import Recipe
+from etude.recipes.run import Run
+from etude.rewards import Combined, RewardFunction, ScoredByModel
+
+if TYPE_CHECKING:
+    import httpx2
+    import huggingface_hub as hf
+    import huggingface_hub.errors as hf_errors
+else:
+    hf, hf_errors, httpx2 = map(Lazy, ("huggingface_hub", "huggingface_hub.errors", "httpx2"))
+
+__all__ = ["check_push", "located", "model_at", "push"]
+
+R = TypeVar("R", bound=Recipe)
+Kind = Literal["model", "dataset"]
+
+NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+DESCRIBES = ("*.json", "*.jinja", "*.txt", "*.model")
+"""The files that say what a model is and how it is spoken to."""
+WEIGHTS = "*.safetensors"
+CARD = ("README.md", ".gitattributes")
+"""The file that says what a data set holds, and one that every data set has."""
+OTHER_LAYOUTS = ("*/*", "consolidated*")
+"""The same weights once more, for other libraries."""
+
+
+def located(run: R, *, weights: bool = True) -> R:
+    """The same run with directories and files in place of the names of models and data sets on the hub.
+
+    weights: whether the models' weights are needed too. Refuses a `model.path` that is no model's directory, before
+    the libraries load that would read it.
+    """
+    if may_download():  # which is said as it begins
+        configure(run.observe.level, mask=mask_text)
+    for role, option in run.places.items():
+        path = place_of(run, option)
+        if path is not None and role != "template":
+            run = replaced(run, option, model_at(path, option, weights=weights and role != "tokenizer"))
+    if isinstance(run, Run):
+        run = replaced(run, "reward", _reward(run.reward, weights=weights))
+    for option in ("data.train", "data.val") if weights else ():
+        names = getattr(run.data, option.partition(".")[2])
+        run = replaced(run, option, tuple(file for name in names for file in _data_files(name, option)))
+    if run.model.path is not None:
+        check_model(run.model.path)
+    return run
+
+
+def model_at(path: Path, option: str, *, weights: bool = True) -> Path:
+    """The directory of a model: the path itself, or the snapshot of the model of that name on the hub."""
+    name = str(path)
+    if path.exists() or not NAME.fullmatch(name):
+        return path
+
+    def lacks(snapshot: Path) -> str:
+        return _lacking_weights(snapshot) if weights else ""
+
+    wanted = (*DESCRIBES, WEIGHTS) if weights else DESCRIBES
+    return _snapshot(name, "model", option, wanted, lacks, ignored=OTHER_LAYOUTS) or path
+
+
+def _reward(reward: RewardFunction, *, weights: bool) -> RewardFunction:
+    """The reward with the directories of the models that it asks."""
+    if isinstance(reward, ScoredByModel):
+        return reward.model_copy(update={"path": model_at(reward.path, "reward.path", weights=weights)})
+    if isinstance(reward, Combined):
+        parts = {name: _reward(part, weights=weights) for name, part in reward.parts.items()}
+        return reward.model_copy(update={"parts": parts})
+    return reward
+
+
+def _lacking_weights(snapshot: Path) -> str:
+    """The first weight file that a snapshot ought to have and has not; empty where it has all."""
+    index = snapshot / "model.safetensors.index.json"
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return next((shard for shard in shards if not (snapshot / shard).is_file()), "")
+    return "" if any(snapshot.glob(WEIGHTS)) else "model.safetensors"
+
+
+def _data_files(name: str, option: str) -> tuple[str, ...]:
+    """The files of a data set, or the name itself where it is a file or made by Python."""
+    wanted = parse(name)
+    if wanted is None:
+        return (name,)
+    card = _snapshot(wanted.name, "dataset", option, CARD, lambda _: "")
+    if card is None:
+        return (name,)
+    found = _split_files(wanted, card, option)
+    return tuple(str(file) for file in found)
+
+
+def _split_files(wanted: Wanted, card: Path, option: str) -> Sequence[Path]:
+    """The files of the split that is wanted, all of them here."""
+    patterns = patterns_of(wanted, card / "README.md", option)
+
+    def lacks(snapshot: Path) -> str:
+        return lacking_shards(wanted, patterns, snapshot)
+
+    snapshot = _snapshot(wanted.name, "dataset", option, patterns.downloaded, lacks)
+    return patterns.files(wanted, snapshot or card, option)
+
+
+def _snapshot(
+    name: str,
+    kind: Kind,
+    option: str,
+    wanted: Sequence[str],
+    lacks: Callable[[Path], str],
+    *,
+    ignored: Sequence[str] = (),
+) -> Path | None:
+    """A snapshot in the hub's cache that has the files that are wanted; downloaded where that is allowed.
+
+    None where nothing is cached, nothing may be downloaded, and the name reads as a path of which the beginning is
+    here. lacks: the first file that a snapshot ought to have and has not.
+    """
+
+    def snapshot(*, here: bool) -> Path:
+        found = hf.snapshot_download(
+            name, repo_type=kind, allow_patterns=[*wanted], ignore_patterns=[*ignored], local_files_only=here
+        )
+        return Path(found)
+
+    missing = ""
+    try:
+        cached = snapshot(here=True)
+        missing = lacks(cached)
+        if not missing:
+            return cached
+    except hf_errors.IncompleteSnapshotError:
+        missing = "some of its files"
+    except hf_errors.LocalEntryNotFoundError:
+        pass
+    except hf_errors.HFValidationError:  # a path that no repository could have
+        return None
+    if not may_download():
+        if not missing and Path(name).parent.exists():
+            return None
+        raise ConfigError(_not_here(name, kind, option, missing))
+    get_log("recipes").info("Downloading the %s %s from the Hugging Face hub into its cache.", _WORD[kind], name)
+    fetched = _downloaded(snapshot, name, kind, option)
+    missing = lacks(fetched)
+    if missing:
+        raise ConfigError(
+            f"`{option}={name}` names a {_WORD[kind]} of the Hugging Face hub that has no {missing}"
+            + (": Etude reads weights from .safetensors files alone. Choose another." if kind == "model" else ".")
+        )
+    return fetched
+
+
+_WORD = {"model": "model", "dataset": "data set"}
+
+
+def _not_here(name: str, kind: Kind, option: str, missing: str) -> str:
+    kept = (
+        f"is in the Hugging Face hub's cache without {missing}" if missing else "is not in the Hugging Face hub's cache"
+    )
+    command = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
+    what = "directory" if kind == "model" else "file"
+    return (
+        f"`{option}={name}` is no {what} (seen from {Path.cwd()}), and the {_WORD[kind]} of that name {kept}. Give a "
+        f"{what} that is there; or download it once, by `{command}`, or by this command with ETUDE_DOWNLOAD=1 set in "
+        f"the environment."
+    )
+
+
+def _downloaded(snapshot: Callable[..., Path], name: str, kind: Kind, option: str) -> Path:
+    """Download with huggingface_hub, which shows how far it is, and say in a sentence why it could not."""
+    try:
+        return snapshot(here=False)
+    except hf_errors.GatedRepoError as error:
+        why = (
+            f"its authors ask for an agreement first: accept it on {_page(name, kind)}, and log in with `hf auth login`"
+        )
+        cause: Exception = error
+    except hf_errors.RepositoryNotFoundError as error:
+        why = (
+            f"the hub has no {_WORD[kind]} of that name that may be read with this login. Correct the name; or, if it "
+            "is private, log in with `hf auth login`, or set HF_TOKEN"
+        )
+        cause = error
+    except (hf_errors.LocalEntryNotFoundError, hf_errors.HfHubHTTPError, httpx2.HTTPError, OSError) as error:
+        why, cause = f"the hub could not be reached, or broke off: {_first_line(error)}", error
+    raise ConfigError(f"`{option}={name}` was to be downloaded from the Hugging Face hub, and {why}.") from cause
+
+
+def _page(name: str, kind: Kind) -> str:
+    return f"{hf.constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of what went wrong first."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
+
+
+def check_push(name: str) -> None:
+    """Refuse an upload that cannot come to anything, before a model is written for it."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"`--push {name}` names no repository of the Hugging Face hub. Write it as `--push you/name`."
+        )
+    if hf.get_token() is None:
+        raise ConfigError(
+            f"`--push {name}` uploads to the Hugging Face hub, and there is no token to do so with. Log in with "
+            "`hf auth login`, or set HF_TOKEN; the token must be one that may write."
+        )
+
+
+def push(directory: Path, name: str, *, private: bool) -> str:
+    """Upload a directory as a model of the hub, which is made where it is not there; returns its address.
+
+    private: make a new one so that only its owner sees it. One that is there stays as it is.
+    """
+    hub = hf.HfApi()
+    try:
+        hub.create_repo(name, exist_ok=True, private=private or None)
+        hub.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload a model trained with Etude")
+    except (hf_errors.HfHubHTTPError, hf_errors.HFValidationError, httpx2.HTTPError, OSError) as error:
+        raise RunError(
+            f"The model was written to {directory}, and could not be uploaded to {name}: {_first_line(error)}. Once "
+            f"that is mended, `hf upload {name} {directory}` uploads it."
+        ) from error
+    return _page(name, "model")

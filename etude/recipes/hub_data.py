@@ -1,0 +1,177 @@
+"""The splits of a data set on the Hugging Face hub: which of its files they are.
+
+A name is `owner/name`, `owner/name:split`, or `owner/name/config:split`. The card (the README.md) of most data sets
+lists the files of each split; where none does, a file belongs to the split whose name stands in its path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
+
+from etude.data.files import READERS
+from etude.errors import ConfigError
+
+__all__ = ["Patterns", "Wanted", "lacking_shards", "parse", "patterns_of"]
+
+NAMED = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/([\w.-]+))?(?::([\w.-]+))?")
+WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval"), "test"),
+}
+"""The words in a path that say which split a file belongs to."""
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..+)")
+NO_DATA_SETS = (*READERS, ".gz", ".py", ".txt", ".arrow")
+"""Ends of names that are of files, whether they are there or not."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A data set as a run names it."""
+
+    text: str
+    """The whole name, as it was written."""
+    name: str
+    """The repository."""
+    config: str | None
+    """One of several tables in it."""
+    split: str | None
+    """A part of that."""
+
+
+@dataclass(frozen=True)
+class Patterns:
+    """The files of a split: the patterns that the card lists, or none where the paths of the files say it."""
+
+    listed: tuple[str, ...] | None
+
+    @property
+    def downloaded(self) -> tuple[str, ...]:
+        """The patterns of the files that are downloaded: all data, where the card lists none."""
+        return self.listed if self.listed is not None else tuple(f"*{suffix}" for suffix in READERS)
+
+    def files(self, wanted: Wanted, snapshot: Path, option: str) -> list[Path]:
+        """The files of the split in a snapshot; refused where there are none, or they cannot be read."""
+        found = self.matching(snapshot)
+        if self.listed is None:
+            below = [file for file in found if wanted.config in (None, file.relative_to(snapshot).parts[0])]
+            splits: dict[str, list[Path]] = {}
+            for file in below:
+                splits.setdefault(_split_of(file.relative_to(snapshot)), []).append(file)
+            found = splits[_chosen(wanted, sorted(splits), option)] if splits else []
+        odd = next((file for file in found if not file.name.endswith(tuple(READERS))), None)
+        if not found or odd is not None:
+            what = "has no data files" if odd is None else f"keeps its data in files such as {odd.name}"
+            raise ConfigError(
+                f"`{option}=[{wanted.text}]` names a data set of the Hugging Face hub that {what}; what can be read "
+                f"are {', '.join(READERS)}. Write it as such a file with the `datasets` library, and give that."
+            )
+        return found
+
+    def matching(self, snapshot: Path) -> list[Path]:
+        """The files of a snapshot that match."""
+        files = sorted(file for file in snapshot.rglob("*") if file.is_file())
+        paths = [(file, file.relative_to(snapshot).as_posix()) for file in files]
+        return [file for file, path in paths if any(fnmatch(path, pattern) for pattern in self.downloaded)]
+
+
+def parse(text: str) -> Wanted | None:
+    """What a name of data asks of the hub; None for a file, a directory, or what Python makes."""
+    named = NAMED.fullmatch(text)
+    if named is None or Path(text).exists() or Path(text.partition(":")[0]).suffix in NO_DATA_SETS:
+        return None
+    return Wanted(text, *named.groups())
+
+
+def patterns_of(wanted: Wanted, card: Path, option: str) -> Patterns:
+    """The patterns of the files of the split that is wanted, as far as the card tells."""
+    configs = _configs(card)
+    if not configs:
+        return Patterns(None)
+    names = [str(each.get("config_name", "default")) for each in configs]
+    preset = [name for each, name in zip(configs, names, strict=True) if each.get("default") or name == "default"]
+    name = wanted.config or (names[0] if len(names) == 1 else preset[0] if preset else None)
+    if name not in names:
+        listed = ", ".join(f"`{wanted.name}/{each}`" for each in names)
+        asked = f"has no `{wanted.config}`" if wanted.config else "holds several tables"
+        raise ConfigError(f"`{option}=[{wanted.text}]`: the data set {asked}. Name one of them: {listed}.")
+    config = configs[names.index(name)]
+    splits = _listed(config.get("data_files"), str(config.get("data_dir", "")).strip("./"))
+    if not splits:
+        return Patterns(None)
+    return Patterns(splits[_chosen(wanted, list(splits), option)])
+
+
+def lacking_shards(wanted: Wanted, patterns: Patterns, snapshot: Path) -> str:
+    """The first file that is known to belong to the split and is not in the snapshot; empty where none is known."""
+    there = {file.relative_to(snapshot).as_posix() for file in patterns.matching(snapshot)}
+    if not there:
+        return f"files of `{wanted.split}`" if wanted.split else "data files"
+    for path in sorted(there):
+        if shard := SHARD.fullmatch(path):
+            stem, _, count, suffix = shard.groups()
+            every = (f"{stem}-{number:05d}-of-{count}{suffix}" for number in range(int(count)))
+            if missing := next((each for each in every if each not in there), None):
+                return missing
+    return ""
+
+
+def _configs(card: Path) -> list[dict[str, Any]]:
+    """The tables that a card lists."""
+    if not card.is_file():
+        return []
+    text = card.read_text(encoding="utf-8")
+    head = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    try:
+        told = yaml.safe_load(head.group(1)) if head else None
+    except yaml.YAMLError:
+        return []
+    configs = told.get("configs") if isinstance(told, dict) else None
+    return [each for each in configs if isinstance(each, dict)] if isinstance(configs, list) else []
+
+
+def _listed(data_files: Any, below: str) -> dict[str, tuple[str, ...]]:
+    """The patterns of each split, from any of the ways in which a card may write them."""
+    if data_files is None:
+        return {}
+    if isinstance(data_files, Mapping):
+        data_files = [{"split": split, "path": path} for split, path in data_files.items()]
+    entries = [data_files] if isinstance(data_files, str) else list(data_files)
+    splits: dict[str, tuple[str, ...]] = {}
+    for entry in entries:
+        split, path = ("train", entry) if isinstance(entry, str) else (str(entry["split"]), entry["path"])
+        paths: Sequence[str] = [path] if isinstance(path, str) else path
+        joined = tuple(f"{below}/{each}" if below else each for each in paths)
+        splits[split] = splits.get(split, ()) + joined
+    return splits
+
+
+def _chosen(wanted: Wanted, splits: Sequence[str], option: str) -> str:
+    """The split that is wanted: the one that is named, or the only one, or `train` to train on."""
+    if wanted.split is not None:
+        if wanted.split in splits:
+            return wanted.split
+        asked = f"has no `{wanted.split}`"
+    elif len(splits) == 1:
+        return splits[0]
+    elif option == "data.train" and "train" in splits:
+        return "train"
+    else:
+        asked = "has several parts"
+    name = wanted.text.partition(":")[0]
+    raise ConfigError(
+        f"`{option}=[{wanted.text}]`: the data set {asked}. Name one: {', '.join(f'`{name}:{s}`' for s in splits)}."
+    )
+
+
+def _split_of(path: Path) -> str:
+    """The split that a file's path names; `train` where it names none."""
+    words = re.split(r"[^A-Za-z]+", path.as_posix().lower())
+    return next((WORDS[word] for word in words if word in WORDS), "train")
