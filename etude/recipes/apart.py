@@ -23,9 +23,7 @@ def apart(work: Callable[[], T]) -> T:
     Ctrl-C is passed on to that thread: to what listens for it there, which finishes the step and saves; else, and the
     second time, as a `KeyboardInterrupt` at the next line of Python that runs there.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _in_a_loop():
         return work()
     outcome: Future[T] = Future()
     context = contextvars.copy_context()
@@ -55,3 +53,11 @@ def _pass_on(thread: threading.Thread) -> None:
     if listens is not None and listens.finishes_first():
         return
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt))
+
+
+def _in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
