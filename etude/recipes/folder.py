@@ -119,7 +119,7 @@ def claim(directory: Path) -> None:
     """Make the directory of a run, which may then be written to before the run begins; refuse one in which something
     else lies."""
     there = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
-    others = sorted(name for name in there if not name.startswith("."))
+    others = sorted(name for name in there if not name.startswith((".", JOURNAL)))  # a journal without options
     if others and not there & {OPTIONS, INPUTS, LOCK}:
         listed = ", ".join(others[:3]) + (" …" if len(others) > 3 else "")
         raise ConfigError(

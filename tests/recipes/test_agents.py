@@ -172,6 +172,7 @@ def test_every_option_of_agents_is_shown_to_act_here() -> None:
         *("path", "strategy", "runners", "at_once", "timeout", "silence", "patience"),
         *("failed", "tags", "parameters", "calls", "listen"),
         *("external", "store"),  # in test_external.py and test_joining.py
+        "strict",  # in tests/agents/proxy/test_ignored.py
     }
 
 

@@ -342,7 +342,8 @@ def test_a_run_that_is_taken_up_with_other_options_is_told_which(world: Path, tm
     run = train(world, tmp_path / "run")
     before = (run / "run.yaml").read_text()
     told = refused_run(capsys, world, run, seed=3, collect__group_size=8)
-    assert "collect.group_size was 4, is 8" in told and "seed was 0, is 3" in told and "steps" in told
+    assert "collect.group_size was 4, is 8" in told and "seed was 0, is 3" in told
+    assert "etude export" in told, "the way out"
     told = refused(capsys, "train", "--resume", str(run), "loss=gspo")
     assert "loss.name was ppo, is gspo" in told
     assert (run / "run.yaml").read_text() == before and len(measured(run)) == 2

@@ -95,7 +95,7 @@ def test_each_part_of_dapo_changes_something(world: Path, tmp_path: Path) -> Non
     without = {
         "refill": {"collect.refill": 0},
         "penalty": {"overlong": "null", "overlong.buffer": None},
-        "clip": {"loss.clip_high": 0.2},
+        "clip": {"loss.clip_high": 100},
         "reduction": {"loss.reduction": "seq-mean-token-mean"},
     }
     ends = {name: train(world, tmp_path / name, "dapo", **common | change) for name, change in without.items()}
