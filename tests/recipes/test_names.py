@@ -33,7 +33,7 @@ def test_no_option_is_shadowed() -> None:
             "actor_rollout_ref.rollout.n is not an option; here it is collect.group_size",
         ),
         ("num_generations=8", "here it is collect.group_size"),
-        ("trainer.total_epochs=3", "here it is steps"),
+        ("trainer.total_epochs=3", "`steps`: a step asks `collect.tasks` rows"),
     ],
 )
 def test_a_name_from_elsewhere_is_answered(given: str, meant: str) -> None:
