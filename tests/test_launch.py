@@ -18,6 +18,7 @@ import etude
 from etude.cli import main
 from etude.errors import ConfigError
 from etude.recipes.apart import apart
+from etude.recipes.folder import read_options
 from etude.recipes.interrupt import Interrupt
 from tests.worlds import make_model, make_tasks
 
@@ -58,7 +59,7 @@ def test_it_is_the_command_line_and_works_in_a_running_loop(world: Path, tmp_pat
     assert main(["train", "grpo", *words]) == 0
     run = asyncio.run(notebook())
     assert run == tmp_path / "program"
-    options = [(each / "run.yaml").read_text().replace(str(each), "") for each in (tmp_path / "cli", run)]
+    options = [read_options(each) | {"directory": None} for each in (tmp_path / "cli", run)]
     assert options[0] == options[1]
     for name in ("reward", "grad_norm", "answer_length"):
         assert told(run)[name] == told(tmp_path / "cli")[name]

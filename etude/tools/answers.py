@@ -24,7 +24,7 @@ from etude.errors import ConfigError
 from etude.observe import format_number, get_log, make_console
 from etude.recipes.agents import SCORED, asked_of
 from etude.recipes.causes import cause_of
-from etude.recipes.folder import read_options
+from etude.recipes.folder import OPTIONS, read_options
 from etude.recipes.play import ending
 from etude.records import Outcome, Turn
 from etude.store import Journal, Phase, RolloutState, TaskDropped, open_store
@@ -157,7 +157,7 @@ def _of(store: Journal, step: int, rollouts: Sequence[RolloutState], directory: 
 
 def _max_turns(directory: Path) -> int | None:
     """The most turns that a rollout of a run may have, where an environment plays; agents bound themselves."""
-    told = read_options(directory)
+    told = read_options(directory) if (directory / OPTIONS).exists() else {}
     return None if told.get("agent", {}).get("path") is not None else told.get("env", {}).get("max_turns")
 
 

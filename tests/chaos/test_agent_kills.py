@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.recipes.folder import claim
 from etude.store.keys import Keyring
 from tests.chaos.agents import Act, Company, Played, some_acts
 from tests.chaos.scenario import Life, make_world
@@ -65,7 +66,7 @@ def joined(directory: Path, count: int) -> Iterator[tuple[str, list[int]]]:
     """Runners that join a run from elsewhere, and the address at which they look for it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         listen = f"127.0.0.1:{free.getsockname()[1]}"
-    directory.mkdir()
+    claim(directory)
     key = Keyring.kept(directory).runner  # before the run is, since its runners come first
     code = (
         "from etude.agents.execution.worker import join; "
