@@ -126,7 +126,7 @@ def test_what_a_turn_earned_stands_beside_it(tmp_path: Path, capsys: Captured) -
 def failing(directory: Path) -> Path:
     """A run whose first step trained on one try of two, and left a task out whose tries both failed."""
     directory.mkdir()
-    (directory / "run.yaml").write_text("{model: {path: nowhere, tokenizer: null}, agent: {path: a:b, failed: drop}}")
+    write_text(directory / "run.yaml", "{model: {path: nowhere, tokenizer: null}, agent: {path: a:b, failed: drop}}")
     refused = {"path": "/v1/responses", "status": 400, "error": "'audio' is not supported."}
     with closing(open_store(directory / "journal.sqlite")) as store:
         for task in (0, 1):
@@ -173,7 +173,7 @@ def test_a_step_that_came_to_nothing_is_shown_too(tmp_path: Path, capsys: Captur
 )
 def test_what_cut_a_rollout_off_is_named(finish: str, turns: int, told: str, tmp_path: Path, capsys: Captured) -> None:
     ids = np.zeros(1, np.int32)
-    (tmp_path / "run.yaml").write_text("{model: {path: nowhere, tokenizer: null}, env: {max_turns: 2}}")
+    write_text(tmp_path / "run.yaml", "{model: {path: nowhere, tokenizer: null}, env: {max_turns: 2}}")
     with closing(open_store(tmp_path / "journal.sqlite")) as store:
         store.append([TaskIssued(0, 0, "", {"prompt": "?"}), RolloutQueued(0, 0, 0), AttemptStarted(0, 0)])
         for n in range(turns):
