@@ -71,7 +71,7 @@ def test_the_right_to_write_ends_with_the_process_that_has_it() -> None:
 
 def test_only_a_writer_makes_a_journal_and_what_is_of_something_else_is_left_alone() -> None:
     where = new_database()
-    with pytest.raises(StoreError, match=r"it wants schema 1 and found the tables \(none\)"):
+    with pytest.raises(StoreError, match=r"it wants schema 2 and found the tables \(none\)"):
         open_store(where, read_only=True)
     psycopg = pytest.importorskip("psycopg")
     with closing(psycopg.connect(where, autocommit=True)) as raw:
