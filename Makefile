@@ -37,7 +37,7 @@ help: ## list these commands
 demo: $(CORE) ## watch a language model learn, from nothing, in about two minutes
 	$(BIN)/python -m etude demo
 
-check: $(DEV) ## run the tests that are quick, with a few random examples, in under two minutes: while you work
+check: $(DEV) ## run the tests that are quick, with a few random examples: while you work
 	$(PYTEST) -m "$(CHECK)" --hypothesis-profile check
 
 test: $(DEV) ## run all that a user would notice, and hold the coverage of the rooms that must be exact: before a commit
