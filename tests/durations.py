@@ -25,13 +25,13 @@ from tests.sweeps import inner
 
 RECORD = Path(__file__).with_name("durations.json")
 LEAST_S = 0.5
-"""What takes less is not recorded."""
+"""Seconds below which a test is not recorded."""
 SLOW_S = 2.0
-"""What takes longer needs a marker."""
+"""Seconds beyond which a test needs a marker."""
 CHECK_SHARE = 12
 """`make check` draws this fraction of a property's random examples."""
 MARKERS = frozenset({"slow", "integration", "soak", "gpu"})
-"""What leaves a test out of `make check`."""
+"""The markers that leave a test out of `make check`."""
 SHOWN = 25
 """So many lines at most, the longest first."""
 
@@ -83,7 +83,7 @@ class Record:
         path.write_text(json.dumps({"fixtures": _split(self.fixtures), "tests": _split(self.tests)}, indent=1) + "\n")
 
     def is_slow(self, test: str, fixtures: Iterable[str] = (), allowed: float = SLOW_S) -> bool:
-        """Whether a test takes longer than it may, or a fixture that it needs over two seconds."""
+        """Return whether a test takes longer than it may, or needs a fixture of over two seconds."""
         return self.tests.get(test, 0.0) > allowed or any(self.fixtures.get(name, 0.0) > SLOW_S for name in fixtures)
 
     def updated(self, tests: Mapping[str, float], fixtures: Mapping[str, float], root: Path) -> Record:

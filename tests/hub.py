@@ -29,7 +29,7 @@ class Hub:
     asked: list[str] = field(default_factory=list)
     """Each request: its method and path."""
     created: list[dict[str, Any]] = field(default_factory=list)
-    """What was to be created."""
+    """The names that were to be created."""
     uploaded: dict[str, bytes] = field(default_factory=dict)
     """Files by `owner/name/path`."""
     gated: set[str] = field(default_factory=set)

@@ -83,7 +83,7 @@ def test_an_option_is_given_once() -> None:
 
 
 def interrupted(work: Any) -> Any:
-    """What comes of work under a running loop that Ctrl-C is pressed in."""
+    """Run work under a running loop, and press Ctrl-C in it."""
 
     async def notebook() -> Any:
         return apart(work)

@@ -149,7 +149,7 @@ def test_dev_tells_calls_that_stand_alone_from_a_history_that_was_rewritten(
 
 
 class Prompts(etude.Algorithm):
-    """Which of some prompts earns the most: nothing is trained."""
+    """Find the prompt that earns the most; nothing is trained."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ INTEGRATION_FIXTURES = frozenset({"a_ray", "vllm_server", "sglang_server"})
 """A test that uses one of these is integration."""
 
 WITHOUT_INTEGRATION = "not integration"
-"""What a marker expression says that leaves them out."""
+"""The words of a marker expression that leave them out."""
 
 
 def mark(items: Sequence[pytest.Item], record: Record) -> None:
@@ -78,7 +78,7 @@ def unit_of(item: pytest.Item) -> str:
 
 
 def is_left_out(path: Path, expression: str) -> bool:
-    """Whether every test under a path is left out by a marker expression."""
+    """Return whether a marker expression leaves out every test under a path."""
     return WITHOUT_INTEGRATION in expression and _is_integration_path(path)
 
 

@@ -173,7 +173,7 @@ class Batch:
         yield from self.extra.items()
 
     def is_token(self, name: str) -> bool:
-        """Whether Etude itself knows a column of this name, with one entry for each token."""
+        """Return whether this is a column of Etude's with one entry for each token."""
         return COLUMNS.get(name) is Kind.TOKEN
 
     def need(self, name: str, by: str = "") -> Tensor:

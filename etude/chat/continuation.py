@@ -63,7 +63,7 @@ class _Served:
         return told[len(said + self.stop) :] if same(answer, replace(given, content=said)) else None
 
     def precedes(self, messages: tuple[Message, ...], tools: Tools) -> bool:
-        """Whether these messages go on from the answer."""
+        """Return whether these messages continue the answer."""
         return (
             len(self.history) <= len(messages)
             and all(same(*pair) for pair in zip(self.history[:-1], messages, strict=False))

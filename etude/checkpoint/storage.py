@@ -159,7 +159,7 @@ class Reader(StorageReader):
 
 
 def read_table(directory: Path) -> Metadata:
-    """What a checkpoint holds, as torch's readers want it told."""
+    """Read the table of a checkpoint's tensors, in the form that torch's readers use."""
     tensors = read_json(directory / TABLE)["tensors"]
     stored: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}

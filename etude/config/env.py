@@ -75,7 +75,7 @@ def cache_directory() -> Path:
 
 
 def may_download() -> bool:
-    """Whether models and data sets that a run names may be downloaded from the Hugging Face hub (`ETUDE_DOWNLOAD`)."""
+    """Return whether a run may download models and data sets from the Hugging Face hub (`ETUDE_DOWNLOAD`)."""
     asked = os.environ.get("ETUDE_DOWNLOAD", "")
     if asked not in ("", "0", "1"):
         raise ConfigError(f"ETUDE_DOWNLOAD is '{asked}'; it may be 1, which allows downloads, or 0, or not be set.")

@@ -112,7 +112,7 @@ class _Row:
         return np.array_equal(turn.prompt[: self.length], ids)
 
     def add(self, turn: Turn, begins: int) -> None:
-        """What is new in the prompt, then what was said. begins: where in the prompt its observation does."""
+        """Add the new part of the prompt, then the answer. begins: the start of the observation in the prompt."""
         told = turn.prompt[self.length :]
         said = turn.completion
         self.observed.append((max(begins, self.length), len(turn.prompt)))
@@ -148,7 +148,7 @@ class _Row:
         return Sample(**columns, rollout=rollout, model=self.model, reward=reward, anchor=anchor, observation=seen)
 
     def _observation(self) -> NDArray[np.bool_] | None:
-        """What was shown between answers; None where nothing was."""
+        """The mask of tokens that were shown between answers; None where there are none."""
         stretches = [(begin, end) for begin, end in self.observed if begin < end]
         if not stretches:
             return None

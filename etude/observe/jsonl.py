@@ -27,7 +27,7 @@ __all__ = ["NUMBERS", "JsonlSink", "last_step", "read_steps", "step_line"]
 
 NUMBERS = "metrics.jsonl"
 NOT_METRICS = frozenset({"step", "time", "nonfinite"})
-"""What else a line has."""
+"""Other fields of a line."""
 MOST_STEPS = 2**53
 _BLOCK = 1 << 16
 

@@ -13,7 +13,7 @@ __all__ = ["Collection"]
 
 
 class Collection(Config):
-    """Which rollouts a step trains on."""
+    """The rollouts that a step trains on."""
 
     tasks: int = Field(32, ge=1, description="tasks a step, each answered by a group")
     group_size: int = Field(8, ge=1, description="rollouts of a task, compared with each other")

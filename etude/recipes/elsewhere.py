@@ -97,7 +97,7 @@ VERL: Mapping[str, str] = {
     "trainer.project_name": "observe.wandb.project",
     "trainer.experiment_name": "observe.wandb.name",
 }
-"""What verl calls the options of a run, whole."""
+"""verl's whole names of the options of a run."""
 
 TRL: Mapping[str, str] = {
     "model_name_or_path": "model.path",
@@ -159,7 +159,7 @@ TRL: Mapping[str, str] = {
     "num_ppo_epochs": "epochs",
     "rloo_k": "`advantage=rloo collect.group_size=4`",
 }
-"""What TRL calls the options of a run, whole."""
+"""TRL's whole names of the options of a run."""
 
 ELSEWHERE: Mapping[str, str] = {**VERL, **TRL}
 """Both; no name stands in both."""

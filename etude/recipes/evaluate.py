@@ -66,7 +66,7 @@ class Answer:
     conversation: Sequence[Mapping[str, str]] = ()
     """Where the answer is the last of several turns: all that was said after the prompt, and by whom."""
     truncated: bool = False
-    """Whether it was cut off."""
+    """True where it was cut off."""
 
 
 class Evaluator:

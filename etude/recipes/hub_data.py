@@ -83,7 +83,7 @@ class Patterns:
 
 
 def parse(text: str) -> Wanted | None:
-    """What a name of data asks of the hub; None for a file, a directory, or what Python makes."""
+    """Parse a data set's name on the hub; None for a file, a directory, or a Python function."""
     named = NAMED.fullmatch(text)
     if named is None or Path(text).exists() or Path(text.partition(":")[0]).suffix in NO_DATA_SETS:
         return None

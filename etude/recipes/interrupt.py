@@ -14,7 +14,7 @@ __all__ = ["Interrupt", "interrupt_of"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _elsewhere: dict[int, Interrupt] = {}
-"""What listens in threads that Python delivers no signals to, by the thread."""
+"""Listeners of threads to which Python delivers no signals, by the thread."""
 
 
 class Interrupt:
@@ -68,5 +68,5 @@ class Interrupt:
 
 
 def interrupt_of(thread: threading.Thread) -> Interrupt | None:
-    """What listens for Ctrl-C in a thread that is not the main one."""
+    """The listener for Ctrl-C in a thread that is not the main one."""
     return _elsewhere.get(thread.ident or 0)

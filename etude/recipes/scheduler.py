@@ -41,7 +41,7 @@ class Finished:
     task: int
     sample: int
     metric: float
-    """What groups are compared by: all that it earned or one part of it, before any penalty."""
+    """The number that groups are compared by: the whole reward or one part of it, before any penalty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class Notices:
         )
 
     def _of_a_base_that_fails(self, step: int, earned: Collection[float]) -> None:
-        """What to do where the model that a run begins with hardly ever earns anything."""
+        """Warn, with the remedy, where the first model of a run hardly ever earns anything."""
         least = min(earned)
         above = sum(reward > least for reward in earned)
         if above < RARE * len(earned):

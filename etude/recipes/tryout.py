@@ -94,7 +94,7 @@ def _begins(ids: Ids, start: Ids) -> bool:
 
 
 def _show_notes(parts: Parts, state: RolloutState, console: Console, *, causes: bool = True) -> None:
-    """What was noted of an attempt. causes: the endpoint's notes as well."""
+    """The notes of an attempt. causes: include the endpoint's notes."""
     notes = notes_of(parts.store, state)
     for note in notes:
         for name, text in _texts(note):
@@ -116,7 +116,7 @@ def _texts(note: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _lesson(advantages: Sequence[float]) -> str:
-    """What an update would do with a rollout."""
+    """Describe what an update would do with a rollout."""
     if not advantages:
         return "nothing would be learned from it: the model wrote nothing"
     mean = sum(advantages) / len(advantages)

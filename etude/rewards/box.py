@@ -97,7 +97,7 @@ class Ended:
 
 
 class Found(NamedTuple):
-    """What came of tests."""
+    """The results of tests."""
 
     passed: tuple[bool, ...]
     """Test by test, as far as they came."""

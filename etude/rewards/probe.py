@@ -31,7 +31,7 @@ Protection = Literal["network", "files", "disk", "processes", "rights"]
 
 
 class Told(NamedTuple):
-    """What to say of a protection, as a sentence on programs goes on."""
+    """The end of a sentence on programs that names a protection."""
 
     held: str
     lacking: str
@@ -52,7 +52,7 @@ PROTECTIONS: Mapping[Protection, Told] = {
         "make namespaces or mounts of their own, or use interfaces that lead around what confines them",
     ),
 }
-"""What may hold for programs in a box."""
+"""The protections that may hold for programs in a sandbox."""
 
 _LIMITS = Limits(disk_mb=2)
 _SLACK = 64
@@ -92,7 +92,7 @@ def _said(ended: Ended) -> set[str]:
 
 @dataclass(frozen=True)
 class _Outside:
-    """What lies outside the box, for a program to reach: a directory, sockets that listen, a process."""
+    """Targets outside the sandbox for a program to reach: a directory, listening sockets, a process."""
 
     directory: Path
     listeners: Mapping[str, socket.socket]
@@ -173,7 +173,7 @@ def _listening(family: int, kind: int, address: object) -> socket.socket:
 
 
 def _was_reached(listener: socket.socket) -> bool:
-    """Whether anything came to a socket."""
+    """Return whether anything came to a socket."""
     try:
         if listener.type == socket.SOCK_STREAM:
             listener.accept()[0].close()

@@ -60,7 +60,7 @@ class Seat(ABC):
 
     @property
     def waits(self) -> bool:
-        """Whether its call has computed next to nothing, so that others may be made beside it."""
+        """True where its call has used almost no processor time, so that other calls may run beside it."""
         return False
 
     @abstractmethod

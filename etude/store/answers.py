@@ -33,7 +33,7 @@ class OtherKeyError(KeyRefusedError):
 
 
 class RestartedError(StoreError):
-    """What must not be done twice, and may have been done."""
+    """Requests that must not be done twice, and may have been done."""
 
 
 class UnreadableError(DataError):

@@ -26,7 +26,7 @@ class Aside:
         self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-        """What the work returns: done at once where it is on few bytes, else on the thread."""
+        """Do the work at once where it is on few bytes, else on the thread; return its result."""
         if size <= FEW_BYTES:
             return work(*given, **named)
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*given, **named))

@@ -109,7 +109,7 @@ class Connection(HttpToolsProtocol):
         self.since: float | None = time.monotonic()
         """Since when something is waited for from the other side; None while a request is being answered."""
         self.asked = False
-        """Whether a request ever came."""
+        """True once a request has come."""
         self._stage: Stage = "idle"
         self._head = self._framing = self._body = 0
         self._why: tuple[int, str] | None = None

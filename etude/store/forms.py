@@ -141,7 +141,7 @@ class Verb(Form):
     most: ClassVar[int] = BODY_BYTES
     """Bytes of a request."""
     long: ClassVar[bool] = False
-    """Whether its answer may be long, so that it is written beside the event loop."""
+    """True where the answer may be long and is written beside the event loop."""
     once: ClassVar[bool] = False
     """Whether doing it twice differs from doing it once, so that the answer is kept for those who ask again."""
 

@@ -35,7 +35,7 @@ Whose: TypeAlias = Callable[[Mapping[bytes, bytes]], Grant | None]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 PROTOBUF = b"application/x-protobuf"
-"""What is no JSON, and is counted by who parses it."""
+"""Routes whose bodies are not JSON; their own parsers count them."""
 ENCODINGS = (b"", b"identity", b"gzip", b"x-gzip", b"deflate")
 GROWS = 16
 """How many times as much a compressed body is taken for, to say whether to inflate it beside the event loop."""
@@ -200,7 +200,7 @@ class _Held:
 
     @contextmanager
     def of(self, owner: Grant | None) -> Iterator[_Share]:
-        """What one request holds of it."""
+        """The part of it that one request holds."""
         share = _Share(self, owner)
         try:
             yield share
@@ -209,7 +209,7 @@ class _Held:
 
 
 class _Share:
-    """What one request holds in memory, as long as it is read and answered."""
+    """The memory that one request holds while it is read and answered."""
 
     def __init__(self, held: _Held, owner: Grant | None) -> None:
         self._held, self.owner, self._bytes = held, owner, 0
@@ -260,7 +260,7 @@ class _Answer:
 
 
 def _inflated(body: bytes, encoding: str, most: int) -> bytes:
-    """What was compressed, and no more than one byte more than there may be."""
+    """Decompress a body, to one byte more than the limit at most."""
     stream = zlib.decompressobj(wbits=47)  # a gzip or a zlib header, whichever it has
     try:
         out = stream.decompress(body, most + 1)

@@ -45,7 +45,7 @@ class _Asked:
 
 @dataclass
 class _Kept:
-    """What is kept of one owner, the oldest first."""
+    """The kept answers of one owner, the oldest first."""
 
     names: dict[Hashable, None] = field(default_factory=dict)
     bytes: int = 0

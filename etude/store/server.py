@@ -375,7 +375,7 @@ def _understood(form: type[F], verb: str, request: Request, body: bytes, grant: 
 
 
 def _share(grant: Grant) -> tuple[Grant, Share]:
-    """Whose answers are kept, and how many."""
+    """The owners whose answers are kept, and how many."""
     return grant, MANY if grant.key is None else FEW
 
 

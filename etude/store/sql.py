@@ -86,7 +86,7 @@ class Place(Protocol):
         ...
 
     def damage(self, ask: Callable[[str], Any]) -> str:
-        """What the database finds wrong with its pages and indexes; nothing, as a rule."""
+        """The faults that the database finds in its pages and indexes; usually none."""
         ...
 
     def under_way(self, raw: Any) -> bool:

@@ -118,7 +118,7 @@ def _rollouts(store: Journal, admitted: Sequence[int], dropped: Sequence[int]) -
 
 
 def _failed(state: RolloutState) -> bool:
-    """Whether a rollout has ended, and otherwise than by success."""
+    """Return whether a rollout has ended without success."""
     return state.phase not in (Phase.QUEUED, Phase.RUNNING) and state.status in FAILURES
 
 
@@ -206,7 +206,7 @@ def _why(answer: Mapping[str, Any], whole: bool, behind: bool) -> str:
 
 
 def _worth(answer: Mapping[str, Any]) -> float:
-    """What the best come first by; those without a reward come last."""
+    """Return the sort key that puts the best first, and those without a reward last."""
     return float("-inf") if answer["reward"] is None else float(answer["reward"])
 
 

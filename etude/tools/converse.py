@@ -130,7 +130,7 @@ class _Talk:
 
 
 def _whole(deltas: Sequence[Delta], chat: Chat) -> Completion:
-    """What was sampled of an answer, all of it or up to where it was stopped."""
+    """The sampled part of an answer: all of it, or up to where it was stopped."""
     if deltas and deltas[-1].completion is not None:
         return deltas[-1].completion
     none = np.zeros(0, np.int32)

@@ -53,7 +53,7 @@ CHANGES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to one file: a bit is turned, or all behind a byte is cut off."""
+    """Damage to one file: a flipped bit, or a cut behind a byte."""
 
     file: str
     bit: int | None = None
@@ -104,7 +104,7 @@ def files_of(directory: Path) -> list[str]:
 
 
 def kind_of(file: str) -> str:
-    """Which kind of file it is."""
+    """The kind of the file."""
     name = Path(file).name
     return "evaluations/*.jsonl" if file.startswith("evaluations") else name
 
@@ -152,7 +152,7 @@ class Resuming:
         return hashed.hexdigest()
 
     def outcome(self, base: Path, damage: Damage, wanted: str, place: Path) -> str:
-        """What comes of a damaged copy: `refused`, `no effect`, or else what is wrong."""
+        """Resume a damaged copy; return `refused`, `no effect`, or a description of what is wrong."""
         with copied(base, place) as directory:
             damage.do(directory)
             try:

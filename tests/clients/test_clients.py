@@ -73,7 +73,7 @@ def playing(name: str, arguments: Mapping[str, Any]) -> Iterator[World]:
 
 
 def ran(command: list[str], directory: Path, **variables: str) -> str:
-    """What a client prints, in a home of its own."""
+    """Return the output of a client that runs in a home of its own."""
     home = directory / "home"
     home.mkdir(exist_ok=True)
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(directory), **variables}

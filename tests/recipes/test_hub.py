@@ -40,7 +40,7 @@ configs:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the hub holds: a tiny model, and data sets."""
+    """The content of the hub: a tiny model, and data sets."""
     root = tmp_path_factory.mktemp("published")
     model = make_model(root / "tiny")
     (model / "original").mkdir()

@@ -133,7 +133,7 @@ class Unshown(Exception):
 
 
 class Broken:
-    """What raises wherever it is looked at."""
+    """A value that raises wherever it is looked at."""
 
     def __getattr__(self, name: str) -> Any:
         raise LookupError(name)

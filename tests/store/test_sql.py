@@ -332,7 +332,7 @@ def test_an_event_that_is_gone_or_another_is_noticed(path: Path, change: str, co
 
 
 def test_an_index_from_which_an_entry_is_missing_is_noticed(path: Path) -> None:
-    """What is not found by it would not be replayed."""
+    """Rollouts that it does not find would not be replayed."""
     with closing(open_store(path)) as store:
         store.append([Admitted(1, (0, 1))])
     with closing(sqlite3.connect(path)) as raw, raw:

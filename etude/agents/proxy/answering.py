@@ -207,7 +207,7 @@ class Answering:
 
 
 class _Rest:
-    """What of an answer is new to an agent that gave its beginning."""
+    """The part of an answer that is new to an agent that gave its beginning."""
 
     def __init__(self, begun: Message) -> None:
         known = {Content: str(begun.content), Reasoning: begun.reasoning}

@@ -223,7 +223,7 @@ class Endpoint:
         return len((await self._prompt(sitting, asked)).shown)
 
     async def _understood(self, dialect: Dialect, key: Key, body: Body, size: int) -> tuple[Asked, Sitting]:
-        """What is asked, with all that it goes on from, and by whom; refused where no context holds it."""
+        """Parse a call, join what it continues, and return it with its session; refuse what no context holds."""
         sitting = await self._sitting(key)
         async with self.aside.turn(key, size):
             asked = _joined(await self.aside.run(size, self._parsed, dialect, body, sitting), sitting)
@@ -261,7 +261,7 @@ class Endpoint:
         return asked
 
     async def _refuse_what_no_context_holds(self, key: Key, asked: Asked, size: int) -> None:
-        """What is so long that its tokens need not be counted. size: its characters."""
+        """Refuse a prompt that is too long for any context, before it is tokenised. size: its characters."""
         context = self._context
         if context is not None and (size > FARTHEST * context or len(asked.messages) > context):
             self._meter.counts["context_length"] += 1

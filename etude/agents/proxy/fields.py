@@ -60,7 +60,7 @@ def refused(why: str, *neutral: Any) -> Rule:
 
 
 class Notes:
-    """What of one request the answer does not follow."""
+    """The fields of one request that the answer does not follow."""
 
     def __init__(self, table: Rules | None = None, *, strict: bool = False) -> None:
         self.table = table or {}

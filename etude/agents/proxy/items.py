@@ -113,7 +113,7 @@ def _say(answer: dict[str, Any], kind: str, fields: Fields, where: str) -> None:
 
 
 def _other(kind: str, role: str, form: Any, fields: Fields, where: str) -> Message:
-    """What others said."""
+    """The messages of others."""
     if kind == "function_call_output":
         text = openai.text_of(fields.any("output"), f"{where}.output")
         return Message("tool", text, tool_call_id=fields.text("call_id"))

@@ -139,7 +139,7 @@ class _Server:
 
 
 def _raised(error: BaseException) -> Any:
-    """What a program raised, by the name that Python has for it; its own text may raise as well."""
+    """Name the exception of a program as Python does; its own text may raise as well."""
     kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
     try:
         text = str(error)[:MOST_TEXT]

@@ -21,7 +21,7 @@ _FRACTIONAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?"
 
 
 def from_json(text: str) -> Any:
-    """What a text holds as JSON; the text itself where it is none."""
+    """Return the value of a JSON text, or the text itself where it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

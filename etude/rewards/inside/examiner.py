@@ -129,7 +129,7 @@ def _runs(text: str, names: dict[str, Any], asking: Line, *, imports: bool) -> b
 
 
 def _holds(test: Callable[[], bool]) -> bool:
-    """Whether a test holds: nothing that it raises leaves it, but that the program is gone."""
+    """Return whether a test passes. Its exceptions stay inside, except that the program has ended."""
     try:
         return test()
     except GoneError:
@@ -203,7 +203,7 @@ class Line:
         return self._decoded(answer.get("value"))
 
     def _raised(self, name: str, text: str) -> BaseException:
-        """What the program raised, as an exception of this process."""
+        """The program's exception, as one of this process."""
         kind = getattr(builtins, name, None)
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             kind = Exception

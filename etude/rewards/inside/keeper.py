@@ -97,7 +97,7 @@ class _Keeper:
         self._line = -1, -1
         self._said = -1
         self._expected: Any = None
-        """What an examiner is to expect; in its own process alone."""
+        """The expected results, which only the examiner's process holds."""
         self._started: list[int] = []
         self._woken, wakes = os.pipe()
         for end in (self._woken, wakes):
@@ -141,7 +141,7 @@ class _Keeper:
         return {**ended, **flood}
 
     def _output(self) -> bytes:
-        """What the last run printed."""
+        """The output of the last run."""
         return _read(self._said, os.fstat(self._said).st_size)
 
     def _forget_output(self) -> None:

@@ -43,7 +43,7 @@ def world() -> Iterator[World]:
 
 
 def goes_on(turns: Sequence[Turn]) -> list[bool]:
-    """Whether each turn begins with all of the one before."""
+    """Return whether each turn begins with all of the one before."""
     wholes = [np.concatenate([turn.prompt, turn.completion.ids]) for turn in turns]
     return [
         np.array_equal(turn.prompt[: len(whole)], whole) for whole, turn in zip(wholes[:-1], turns[1:], strict=True)
