@@ -61,7 +61,7 @@ BREAKS: list[tuple[str, Rule, dict[str, str], str]] = [
         {"dispatch/pools.py": "import ray"},
         "dispatch/ray_crew.py, dispatch/ray_cluster.py.",
     ),
-    ("vllm", rules.library_imports, {"rollout/vllm.py": "import vllm"}, "whose place is: nowhere."),
+    ("the library of vLLM", rules.library_imports, {"rollout/vllm.py": "import vllm"}, "whose place is: nowhere."),
     (
         "sqlalchemy",
         rules.library_imports,

@@ -123,7 +123,7 @@ def test_the_prompt_may_come_from_standard_input(
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     told = refused(capsys, "generate", str(world / "model"))
     assert "There is no prompt" in told and str(world / "model") in told
-    assert "Name a model directory" in refused(capsys, "generate")
+    assert "Name a model or a run's directory" in refused(capsys, "generate")
 
 
 def test_one_answer_is_shown_as_it_is_written(world: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
