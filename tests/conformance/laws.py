@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from hypothesis import settings
 from torch import Tensor
 
 from etude.algorithms import ADVANTAGES, KLS, LOSSES, Algorithm, Denominators, Estimated, Outputs, State, View
@@ -20,6 +21,9 @@ from etude.algorithms.filters import Overlong
 from etude.algorithms.kl import Adaptive
 from etude.batch import Batch, Column, Kind
 from tests.batches import random_batch
+
+few = settings(max_examples=6)
+"""Random batches for each algorithm: there are seventy algorithms, so a law is tried four hundred times."""
 
 LENGTHS = (4, 2, 3, 5)
 """Group sizes of the fixture: no group of one, so that every estimator accepts it."""

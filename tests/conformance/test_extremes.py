@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from etude.algorithms import ADVANTAGES, LOSSES, Algorithm, Denominators, Outputs, State, View
 from etude.batch import COLUMNS, Batch, Kind
 from etude.errors import ConfigError, DataError
-from tests.conformance.laws import every_algorithm, fixture, gradient, said, through
+from tests.conformance.laws import every_algorithm, few, fixture, gradient, said, through
 from tests.sweeps import sweep
 
 ALGORITHMS = every_algorithm()
@@ -26,6 +26,7 @@ def plain(batch: Batch) -> Batch:
 
 
 @sweep("name", ALGORITHMS)
+@few
 @given(seed=st.integers(0, 20), far=st.sampled_from([1e3, -1e3]))
 def test_log_ratios_of_a_thousand_give_finite_losses_and_gradients(name: str, seed: int, far: float) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(seed)
@@ -38,6 +39,7 @@ def test_log_ratios_of_a_thousand_give_finite_losses_and_gradients(name: str, se
 
 
 @sweep("name", ALGORITHMS)
+@few
 @given(seed=st.integers(0, 20), far=st.sampled_from([1e3, -1e3]))
 def test_a_sampler_that_was_a_thousand_away_gives_finite_losses_and_gradients(name: str, seed: int, far: float) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(seed)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from etude.algorithms import ADVANTAGES, Algorithm, State, View
 from etude.algorithms.corrections import Correction
 from etude.batch import Batch, Column, Kind
-from tests.conformance.laws import every_algorithm, fixture, gradient, said
+from tests.conformance.laws import every_algorithm, few, fixture, gradient, said
 from tests.sweeps import sweep
 
 ALGORITHMS = every_algorithm()
@@ -52,6 +52,7 @@ def apart(batch: Batch, rng: np.random.Generator) -> tuple[Batch, torch.Tensor]:
 
 
 @sweep("name", ALGORITHMS)
+@few
 @given(seed=st.integers(0, 50))
 def test_merged_or_apart_the_gradient_is_the_same(name: str, seed: int) -> None:
     algorithm, merged = ALGORITHMS[name], fixture(seed)

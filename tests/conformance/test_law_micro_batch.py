@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from etude.algorithms import ADVANTAGES, LOSSES, Algorithm, Estimated, State
 from etude.batch import Batch
-from tests.conformance.laws import Table, every_algorithm, fixture, gradient, said
+from tests.conformance.laws import Table, every_algorithm, few, fixture, gradient, said
 from tests.sweeps import sweep
 
 ALGORITHMS = every_algorithm()
@@ -39,6 +39,7 @@ def assert_same_columns(
 
 
 @sweep("name", ALGORITHMS)
+@few
 @given(data=st.data())
 def test_any_micro_batches_give_the_gradient_of_the_whole(name: str, data: st.DataObject) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(data.draw(st.integers(0, 50)))
@@ -50,6 +51,7 @@ def test_any_micro_batches_give_the_gradient_of_the_whole(name: str, data: st.Da
 
 
 @sweep("name", ALGORITHMS)
+@few
 @given(data=st.data())
 def test_the_order_of_rollouts_does_not_matter(name: str, data: st.DataObject) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(data.draw(st.integers(0, 50)))
@@ -66,6 +68,7 @@ def of_groups(batch: Batch, groups: list[int]) -> list[int]:
 
 
 @sweep("name", ALGORITHMS)
+@few
 @given(seed=st.integers(0, 50), ranks=st.integers(2, 3))
 def test_ranks_that_hold_some_groups_each_estimate_what_one_rank_would(name: str, seed: int, ranks: int) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(seed)
