@@ -101,6 +101,7 @@ def test_a_new_directory_is_new(tmp_path: Path) -> None:
         new_directory(tmp_path / "file")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_loss_learns(seed: int, tmp_path: Path) -> None:
     """With the options that the demonstration has by itself: nine tenths of the way, each of them."""

@@ -52,6 +52,7 @@ def test_every_example_is_run() -> None:
     }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", GOALS)
 def test_an_example_learns(name: str, tmp_path: Path) -> None:
     told = said([str(EXAMPLES / f"{name}.py"), "run"], tmp_path)
@@ -68,6 +69,7 @@ def played(name: str, directory: Path, steps: int) -> tuple[str, list[float]]:
     return told, rewards
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", AGENTS)
 def test_an_agent_is_trained(name: str, tmp_path: Path) -> None:
     """By one step, which shows that it is; how far it comes is for `make soak`."""
@@ -93,6 +95,7 @@ def test_examples_of_agents_are_short() -> None:
     assert max(len(file.read_text().splitlines()) for file in files) <= 60
 
 
+@pytest.mark.integration
 def test_a_judge_improves_what_demonstrations_taught(tmp_path: Path) -> None:
     told = said([str(EXAMPLES / "teach_and_judge.py"), "all"], tmp_path)
     before, after = (float(found) for found in re.findall(r"eval/mean@1 +│ +([\d.]+)", told))
@@ -119,6 +122,7 @@ def test_a_game_that_is_won_at_the_last_turn_is_not_cut_off() -> None:
     assert sorted(found) == [(0.0, False, True)] * 3 + [(1.0, True, False)]
 
 
+@pytest.mark.integration
 def test_the_loss_is_one_of_the_losses_of_the_tabular_world(tmp_path: Path) -> None:
     words = ["demo", "algorithms", "loss=own_loss:Fading", "loss.width=0.5", "steps=40", "observe.console=plain"]
     assert "own_loss:Fading" in said(["-m", "etude", *words], tmp_path)

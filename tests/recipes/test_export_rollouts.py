@@ -326,6 +326,7 @@ def peak(wanted: Export) -> int:
     return tracemalloc.get_traced_memory()[1]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("kind", "suffix"),
     [("sft", "parquet"), *(pytest.param(kind, "jsonl", marks=pytest.mark.soak) for kind in ("jsonl", "otlp"))],
