@@ -71,6 +71,7 @@ def test_how_servers_are_to_be_reaches_those_that_are_away(tmp_path: Path, monke
         until(lambda: all(server.up for server in engine.servers))
         assert states(engine) == [(False, False)] * 2
         os.kill(pids(tmp_path)[0], signal.SIGSTOP)
+        time.sleep(1)  # a look that found it well before is over, and cannot call it well again
         for server in engine.servers:
             server.up = False
         asyncio.run(engine.sleep())
