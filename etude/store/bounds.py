@@ -33,10 +33,15 @@ REWARDS_BYTES = 8 * 2**20
 """Of a request by the key with which one attempt writes."""
 STRANGERS_BYTES, STRANGERS_S = 64 * 2**10, 10.0
 """Of a request without a key: its body, and the seconds that it may take."""
+STRANGERS_UNREAD = 64 * 2**20
+"""Bytes of answers that connections without a key leave unread, all together."""
 BODY_S = 60.0
 """Seconds that a body may take to arrive."""
 HELD_BYTES, HELD_BY_KEY = 512 * 2**20, 128 * 2**20
-"""Of all bodies that are being read or answered at once; and of those of one key."""
+"""Of all bodies that are being read or answered at once; and of those of the admin key, or of the runners'. Attempts
+together hold half of all at most. Bodies up to `SHORT_BYTES` by the admin's and the runners' keys are always read."""
+HELD_BY_ATTEMPT, HELD_BY_STRANGERS = 48 * 2**20, 32 * 2**20
+"""Of those by both keys of one attempt; and of all that come without a key."""
 DRAINED_BYTES, DRAINED_S = 256 * 2**20, 5.0
 """What is still read of a request that is refused, so that its sender hears why rather than a broken connection."""
 

@@ -36,7 +36,6 @@ from etude.errors import (
     DataError,
     EtudeError,
     IllegalMoveError,
-    KeyRefusedError,
     UnknownError,
 )
 from etude.observe import get_log
@@ -48,8 +47,8 @@ from etude.store.bounds import BODY_BYTES, RefusedError, small
 from etude.store.described import description
 from etude.store.desk import Desk, Ended, Key
 from etude.store.forms import Form, Verb
-from etude.store.gate import Gate
-from etude.store.keys import Grant, Keyring, Scope
+from etude.store.gate import Gate, turn
+from etude.store.keys import Grant, Keyring, Scope, keys_in
 from etude.store.once import FEW, MANY, Answer, Once, Share
 from etude.store.serving import Serving, listen
 from etude.store.verbs import VERBS, Batch, ClaimForm, Note, Writing
@@ -64,8 +63,6 @@ RESTARTED = (
     "This was sent before the store was restarted, and nobody can tell whether it was written; to write it again might "
     "count it twice. Look at what is there, and send it anew if it is not."
 )
-SHARED = 8
-"""Long requests that are worked on at once of a key that many use: a trainer's, and the runners'."""
 SPANS_GROW = 8
 """How many times as long as its bytes say an export of spans takes."""
 _TOKEN = re.compile(r"[!-~]{1,200}")
@@ -184,7 +181,7 @@ class _Door:
 
     def _turn(self, request: Request, grant: Grant, body: bytes) -> AbstractAsyncContextManager[None]:
         """Room for a long request: an attempt has one worked on at a time, and a key that many use a few."""
-        return _aside(request).turn(grant, len(body), 1 if grant.key is not None else SHARED)
+        return turn(_aside(request), grant, len(body))
 
     def _desk_of(self, request: Request) -> Desk:
         """The desk as whoever asks has it: where a life of its keeper is named, in that."""
@@ -303,10 +300,7 @@ class _Door:
 
     def _grant(self, request: Request, opens: frozenset[Scope]) -> Grant:
         """What the key of a request opens, if that is enough."""
-        scheme, _, text = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not text.strip():
-            raise KeyRefusedError("This needs a key, as the header 'Authorization: Bearer KEY'.")
-        grant = self._keyring.read(text.strip())
+        grant = self._keyring.first(keys_in(*map(request.headers.get, ("authorization", "x-api-key"))))
         _opens(grant, opens)
         return grant
 
@@ -369,7 +363,7 @@ def _understood(form: type[F], verb: str, request: Request, body: bytes, grant: 
                 small(one.data, f"The note '{one.event}'")
     if not token:
         return read, None
-    name = blake2b("\n".join((request.headers["authorization"], verb, token, "")).encode(), digest_size=16)
+    name = blake2b("\n".join((repr(grant), verb, token, "")).encode(), digest_size=16)
     name.update(body)
     return read, name.digest()
 

@@ -33,7 +33,7 @@ from etude.observe import get_log
 from etude.records import SamplingParams
 from etude.store.aside import Aside
 from etude.store.desk import Desk, Find, Key, Use
-from etude.store.keys import Keyring
+from etude.store.keys import Keyring, keys_in
 from etude.store.states import LIVE, Status
 
 __all__ = ["Endpoint", "EndpointConfig", "no_model"]
@@ -173,11 +173,9 @@ class Endpoint:
     # -- before sampling ----------------------------------------------------------------------------------------------
 
     def entitled(self, authorization: str | None, api_key: str | None = None) -> Key:
-        """Whose key it is that came as `Authorization: Bearer …` or as `x-api-key`."""
-        text = api_key
-        if authorization is not None and authorization[:7].lower() == "bearer ":
-            text = authorization[7:].strip()
-        if not text:
+        """Return the attempt whose key came as `Authorization: Bearer …` or as `x-api-key`."""
+        texts = keys_in(authorization, api_key)
+        if not texts:
             raise Refusal(
                 "A key is needed: the attempt's model key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'. Agents "
                 "find it in OPENAI_API_KEY and ANTHROPIC_API_KEY.",
@@ -185,7 +183,7 @@ class Endpoint:
                 code="invalid_api_key",
             )
         try:
-            grant = self.keyring.read(text)
+            grant = self.keyring.first(texts)
         except KeyRefusedError as error:
             raise Refusal(str(error), "unauthorized", code="invalid_api_key") from error
         if grant.scope != "model" or grant.key is None:
