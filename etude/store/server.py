@@ -19,11 +19,12 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -92,7 +93,11 @@ def app(
             yield
 
     made = FastAPI(
-        title="Etude's store", version="1", exception_handlers={HTTPException: _no_such_page}, lifespan=lifespan
+        title="Etude's store",
+        version="1",
+        exception_handlers={HTTPException: _no_such_page},
+        lifespan=lifespan,
+        openapi_url=None,  # it is served below, as bytes that are made once
     )
     made.state.closing = door.closing
     for router in routers:  # before the rest, as an agent's calls are the most frequent
@@ -102,6 +107,8 @@ def app(
     made.router.routes.append(Route("/v1/store/batch", door.batch, methods=["POST"]))
     made.router.routes.append(Route("/v1/traces", door.traces, methods=["POST"]))
     made.router.routes.append(Route("/healthz", _health, methods=["GET"]))
+    made.router.routes.append(Route("/openapi.json", _description_of(made), methods=["GET"]))
+    made.router.routes.append(Route("/docs", _shown, methods=["GET"]))
     for path, other in (mounts or {}).items():
         made.mount(path, other)
     made.add_middleware(Gate, life=door.life, most_bytes=most_bytes, whose=keyring.brought)
@@ -409,6 +416,19 @@ async def _no_such_page(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     why = f"{request.method} {request.url.path}: {error.detail}; /openapi.json says what there is."
     return Response(trouble(request, "Refused", why), error.status_code, error.headers, media_type=otlp.JSON)
+
+
+async def _shown(_: Request) -> Response:
+    return get_swagger_ui_html(openapi_url="/openapi.json", title="Etude's store")
+
+
+def _description_of(served: FastAPI) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    body = cache(lambda: wire.to_json(served.openapi()))  # made where it is first asked for, after all routes are there
+
+    async def described(_: Request) -> Response:
+        return Response(body(), media_type=otlp.JSON)
+
+    return described
 
 
 def _described(served: FastAPI) -> dict[str, Any]:

@@ -120,8 +120,6 @@ class Endpoint:
             raise ConfigError(f"The model that is trained is called '{model}' here; call the external one otherwise.")
         places = Gate(self.config.max_running, self.config.max_waiting)
         self.elsewhere = Elsewhere(self.config.external, places, self._meter, self._notary, self.config.timeout_s)
-        self.aside = Aside()
-        """Where what is long in a call is read."""
         self._sittings: dict[Key, Sitting] = {}
         self._ignored: set[str] = set()  # names that were logged
         self._tending: asyncio.Task[None] | None = None
@@ -192,6 +190,7 @@ class Endpoint:
 
     async def open(
         self,
+        aside: Aside,
         dialect: Dialect,
         key: Key,
         body: Body,
@@ -200,10 +199,11 @@ class Endpoint:
         state: str = "",
         size: int = 0,
     ) -> Call:
-        """Understand a call, and find the ids that it asks to go on from. state: a name for the state that the agent is
-        in; without one it is all that the model is shown. size: how many bytes the body was."""
+        """Understand a call, and find the ids that it asks to go on from. aside: where what is long is read. state: a
+        name for the state that the agent is in; without one it is all that the model is shown. size: how many bytes the
+        body was."""
         began = time.perf_counter() if began is None else began
-        asked, sitting = await self._understood(dialect, key, body, size)
+        asked, sitting = await self._understood(aside, dialect, key, body, size)
         sampling, ignored = self._policy.params(asked, sitting.use)
         prompt = await self._prompt(sitting, asked)
         self._log_ignored(ignored)
@@ -215,17 +215,19 @@ class Endpoint:
             raise await self._too_long(call, self._context)
         return call
 
-    async def count(self, dialect: Dialect, key: Key, body: Body, size: int = 0) -> int:
+    async def count(self, aside: Aside, dialect: Dialect, key: Key, body: Body, size: int = 0) -> int:
         """How many tokens a call would show the model."""
-        asked, sitting = await self._understood(dialect, key, body, size)
+        asked, sitting = await self._understood(aside, dialect, key, body, size)
         return len((await self._prompt(sitting, asked)).shown)
 
-    async def _understood(self, dialect: Dialect, key: Key, body: Body, size: int) -> tuple[Asked, Sitting]:
+    async def _understood(
+        self, aside: Aside, dialect: Dialect, key: Key, body: Body, size: int
+    ) -> tuple[Asked, Sitting]:
         """Parse a call, join what it continues, and return it with its session; refuse what no context holds."""
         sitting = await self._sitting(key)
-        async with self.aside.turn(key, size):
-            asked = _joined(await self.aside.run(size, self._parsed, dialect, body, sitting), sitting)
-            await self._refuse_what_no_context_holds(key, asked, await self.aside.run(size, asked.characters))
+        async with aside.turn(key, size):
+            asked = _joined(await aside.run(size, self._parsed, dialect, body, sitting), sitting)
+            await self._refuse_what_no_context_holds(key, asked, await aside.run(size, asked.characters))
         return asked, sitting
 
     async def foreign(self, path: str, key: Key, body: Body, tags: Sequence[str], began: float) -> Foreign | None:
