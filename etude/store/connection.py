@@ -20,7 +20,7 @@ import time
 from typing import Any, Literal, TypeAlias, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from etude.observe import get_log
@@ -158,6 +158,7 @@ class Connection(HttpToolsProtocol):
         self._room = cast(RoomyConfig, config).room
         self._stage: Stage = "idle"
         self._head = self._framing = self._body = 0
+        self._answering: RequestResponseCycle | None = None
         self._bodies = 0  # bytes of all bodies so far
         self._why: tuple[int, str] | None = None
         self._unread = 0, 0.0  # bytes of answers that the other side had not taken, and when they last became fewer
@@ -170,15 +171,16 @@ class Connection(HttpToolsProtocol):
             self._refuse(503, "The server has as many connections as it may have. Try again in a moment.")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is not there any more."""
+        """It is not there any more: no request on it is answered."""
         self._room.forget(self)
+        self._hang_up()
         super().connection_lost(exc)
 
     def leave(self) -> None:
         """Make room for another."""
         self._room.forget(self)
         self.connections.discard(self)
-        self.transport.abort()
+        self._abort()
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, piece by piece, as long as what it collects is within bounds."""
@@ -240,11 +242,27 @@ class Connection(HttpToolsProtocol):
         waited = now - self.since
         if self._stage == "refused" or (self._stage == "body" and waited > bounds.DRAINED_S):
             if waited > bounds.DRAINED_S:
-                self.transport.abort()
+                self._abort()
         elif self._stage == "head" and waited > bounds.HEAD_S:
             self._refuse(408, f"The head of the request did not arrive within {bounds.HEAD_S:g} seconds.")
         elif waited > (KEPT_ALIVE_S + bounds.DRAINED_S if self.asked else bounds.HEAD_S):
-            self.transport.abort()  # silent from the beginning, or it does not read what it was answered
+            self._abort()  # silent from the beginning, or it does not read what it was answered
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _abort(self) -> None:
+        """Break it off."""
+        self._hang_up()
+        self.transport.abort()
+
+    def _hang_up(self) -> None:
+        """Tell all requests on it, those that wait behind another as well, that it has gone."""
+        if self._answering is not None:
+            for cycle in (self._answering, *(waiting for waiting, _ in self.pipeline)):
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def _good_key(self) -> None:
         """A good key came: it is no stranger any more."""
@@ -267,7 +285,7 @@ class Connection(HttpToolsProtocol):
             return False
         self._unread = left, since
         if now - since > (KEPT_ALIVE_S if self._known else bounds.STRANGERS_S):
-            self.transport.abort()
+            self._abort()
             return True
         if self._known and now - since > bounds.DRAINED_S:
             self._room.silent.setdefault(self)
@@ -291,7 +309,7 @@ class Connection(HttpToolsProtocol):
         self._wait(time.monotonic())
         self._unset_keepalive_if_required()
         if answering or status == 400:  # within an answer nothing else can be said
-            self.transport.abort()
+            self._abort()
             return
         error = {"type": "invalid_request_error", "kind": "Refused", "message": why, "request": ""}
         body = json.dumps({"type": "error", "error": error | {"param": None, "code": None}}).encode()
@@ -304,4 +322,4 @@ class Connection(HttpToolsProtocol):
     def _drain(self, size: int) -> None:
         self._head += size
         if self._head > bounds.DRAINED_BYTES:
-            self.transport.abort()
+            self._abort()

@@ -120,6 +120,8 @@ def _fields(body: bytes, at: int, end: int, kind: Descriptor) -> Iterator[tuple[
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
     """A number, and what follows it; the end, where there is none."""
+    if at < end and body[at] < 128:
+        return body[at], at + 1
     value = shift = 0
     while at < end and shift < 70:
         value |= (body[at] & 127) << shift

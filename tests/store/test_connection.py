@@ -238,7 +238,9 @@ def test_strangers_have_a_quarter_of_the_room(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["stranger", "with a key"])
-def test_who_does_not_read_its_answers_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+def test_who_does_not_read_its_answers_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, known: bool
+) -> None:
     with roomed(monkeypatch, 64) as (serving, place, admin), socket.socket() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         line.connect(place)
@@ -263,6 +265,7 @@ def test_who_does_not_read_its_answers_is_hung_up_on(monkeypatch: pytest.MonkeyP
         on_the_loop(serving, lambda: connection.look(now + 1000))
         assert soon(lambda: not connections(serving))
         assert not serving._server._room.silent and not serving._server._room.strangers
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR], "it is no failure"
 
 
 def test_who_reads_slowly_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
