@@ -25,11 +25,13 @@ from uvicorn.server import ServerState
 
 from etude.observe import get_log
 from etude.store import bounds
+from etude.store.desk import Key
 
 __all__ = ["GOOD_KEY", "Connection", "Room", "RoomyConfig"]
 
 GOOD_KEY = "etude.good_key"
-"""The extension of a request's scope by which the gate says that the request brought a good key: a function."""
+"""The extension of a request's scope by which the gate says that it brought a good key: a function of the attempt that
+the key speaks for, if it speaks for one."""
 PIECE = 4096
 """Bytes that the parser is given at once: of a few hundred requests at most."""
 KEPT_ALIVE_S = 75
@@ -61,6 +63,8 @@ class Room:
         """When each came, the first one first."""
         self.silent: dict[Connection, None] = {}
         """Connections with a key for which the server waits, the one that has been silent longest first."""
+        self._attempts: dict[Key, dict[Connection, None]] = {}
+        """The connections of each attempt, by the first key that came over them; the first one first."""
         self._told, self._files = -TOLD_S, True
 
     def enters(self, new: Connection, count: int) -> bool:
@@ -73,18 +77,29 @@ class Room:
         self.strangers[new] = time.monotonic()
         return True
 
-    def knows(self, connection: Connection, count: int) -> None:
-        """Take a connection that showed a good key out of the strangers; the longest silent one may go for it."""
+    def knows(self, connection: Connection, attempt: Key | None, count: int) -> None:
+        """Take a connection that showed a good key out of the strangers. attempt: whose key it is.
+
+        Where it takes of the strangers' quarter, another goes: the first of an attempt that has more than an eighth of
+        the room, else the one that has been silent longest."""
         if self.strangers.pop(connection, None) is None:
             return
-        if count - len(self.strangers) > self.most - self.most // 4 and self.silent:
-            self._warn()
-            next(iter(self.silent)).leave()
+        own: dict[Connection, None] = {} if attempt is None else self._attempts.setdefault(attempt, {})
+        own[connection] = None
+        if count - len(self.strangers) > self.most - self.most // 4:
+            goes = next(iter(own if len(own) > max(1, self.most // 8) else self.silent), None)
+            if goes is not None:
+                self._warn()
+                goes.leave()
 
     def forget(self, connection: Connection) -> None:
         """Let go of a connection that is not there any more."""
         self.strangers.pop(connection, None)
         self.silent.pop(connection, None)
+        if connection.attempt is not None and (own := self._attempts.get(connection.attempt)) is not None:
+            own.pop(connection, None)
+            if not own:
+                del self._attempts[connection.attempt]
 
     def look(self) -> None:
         """Close strangers beyond their quarter, or that leave too much unread; and say where the process can open no
@@ -154,6 +169,8 @@ class Connection(HttpToolsProtocol):
         """Since when something is waited for from the other side; None while a request is being answered."""
         self.asked = False
         """True once a request has come."""
+        self.attempt: Key | None = None
+        """The attempt whose key came first over it."""
         self._known = False
         self._room = cast(RoomyConfig, config).room
         self._stage: Stage = "idle"
@@ -264,11 +281,11 @@ class Connection(HttpToolsProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
 
-    def _good_key(self) -> None:
-        """A good key came: it is no stranger any more."""
+    def _good_key(self, attempt: Key | None) -> None:
+        """A good key came, of an attempt or of none: it is no stranger any more."""
         if not self._known:
-            self._known = True
-            self._room.knows(self, len(self.connections))
+            self._known, self.attempt = True, attempt
+            self._room.knows(self, attempt, len(self.connections))
 
     def _wait(self, since: float | None) -> None:
         """Wait for the other side from now on, or no longer."""

@@ -117,7 +117,7 @@ class Gate:
         """Have the app answer, with the body as far as there is one."""
         grant = self._whose(headers)
         if grant is not None and GOOD_KEY in scope.get("extensions", ()):
-            scope["extensions"][GOOD_KEY]()
+            scope["extensions"][GOOD_KEY](grant.key)
         if b"content-length" not in headers and b"transfer-encoding" not in headers:
             _refuse_doubles(scope)
             await self.app(scope, receive, answer)

@@ -18,6 +18,7 @@ import pytest
 
 from etude.store import bounds, open_store
 from etude.store.connection import Connection, Room
+from etude.store.desk import Key
 from etude.store.keys import Keyring
 from etude.store.local_desk import LocalDesk
 from etude.store.server import serve
@@ -303,6 +304,27 @@ def test_the_longest_silent_makes_room_where_all_have_keys_and_the_log_says_so(
         status, error = refused(sent(place, HEALTH + b"connection: close\r\n\r\n"))
         assert status == 503 and "as many connections as it may have" in error["message"]
     assert sum("Raise the limit with: ulimit -n" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_an_attempt_with_many_connections_under_way_pushes_out_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with roomed(monkeypatch, 16) as (serving, place, admin), ExitStack() as stack:
+        own = Keyring(SECRET).model_key(Key(0, 0), 60.0)
+        known = stack.enter_context(socket.create_connection(place, timeout=20))
+        known.sendall(posted("statistics", b"{}", admin))
+        assert statuses(known, 1) == [200]
+        slow = [stack.enter_context(socket.create_connection(place, timeout=20)) for _ in range(15)]
+        for line in slow:
+            line.sendall(posted("find", b"x" * 1000, own)[:-10])
+        room = serving._server._room
+        assert soon(lambda: len(connections(serving)) == 12 and not room.strangers)
+        for line in slow[:4]:
+            assert line.recv(10) == b"", "its first ones go"
+        for line in (known, stack.enter_context(socket.create_connection(place, timeout=20))):
+            line.sendall(posted("statistics", b"{}", admin))
+            assert statuses(line, 1) == [200]
+        for line in slow:
+            line.close()
+        assert soon(lambda: not room._attempts)
 
 
 def test_it_is_said_when_no_more_files_can_be_opened(
