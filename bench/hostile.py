@@ -11,7 +11,10 @@ that its requests took, how the hostile ones were answered, and by how much the 
     note        27 MB of [],[],… by an attempt's reward key    deep       27 MB of [[[[…
     spans       3.9 MB of empty OTLP spans                     tokens     count_tokens of a megabyte of text
     once        idempotency keys, each new and long            beats      heartbeats of 4 MB under made-up names
-    find        find with a million ids, by the admin key
+    find        find with a million ids, by the admin key      typed      a note of [],[],… that says it is protobuf
+    scopes      a long resource with 15,000 empty scopes       fields     4 MB of fields that no export has
+    repeated    4,096 empty spans of a resource of 350 values  bodiless   500 connections: a head, and no body
+    unread      500 connections that read no answer
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ connections until it reads another line, and says how they were answered.
 from __future__ import annotations
 
 import json
+import select
 import socket
 import sys
 import threading
@@ -22,7 +23,8 @@ __all__ = ["SHAPES"]
 
 CONNECTIONS = 4
 SILENT = 500
-"""Connections of the shape `slow`."""
+"""Connections of the shapes `slow`, `bodiless` and `unread`."""
+SPANS = "application/x-protobuf"
 Request = Iterator[bytes]
 Told = dict[str, Any]
 _numbers = count()
@@ -61,7 +63,7 @@ def _spans(told: Told) -> Request:
     spans = b"\x12\x00" * 1_950_000
     for _ in range(2):
         spans = bytes([10 if _ else 18]) + _varint(len(spans)) + spans
-    return _posted("/v1/traces", told["rewards"][1], spans, kind="application/x-protobuf")
+    return _posted("/v1/traces", told["rewards"][1], spans, kind=SPANS)
 
 
 def _varint(number: int) -> bytes:
@@ -85,6 +87,37 @@ def _beats(told: Told) -> Request:
     return _posted("/v1/store/heartbeat", told["runner"], json.dumps(body).encode())
 
 
+def _typed(told: Told) -> Request:
+    body = b'{"rollout":%d,"attempt":0,"event":"x","data":[%s[]]}' % (told["first"] + 1, b"[]," * 2_400_000)
+    return _posted("/v1/store/note", told["rewards"][1], body, kind=SPANS)
+
+
+def _within(*numbers: int, inner: bytes) -> bytes:
+    """A message of protobuf within messages, each the field of this number."""
+    for number in reversed(numbers):
+        inner = bytes([number << 3 | 2]) + _varint(len(inner)) + inner
+    return inner
+
+
+def _scopes(told: Told) -> Request:
+    resource = _within(1, 1, 2, 1, inner=b"x" * 3_900_000)
+    return _posted("/v1/traces", told["rewards"][1], _within(1, inner=resource + b"\x12\x00" * 15_000), kind=SPANS)
+
+
+def _repeated(told: Told) -> Request:
+    resource = _within(1, inner=_within(1, inner=b"\x12\x02\x10\x01") * 350)
+    spans = _within(2, inner=b"\x12\x00" * 4096)
+    return _posted("/v1/traces", told["rewards"][1], _within(1, inner=resource + spans), kind=SPANS)
+
+
+def _unread(_: Told) -> Request:
+    yield b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 12
+
+
+def _bodiless(_: Told) -> Request:
+    yield b"POST /v1/store/find HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n\r\n"
+
+
 def _find(told: Told) -> Request:
     return _posted("/v1/store/find", told["key"], json.dumps({"ids": list(range(1_000_000))}).encode())
 
@@ -101,7 +134,15 @@ SHAPES: dict[str, Callable[[Told], Request]] = {
     "once": _once,
     "beats": _beats,
     "find": _find,
+    "typed": _typed,
+    "scopes": _scopes,
+    "fields": lambda told: _posted("/v1/traces", told["rewards"][1], b"\x78\x00" * 2_000_000, kind=SPANS),
+    "repeated": _repeated,
+    "bodiless": _bodiless,
+    "unread": _unread,
 }
+HELD: dict[str, Callable[[Told], Request]] = {"bodiless": _bodiless, "unread": _unread}
+"""Shapes of many connections that send this once and then wait, without reading."""
 
 
 def answered(place: tuple[str, int], request: Request) -> str:
@@ -133,6 +174,28 @@ def dripped(place: tuple[str, int], stopped: threading.Event, counted: Counter[s
                 lines.remove(line)
 
 
+def held(place: tuple[str, int], stopped: threading.Event, counted: Counter[str], request: list[bytes]) -> None:
+    """Connections that send a request and read nothing; another for each that is closed."""
+    lines: list[socket.socket] = []
+    while not stopped.wait(0.5):
+        gone, _, _ = select.select(lines, [], [], 0)
+        for line in gone:
+            with suppress(OSError):
+                if line.recv(1, socket.MSG_PEEK):
+                    continue  # an answer, which is left there
+            counted["none"] += 1
+            lines.remove(line)
+            line.close()
+        with suppress(OSError):
+            while len(lines) < SILENT:
+                lines.append(socket.socket())
+                lines[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                lines[-1].settimeout(5)
+                lines[-1].connect(place)
+                for part in request:
+                    lines[-1].sendall(part)
+
+
 def main(shape: str) -> None:
     """Send until it is told to stop."""
     told = json.loads(sys.stdin.readline())
@@ -147,6 +210,9 @@ def main(shape: str) -> None:
 
     if shape == "slow":
         threads = [threading.Thread(target=dripped, args=(place, stopped, counted), daemon=True)]
+    elif shape in HELD:
+        parts = list(HELD[shape](told))
+        threads = [threading.Thread(target=held, args=(place, stopped, counted, parts), daemon=True)]
     else:
         threads = [threading.Thread(target=send, daemon=True) for _ in range(CONNECTIONS)]
     for thread in threads:

@@ -22,8 +22,13 @@ class Aside:
     """A thread that does what would keep an event loop busy. Used on one event loop at a time."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="etude-aside")
+        self._thread = _thread()
         self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()
+
+    def close(self) -> None:
+        """End the thread, after what it is doing; work that comes later starts another."""
+        self._thread.shutdown(wait=False)
+        self._thread = _thread()
 
     async def run(self, size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
         """Do the work at once where it is on few bytes, else on the thread; return its result."""
@@ -42,3 +47,7 @@ class Aside:
             turns = self._turns[owner] = asyncio.Semaphore(at_once)
         async with turns:
             yield
+
+
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="etude-aside")  # which begins with its first work

@@ -12,7 +12,7 @@ from typing import Any
 
 from etude.errors import DataError
 
-__all__ = ["RefusedError", "at_least_one", "bounded", "small", "weigh"]
+__all__ = ["RefusedError", "at_least_one", "bounded", "size_of", "small", "weigh"]
 
 # -- a head ------------------------------------------------------------------------------------------------------------
 
@@ -33,10 +33,15 @@ REWARDS_BYTES = 8 * 2**20
 """Of a request by the key with which one attempt writes."""
 STRANGERS_BYTES, STRANGERS_S = 64 * 2**10, 10.0
 """Of a request without a key: its body, and the seconds that it may take."""
+STRANGERS_UNREAD = 64 * 2**20
+"""Bytes of answers that connections without a key leave unread, all together."""
 BODY_S = 60.0
 """Seconds that a body may take to arrive."""
 HELD_BYTES, HELD_BY_KEY = 512 * 2**20, 128 * 2**20
-"""Of all bodies that are being read or answered at once; and of those of one key."""
+"""Of all bodies that are being read or answered at once; and of those of the admin key, or of the runners'. Attempts
+together hold half of all at most. Bodies up to `SHORT_BYTES` by the admin's and the runners' keys are always read."""
+HELD_BY_ATTEMPT, HELD_BY_STRANGERS = 48 * 2**20, 32 * 2**20
+"""Of those by both keys of one attempt; and of all that come without a key."""
 DRAINED_BYTES, DRAINED_S = 256 * 2**20, 5.0
 """What is still read of a request that is refused, so that its sender hears why rather than a broken connection."""
 
@@ -48,6 +53,12 @@ DEPTH = 100
 """Lists and objects within each other."""
 NOTE_BYTES, NOTE_VALUES = 2**20, 20_000
 """Of what one note holds that an agent or a runner writes."""
+NOTES, NOTES_BYTES = 10_000, 64 * 2**20
+"""Of the notes and spans that one attempt writes with its own key."""
+REWARDS, REWARDS_WRITTEN_BYTES = 100_000, 64 * 2**20
+"""Of what one attempt pays its turns with its own key."""
+WRITERS = 2**16
+"""Attempts that are remembered with what they have written: those that wrote last."""
 OF_ITSELF = (4096, 200)
 """Bytes and values of what one runner says of itself."""
 RUNNERS = 1024
@@ -127,6 +138,12 @@ def _outside(body: bytes) -> Iterator[tuple[bytes, int]]:
 
 def small(value: Any, name: str, most_bytes: int = NOTE_BYTES, most_values: int = NOTE_VALUES) -> Any:
     """A value of JSON that is kept for people to look at, if it holds no more than this."""
+    size_of(value, name, most_bytes, most_values)
+    return value
+
+
+def size_of(value: Any, name: str, most_bytes: int = NOTE_BYTES, most_values: int = NOTE_VALUES) -> int:
+    """About how many bytes of JSON a value is; `DataError` where it holds more than this."""
     left, size, count = [value], 0, 0
     while left:
         one = left.pop()
@@ -141,7 +158,7 @@ def small(value: Any, name: str, most_bytes: int = NOTE_BYTES, most_values: int 
                 f"{name} holds more than is kept for looking at: at most {most_bytes} bytes as JSON, and {most_values} "
                 "values in lists and objects. Say less, or in several."
             )
-    return value
+    return size
 
 
 def _size(value: Any) -> int:

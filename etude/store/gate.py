@@ -2,8 +2,9 @@
 
 It gets a name, which is sent back and is in the log. Its body is read whole, within a time and up to a size, whatever
 its headers say of that; what is compressed is inflated, up to the same size; and what would be too much to parse is
-refused before it is parsed (`bounds`). An app hears of a refusal when it asks for the body, so that it can say it in
-its own words. Where an app fails, the answer is a sentence with the request's name, and the traceback is in the log.
+refused before it is parsed (`bounds`). What is long is inflated and counted beside the event loop, a few of each key at
+a time. An app hears of a refusal when it asks for the body, so that it can say it in its own words. Where an app fails,
+the answer is a sentence with the request's name, and the traceback is in the log.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import re
 import time
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractAsyncContextManager, contextmanager
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -23,10 +24,11 @@ from etude.observe import get_log
 from etude.store import bounds
 from etude.store.aside import Aside
 from etude.store.bounds import RefusedError, weigh
+from etude.store.connection import GOOD_KEY
 from etude.store.keys import Grant
 from etude.store.wire import LIFE, REQUEST
 
-__all__ = ["Gate", "problem"]
+__all__ = ["Gate", "problem", "turn"]
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -34,11 +36,15 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 Whose: TypeAlias = Callable[[Mapping[bytes, bytes]], Grant | None]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
-PROTOBUF = b"application/x-protobuf"
-"""Routes whose bodies are not JSON; their own parsers count them."""
+NO_JSON = "/v1/traces", b"application/x-protobuf"
+"""The one route whose bodies may be no JSON, and their content type: its own parser counts what they hold."""
+SINGLE = (b"authorization", b"x-api-key", b"content-type", b"content-encoding")
+"""Headers that come once: of two, the gate and an app might each read another one."""
+SHARED = 8
+"""Long requests that are worked on at once of a key that many use: a trainer's, and the runners'."""
 ENCODINGS = (b"", b"identity", b"gzip", b"x-gzip", b"deflate")
-GROWS = 16
-"""How many times as much a compressed body is taken for, to say whether to inflate it beside the event loop."""
+GROWS = 1032
+"""How many times as much a compressed body may become: it is taken for that much before it is inflated."""
 _NAME = re.compile(rb"[\x21-\x7e]{1,128}")
 _LOG = get_log("store")
 
@@ -50,6 +56,13 @@ class _GoneError(Exception):
 def problem(kind: str, message: str, request: str) -> bytes:
     """The body of every answer that is no success."""
     return json.dumps({"error": {"kind": kind, "message": message, "request": request}}).encode()
+
+
+def turn(aside: Aside, grant: Grant | None, size: int) -> AbstractAsyncContextManager[None]:
+    """Room for a long request: an attempt has one worked on at a time, strangers one, and a key that many use a few."""
+    if grant is None:
+        return aside.turn(None, size)
+    return aside.turn(grant.owner, size, 1 if grant.key is not None else SHARED)
 
 
 class Gate:
@@ -68,7 +81,11 @@ class Gate:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                if scope["type"] == "lifespan":  # the server has stopped
+                    self._aside.close()
             return
         headers = dict(scope["headers"])
         given = headers.get(REQUEST.encode(), b"")
@@ -98,10 +115,14 @@ class Gate:
 
     async def _passed(self, scope: Message, headers: dict[bytes, bytes], receive: Receive, answer: _Answer) -> None:
         """Have the app answer, with the body as far as there is one."""
+        grant = self._whose(headers)
+        if grant is not None and GOOD_KEY in scope.get("extensions", ()):
+            scope["extensions"][GOOD_KEY](grant.key)
         if b"content-length" not in headers and b"transfer-encoding" not in headers:
+            _refuse_doubles(scope)
             await self.app(scope, receive, answer)
             return
-        with self._held.of(self._whose(headers)) as held:
+        with self._held.of(grant) as held:
             await self.app(scope, await self._read(scope, headers, receive, held), answer)
 
     async def _read(self, scope: Message, headers: dict[bytes, bytes], receive: Receive, held: _Share) -> Receive:
@@ -115,7 +136,7 @@ class Gate:
             return message
 
         try:
-            body = await self._within(headers, heard, held)
+            body = await self._within(scope, headers, heard, held)
         except RefusedError as refused:
             held.give_back()
             if more:
@@ -136,28 +157,36 @@ class Gate:
 
         return replayed
 
-    async def _within(self, headers: dict[bytes, bytes], receive: Receive, held: _Share) -> bytes:
-        """The body, within its time and its size, and no more in it than may be parsed."""
-        stranger = held.owner is None
-        read_s = min(bounds.STRANGERS_S, self._read_s) if stranger else self._read_s
-        try:
-            async with asyncio.timeout(read_s):
-                body = await self._body(headers, receive, held)
-        except TimeoutError:
-            raise RefusedError(408, f"The body did not arrive within {read_s:g} seconds.") from None
-        if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != PROTOBUF:
-            await self._aside.run(len(body), weigh, body)
-        return body
-
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive, held: _Share) -> bytes:
-        """The body, inflated."""
-        most = self._most(held.owner)
+    async def _within(self, scope: Message, headers: dict[bytes, bytes], receive: Receive, held: _Share) -> bytes:
+        """The body, within its time and its size, inflated, and no more in it than may be parsed."""
+        _refuse_doubles(scope)
+        most = self._most(held.grant)
         encoding = headers.get(b"content-encoding", b"").strip().lower()
         if encoding not in ENCODINGS:
             said = encoding.decode("latin-1")
             raise RefusedError(415, f"Content-Encoding {said!r} is not read here; gzip and deflate are.")
         if int(headers.get(b"content-length", b"0")) > most:
-            raise self._too_large(most, held.owner)
+            raise self._too_large(most, held.grant)
+        read_s = min(bounds.STRANGERS_S, self._read_s) if held.grant is None else self._read_s
+        try:
+            async with asyncio.timeout(read_s):
+                body = await self._arrived(receive, held, most)
+        except TimeoutError:
+            raise RefusedError(408, f"The body did not arrive within {read_s:g} seconds.") from None
+        packed = encoding not in (b"", b"identity")
+        size = len(body)
+        async with turn(self._aside, held.grant, GROWS * size if packed else size):
+            if packed:
+                body = await self._aside.run(GROWS * size, _inflated, body, encoding.decode(), most)
+                held.take(max(0, len(body) - size))
+                if len(body) > most:
+                    raise self._too_large(most, held.grant)
+            if (scope["path"], headers.get(b"content-type", b"").partition(b";")[0].strip().lower()) != NO_JSON:
+                await self._aside.run(len(body), weigh, body)
+        return body
+
+    async def _arrived(self, receive: Receive, held: _Share, most: int) -> bytes:
+        """The body as it came."""
         parts, size, more = [], 0, True
         while more:
             message = await receive()
@@ -167,25 +196,18 @@ class Gate:
             size += len(parts[-1])
             held.take(len(parts[-1]))
             if size > most:
-                raise self._too_large(most, held.owner)
+                raise self._too_large(most, held.grant)
             more = message.get("more_body", False)
-        body = b"".join(parts)
-        if encoding in (b"", b"identity"):
-            return body
-        body = await self._aside.run(GROWS * size, _inflated, body, encoding.decode(), most)
-        held.take(max(0, len(body) - size))
-        if len(body) > most:
-            raise self._too_large(most, held.owner)
-        return body
+        return b"".join(parts)
 
-    def _most(self, owner: Grant | None) -> int:
+    def _most(self, grant: Grant | None) -> int:
         """Bytes of a body that comes with this key."""
-        if owner is None:
+        if grant is None:
             return min(bounds.STRANGERS_BYTES, self._most_bytes)
-        return min(bounds.REWARDS_BYTES, self._most_bytes) if owner.scope == "reward" else self._most_bytes
+        return min(bounds.REWARDS_BYTES, self._most_bytes) if grant.scope == "reward" else self._most_bytes
 
-    def _too_large(self, most: int, owner: Grant | None) -> RefusedError:
-        if owner is None:
+    def _too_large(self, most: int, grant: Grant | None) -> RefusedError:
+        if grant is None:
             return RefusedError(401, f"This needs a key, without which no more than {most} bytes are read.")
         return RefusedError(
             413, f"The body has more than {most} bytes, counted as sent and as inflated; send less at once."
@@ -193,46 +215,67 @@ class Gate:
 
 
 class _Held:
-    """How much of the bodies of requests is in memory, and by whose key it came."""
+    """How much of the bodies of requests is in memory, and for which owners of keys."""
 
     def __init__(self) -> None:
-        self.bytes, self.by = 0, Counter[Grant | None]()
+        self.bytes = self.attempts = 0
+        self.by = Counter[Hashable]()
 
     @contextmanager
-    def of(self, owner: Grant | None) -> Iterator[_Share]:
+    def of(self, grant: Grant | None) -> Iterator[_Share]:
         """The part of it that one request holds."""
-        share = _Share(self, owner)
+        share = _Share(self, grant)
         try:
             yield share
         finally:
             share.give_back()
 
+    def add(self, grant: Grant | None, size: int) -> None:
+        """So much more of it, or less."""
+        owner = None if grant is None else grant.owner
+        self.bytes += size
+        self.by[owner] += size
+        if not self.by[owner]:
+            del self.by[owner]
+        if grant is not None and grant.key is not None:
+            self.attempts += size
+
+    def room(self, grant: Grant | None) -> str:
+        """The limit that is crossed, in words; empty where there is room."""
+        if grant is None:
+            most, whose = bounds.HELD_BY_STRANGERS, "without a key"
+        elif grant.key is not None:
+            most, whose = bounds.HELD_BY_ATTEMPT, "by the keys of this attempt"
+        else:
+            most, whose = bounds.HELD_BY_KEY, "by this key"
+        own = self.by[None if grant is None else grant.owner]
+        if own > most:
+            return f"{own} bytes {whose}; at most {most} are"
+        if grant is not None and grant.key is not None and self.attempts > bounds.HELD_BYTES // 2:
+            return f"{self.attempts} bytes by the keys of attempts; at most {bounds.HELD_BYTES // 2} are"
+        if self.bytes > bounds.HELD_BYTES:
+            return f"{self.bytes} bytes in all; at most {bounds.HELD_BYTES} are"
+        return ""
+
 
 class _Share:
     """The memory that one request holds while it is read and answered."""
 
-    def __init__(self, held: _Held, owner: Grant | None) -> None:
-        self._held, self.owner, self._bytes = held, owner, 0
+    def __init__(self, held: _Held, grant: Grant | None) -> None:
+        self._held, self.grant, self._bytes = held, grant, 0
 
     def take(self, size: int) -> None:
         """So much more of it."""
-        held, owner = self._held, self.owner
         self._bytes += size
-        held.bytes += size
-        held.by[owner] += size
-        if held.bytes > bounds.HELD_BYTES or held.by[owner] > bounds.HELD_BY_KEY:
-            raise RefusedError(
-                429,
-                f"Requests under way hold {held.by[owner]} bytes by this key and {held.bytes} in all; at most "
-                f"{bounds.HELD_BY_KEY} and {bounds.HELD_BYTES} are. Send this again when others are answered.",
-            )
+        self._held.add(self.grant, size)
+        if self.grant is not None and self.grant.key is None and self._bytes <= bounds.SHORT_BYTES:
+            return
+        if crossed := self._held.room(self.grant):
+            raise RefusedError(429, f"Requests under way hold {crossed}. Send this again when others are answered.")
 
     def give_back(self) -> None:
         """All of it."""
-        self._held.bytes -= self._bytes
-        self._held.by[self.owner] -= self._bytes
-        if self._held.by[self.owner] <= 0:
-            del self._held.by[self.owner]
+        self._held.add(self.grant, -self._bytes)
         self._bytes = 0
 
 
@@ -257,6 +300,14 @@ class _Answer:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self({"type": "http.response.start", "status": status, "headers": headers})
         await self({"type": "http.response.body", "body": body})
+
+
+def _refuse_doubles(scope: Message) -> None:
+    """Refuse a request with two of a header that has to be one."""
+    given = Counter(name for name, _ in scope["headers"])
+    double = next((name.decode() for name in SINGLE if given[name] > 1), None)
+    if double is not None:
+        raise RefusedError(400, f"The request has the header {double} {given[double.encode()]} times; send it once.")
 
 
 def _inflated(body: bytes, encoding: str, most: int) -> bytes:

@@ -19,14 +19,14 @@ import os
 import secrets
 import time
 from base64 import urlsafe_b64encode
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from etude.errors import ConfigError, KeyRefusedError
 from etude.store.desk import Key
 
-__all__ = ["ADMIN_KEY", "RUNNER_KEY", "Grant", "Keyring", "Scope"]
+__all__ = ["ADMIN_KEY", "RUNNER_KEY", "Grant", "Keyring", "Scope", "keys_in"]
 
 Scope: TypeAlias = Literal["admin", "runner", "model", "reward"]
 SCOPES: dict[str, Scope] = {scope: scope for scope in get_args(Scope)}
@@ -44,6 +44,11 @@ class Grant(NamedTuple):
     scope: Scope
     key: Key | None
     """The attempt it speaks for; None for those that speak for none."""
+
+    @property
+    def owner(self) -> Hashable:
+        """Under which its requests are counted: both keys of an attempt are one owner."""
+        return self if self.key is None else self.key
 
 
 class Keyring:
@@ -122,11 +127,21 @@ class Keyring:
             )
         return Grant(scope, Key(rollout, attempt))
 
+    def first(self, texts: Sequence[str]) -> Grant:
+        """Return what the first good key of these allows; raise the `KeyRefusedError` of the first where none is."""
+        refused = None
+        for text in texts:
+            try:
+                return self.read(text)
+            except KeyRefusedError as error:
+                refused = refused or error
+        raise refused or KeyRefusedError("This needs a key, as the header 'Authorization: Bearer KEY'.")
+
     def brought(self, headers: Mapping[bytes, bytes]) -> Grant | None:
         """What the key allows that the headers of a request bring, whatever it opens; None without a good one."""
-        text = headers.get(b"x-api-key") or headers.get(b"authorization", b"").partition(b" ")[2]
+        values = (headers.get(name, b"").decode("latin-1") for name in (b"authorization", b"x-api-key"))
         try:
-            return self.read(text.strip().decode("latin-1"))
+            return self.first(keys_in(*values))
         except KeyRefusedError:
             return None
 
@@ -135,6 +150,13 @@ class Keyring:
 
     def _sealed(self, told: str) -> str:
         return f"{told}.{_seal(self._admin.encode(), told)}"
+
+
+def keys_in(authorization: str | None, api_key: str | None) -> list[str]:
+    """The keys that a request brings, in the order in which they are tried: `Authorization: Bearer …`, `x-api-key`."""
+    scheme, _, text = (authorization or "").partition(" ")
+    texts = (text if scheme.lower() == "bearer" else "", api_key or "")
+    return [text.strip() for text in texts if text.strip()]
 
 
 def _seal(secret: bytes, told: str) -> str:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -23,7 +23,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from etude.errors import DataError
-from etude.store.bounds import RefusedError, weigh
+from etude.store.bounds import RefusedError, size_of, weigh
 from etude.store.desk import Key
 
 __all__ = ["ATTEMPT", "JSON", "PROTOBUF", "ROLLOUT", "Spanned", "answer", "spans"]
@@ -38,7 +38,10 @@ MOST_BYTES, MOST_SPANS = 4 * 2**20, 4096
 MOST_REPEATED = 16 * 2**20
 """Bytes of what an export says once and is kept with each of its spans."""
 MOST_PARTS = 100_000
-"""Messages in an export: spans, attributes, events and what they are made of; or values, of one in JSON."""
+"""Messages in an export: spans, attributes, events and what they are made of; or values, of one in JSON. Also the
+values of resources, each as often as it is kept."""
+MOST_FIELDS = 2**18
+"""Fields of all these messages, those that are not known included."""
 
 
 class Spanned(NamedTuple):
@@ -46,6 +49,10 @@ class Spanned(NamedTuple):
 
     key: Key | None
     data: dict[str, Any]
+    size: int
+    """About how many bytes of JSON it is."""
+    why: str
+    """Why it is not kept; empty where it is."""
 
 
 def spans(body: bytes, form: str) -> list[Spanned]:
@@ -69,45 +76,52 @@ def spans(body: bytes, form: str) -> list[Spanned]:
 
 
 def _count(body: bytes) -> None:
-    """Refuse an export of more messages than are read of one: before it is parsed, by the lengths that stand in it."""
-    count = spans = 0
+    """Refuse an export of more messages or fields than are read of one: before it is parsed, by the lengths in it."""
+    fields = parts = spans = 0
     left = [(0, len(body), ExportTraceServiceRequest.DESCRIPTOR)]
     while left:
         at, end, kind = left.pop()
-        for name, start, stop in _fields(body, at, end, kind):
-            count += 1
-            spans += name.message_type is Span.DESCRIPTOR
-            if count > MOST_PARTS or spans > MOST_SPANS:
+        for message, start, stop in _fields(body, at, end, kind):
+            fields += 1
+            if message is not None:
+                parts += 1
+                spans += message is Span.DESCRIPTOR
+                left.append((start, stop, message))
+            if fields > MOST_FIELDS or parts > MOST_PARTS or spans > MOST_SPANS:
                 raise RefusedError(
-                    413, f"This export has more than {MOST_SPANS} spans, or {MOST_PARTS} parts; send less at once."
+                    413,
+                    f"This export has more than {MOST_SPANS} spans, {MOST_PARTS} parts or {MOST_FIELDS} fields; send "
+                    "less at once.",
                 )
-            left.append((start, stop, name.message_type))
 
 
-def _fields(body: bytes, at: int, end: int, kind: Descriptor) -> Iterator[tuple[FieldDescriptor, int, int]]:
-    """The fields of a message that are messages themselves, and where each stands. What is malformed ends it: the
-    parser says so."""
+def _fields(body: bytes, at: int, end: int, kind: Descriptor) -> Iterator[tuple[Descriptor | None, int, int]]:
+    """The fields of a message: of each the message that it is, if it is one, and where it stands. What is malformed
+    ends it: the parser says so."""
     known = kind.fields_by_number
     while at < end:
         tag, at = _varint(body, at, end)
+        message, start = None, at
         if tag & 7 == 2:
-            length, at = _varint(body, at, end)
-            field = known.get(tag >> 3)
-            if at + length > end:
+            length, start = _varint(body, at, end)
+            at = start + length
+            if at > end:
                 return
-            if field is not None and field.message_type is not None:
-                yield field, at, at + length
-            at += length
+            field = known.get(tag >> 3)
+            message = None if field is None else field.message_type
         elif tag & 7 == 0:
             _, at = _varint(body, at, end)
         elif tag & 7 in (1, 5):
             at += 8 if tag & 7 == 1 else 4
         else:
             raise ValueError("it has a group, which no export has")
+        yield message, start, at
 
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
     """A number, and what follows it; the end, where there is none."""
+    if at < end and body[at] < 128:
+        return body[at], at + 1
     value = shift = 0
     while at < end and shift < 70:
         value |= (body[at] & 127) << shift
@@ -119,19 +133,35 @@ def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
 
 def _bound(request: ExportTraceServiceRequest) -> None:
     """Refuse an export of too many spans; or of so many with so much said of all of them, which is kept with each."""
-    count = size = 0
+    count = size = values = 0
     for resource in request.resource_spans:
-        for scope in resource.scope_spans:
+        filled = [scope for scope in resource.scope_spans if len(scope.spans)]
+        if filled:
+            own, parts = resource.resource.ByteSize(), _values(resource.resource.attributes)
+        for scope in filled:
             count += len(scope.spans)
-            size += len(scope.spans) * (resource.resource.ByteSize() + scope.scope.ByteSize())
+            size += len(scope.spans) * (own + scope.scope.ByteSize())
+            values += len(scope.spans) * parts
     if count > MOST_SPANS:
         raise RefusedError(413, f"This export has {count} spans; send at most {MOST_SPANS} at once.")
-    if size > MOST_REPEATED:
+    if size > MOST_REPEATED or values > MOST_PARTS:
         raise RefusedError(
             413,
-            f"What the resource of these {count} spans says is kept with each of them, and would take {size} bytes; at "
-            f"most {MOST_REPEATED} are kept. Say less there, or send fewer at once.",
+            f"What the resource of these {count} spans says is kept with each of them, and would take {size} bytes and "
+            f"{values} values; at most {MOST_REPEATED} and {MOST_PARTS} are kept. Say less there, or send fewer at "
+            "once.",
         )
+
+
+def _values(pairs: Iterable[KeyValue]) -> int:
+    """How many values there are in attributes, within each other."""
+    left, count = [one.value for one in pairs], 0
+    while left:
+        value = left.pop()
+        count += 1
+        left += value.array_value.values
+        left += [one.value for one in value.kvlist_value.values]
+    return count
 
 
 def answer(form: str, refused: int, why: str) -> bytes:
@@ -164,7 +194,11 @@ def _spans(request: ExportTraceServiceRequest) -> Iterator[Spanned]:
         key = _key(resource)
         for of_scope in of_resource.scope_spans:
             for span in of_scope.spans:
-                yield Spanned(key, _data(span) | {"scope": of_scope.scope.name, "resource": resource})
+                data = _data(span) | {"scope": of_scope.scope.name, "resource": resource}
+                try:
+                    yield Spanned(key, data, size_of(data, "A span"), "")
+                except DataError as error:
+                    yield Spanned(key, {}, 0, str(error))
 
 
 def _key(resource: Mapping[str, Any]) -> Key | None:

@@ -19,10 +19,12 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import cache, partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -36,23 +38,23 @@ from etude.errors import (
     DataError,
     EtudeError,
     IllegalMoveError,
-    KeyRefusedError,
     UnknownError,
 )
 from etude.observe import get_log
 from etude.records import Outcome
-from etude.store import otlp, wire
+from etude.store import bounds, otlp, wire
 from etude.store.answers import OtherKeyError, RestartedError, UnreadableError, answered, status_of, trouble
 from etude.store.aside import Aside
-from etude.store.bounds import BODY_BYTES, RefusedError, small
+from etude.store.bounds import RefusedError, small
+from etude.store.budget import Budget
 from etude.store.described import description
 from etude.store.desk import Desk, Ended, Key
 from etude.store.forms import Form, Verb
-from etude.store.gate import Gate
-from etude.store.keys import Grant, Keyring, Scope
+from etude.store.gate import Gate, turn
+from etude.store.keys import Grant, Keyring, Scope, keys_in
 from etude.store.once import FEW, MANY, Answer, Once, Share
 from etude.store.serving import Serving, listen
-from etude.store.verbs import VERBS, Batch, ClaimForm, Note, Writing
+from etude.store.verbs import VERBS, Batch, ClaimForm, Note, RewardForm, Writing
 
 __all__ = ["app", "serve"]
 
@@ -64,9 +66,7 @@ RESTARTED = (
     "This was sent before the store was restarted, and nobody can tell whether it was written; to write it again might "
     "count it twice. Look at what is there, and send it anew if it is not."
 )
-SHARED = 8
-"""Long requests that are worked on at once of a key that many use: a trainer's, and the runners'."""
-SPANS_GROW = 8
+SPANS_GROW = 16
 """How many times as long as its bytes say an export of spans takes."""
 _TOKEN = re.compile(r"[!-~]{1,200}")
 _LOG = get_log("store")
@@ -79,7 +79,7 @@ def app(
     routers: Sequence[APIRouter] = (),
     mounts: Mapping[str, ASGIApp] | None = None,
     beside: Sequence[AbstractAsyncContextManager[Any]] = (),
-    most_bytes: int = BODY_BYTES,
+    most_bytes: int = bounds.BODY_BYTES,
 ) -> FastAPI:
     """The app that serves a desk, and beside it these routers, and these apps under their paths. beside: what is
     entered on the server's loop for as long as it runs."""
@@ -93,7 +93,11 @@ def app(
             yield
 
     made = FastAPI(
-        title="Etude's store", version="1", exception_handlers={HTTPException: _no_such_page}, lifespan=lifespan
+        title="Etude's store",
+        version="1",
+        exception_handlers={HTTPException: _no_such_page},
+        lifespan=lifespan,
+        openapi_url=None,  # it is served below, as bytes that are made once
     )
     made.state.closing = door.closing
     for router in routers:  # before the rest, as an agent's calls are the most frequent
@@ -103,6 +107,8 @@ def app(
     made.router.routes.append(Route("/v1/store/batch", door.batch, methods=["POST"]))
     made.router.routes.append(Route("/v1/traces", door.traces, methods=["POST"]))
     made.router.routes.append(Route("/healthz", _health, methods=["GET"]))
+    made.router.routes.append(Route("/openapi.json", _description_of(made), methods=["GET"]))
+    made.router.routes.append(Route("/docs", _shown, methods=["GET"]))
     for path, other in (mounts or {}).items():
         made.mount(path, other)
     made.add_middleware(Gate, life=door.life, most_bytes=most_bytes, whose=keyring.brought)
@@ -119,7 +125,7 @@ def serve(
     routers: Sequence[APIRouter] = (),
     mounts: Mapping[str, ASGIApp] | None = None,
     beside: Sequence[AbstractAsyncContextManager[Any]] = (),
-    most_bytes: int = BODY_BYTES,
+    most_bytes: int = bounds.BODY_BYTES,
     start_s: float = 10.0,
     show: Callable[[str], None] | None = None,
 ) -> Serving:
@@ -146,6 +152,8 @@ class _Door:
 
     def __init__(self, desk: Desk, keyring: Keyring) -> None:
         self._desk, self._keyring, self._once = desk, keyring, Once()
+        self._notes = Budget("notes and spans", bounds.NOTES, bounds.NOTES_BYTES)
+        self._rewards = Budget("rewards of turns", bounds.REWARDS, bounds.REWARDS_WRITTEN_BYTES)
         self.life = secrets.token_hex(8)
         self.closing = asyncio.Event()
         """Set when the server stops: who waits for something to happen is told that nothing has."""
@@ -169,7 +177,7 @@ class _Door:
         body = await request.body()
         if len(body) > verb.most:
             raise RefusedError(413, f"The body of '{verb.name}' has {len(body)} bytes; at most {verb.most} are read.")
-        async with self._turn(request, grant, body):
+        async with turn(_aside(request), grant, len(body)):
             form, name = await _aside(request).run(len(body), _understood, verb, verb.name, request, body, grant)
             _own(grant, form)
             if verb is ClaimForm:
@@ -177,14 +185,31 @@ class _Door:
             desk = self._desk_of(request)
             if form.kept and name is not None:
                 stale = self._stale(request, name)
-                return await self._once.answer(name, lambda: _done(form, desk, stale), *_share(grant))
+                work = partial(self._done, form, desk, grant, len(body), stale)
+                return await self._once.answer(name, work, *_share(grant))
+            work = partial(self._done, form, desk, grant, len(body))
             if verb.waits:
-                return await self._while_there(request, _done(form, desk)) or _nothing(form)
-            return await _done(form, desk)
+                return await self._while_there(request, work()) or _nothing(form)
+            return await work()
 
-    def _turn(self, request: Request, grant: Grant, body: bytes) -> AbstractAsyncContextManager[None]:
-        """Room for a long request: an attempt has one worked on at a time, and a key that many use a few."""
-        return _aside(request).turn(grant, len(body), 1 if grant.key is not None else SHARED)
+    async def _done(self, form: Verb, desk: Desk, grant: Grant, size: int, stale: bool = False) -> Answer:
+        """Do it; the answer."""
+        said = await self._said(form, desk, grant, size, stale)
+        return 200, await asyncio.to_thread(wire.to_json, said) if form.long else wire.to_json(said)
+
+    async def _said(self, form: Verb, desk: Desk, grant: Grant, size: int, stale: bool) -> dict[str, Any]:
+        """Do it; what is answered. size: bytes that it came in. stale: whether an earlier life of the server may have
+        done it."""
+        if grant.scope == "reward" and isinstance(form, Note):
+            self._notes.take(form.key, size)
+        elif grant.scope == "reward" and isinstance(form, RewardForm) and form.turn is not None:
+            self._rewards.take(form.key, len(wire.to_json({"reward": form.reward})))
+        if not (stale and form.adds):
+            return await form.at(desk)
+        answer = await form.again(desk)
+        if answer is None:
+            raise RestartedError(RESTARTED)
+        return answer
 
     def _desk_of(self, request: Request) -> Desk:
         """The desk as whoever asks has it: where a life of its keeper is named, in that."""
@@ -199,16 +224,18 @@ class _Door:
         grant = self._grant(request, frozenset({"admin", "runner", "reward"}))
         desk = self._desk_of(request)
         body = await request.body()
-        async with self._turn(request, grant, body):
+        async with turn(_aside(request), grant, len(body)):
             form, name = await _aside(request).run(len(body), _understood, Batch, "batch", request, body, grant)
             writings: list[Writing] = list(form.writings)
+            size = len(body) // max(1, sum(isinstance(each, Note) for each in writings))  # all of it is that of notes
+            work = partial(self._write, desk, grant, writings, size)
             if name is None:
-                return await self._write(desk, grant, writings, False)
+                return await work(False)
             stale = self._stale(request, name)
-            return await self._once.answer(name, lambda: self._write(desk, grant, writings, stale), *_share(grant))
+            return await self._once.answer(name, lambda: work(stale), *_share(grant))
 
-    async def _write(self, desk: Desk, grant: Grant, writings: Sequence[Writing], stale: bool) -> Answer:
-        """Those of an attempt in order, attempts beside each other."""
+    async def _write(self, desk: Desk, grant: Grant, writings: Sequence[Writing], size: int, stale: bool) -> Answer:
+        """Those of an attempt in order, attempts beside each other. size: bytes that a note came in."""
         places: dict[Key, list[int]] = {}
         for place, writing in enumerate(writings):
             places.setdefault(writing.key, []).append(place)
@@ -219,7 +246,7 @@ class _Door:
                 try:
                     _opens(grant, writings[place].opens)
                     _own(grant, writings[place])
-                    replies[place] = {"done": await _said(writings[place], desk, stale)}
+                    replies[place] = {"done": await self._said(writings[place], desk, grant, size, stale)}
                 except EtudeError as error:
                     status, kind = status_of(error)
                     replies[place] = {"status": status, "error": {"kind": kind, "message": str(error)}}
@@ -234,7 +261,7 @@ class _Door:
         try:
             desk = self._desk_of(request)
             answer = await self._while_there(
-                request, self._once.answer(name, lambda: _done(form, desk), *_share(grant))
+                request, self._once.answer(name, partial(self._done, form, desk, grant, 0), *_share(grant))
             )
         except asyncio.CancelledError:
             await self._once.abandon(name, self._hand_back)
@@ -274,7 +301,7 @@ class _Door:
             why = f"Spans come as {otlp.PROTOBUF} or {otlp.JSON}, and this says that it is {form!r}."
             return 415, trouble(request, "Refused", why)
         body = await request.body()
-        async with self._turn(request, grant, body):
+        async with turn(_aside(request), grant, SPANS_GROW * len(body)):
             try:
                 spans = await _aside(request).run(SPANS_GROW * len(body), otlp.spans, body, form)
             except DataError as error:
@@ -291,7 +318,11 @@ class _Door:
             try:
                 if key is None:
                     raise UnknownError(f"A span's resource must have {otlp.ROLLOUT} and {otlp.ATTEMPT}, as integers.")
-                await self._desk.note(key, "span", small(span.data, "A span"))
+                if span.why:
+                    raise DataError(span.why)
+                if grant.scope == "reward":
+                    self._notes.take(key, span.size)
+                await self._desk.note(key, "span", span.data)
             except (UnknownError, IllegalMoveError, DataError) as error:
                 refused.append(str(error))
 
@@ -303,10 +334,7 @@ class _Door:
 
     def _grant(self, request: Request, opens: frozenset[Scope]) -> Grant:
         """What the key of a request opens, if that is enough."""
-        scheme, _, text = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not text.strip():
-            raise KeyRefusedError("This needs a key, as the header 'Authorization: Bearer KEY'.")
-        grant = self._keyring.read(text.strip())
+        grant = self._keyring.first(keys_in(*map(request.headers.get, ("authorization", "x-api-key"))))
         _opens(grant, opens)
         return grant
 
@@ -342,21 +370,6 @@ def _read(form: type[F], body: bytes) -> F:
         raise DataError(f"The body does not say what it must: {told}{more}.") from None
 
 
-async def _done(form: Verb, desk: Desk, stale: bool = False) -> Answer:
-    said = await _said(form, desk, stale)
-    return 200, await asyncio.to_thread(wire.to_json, said) if form.long else wire.to_json(said)
-
-
-async def _said(form: Verb, desk: Desk, stale: bool) -> dict[str, Any]:
-    """What is answered. stale: whether an earlier life of the server may have done it."""
-    if not (stale and form.adds):
-        return await form.at(desk)
-    answer = await form.again(desk)
-    if answer is None:
-        raise RestartedError(RESTARTED)
-    return answer
-
-
 def _understood(form: type[F], verb: str, request: Request, body: bytes, grant: Grant) -> tuple[F, bytes | None]:
     """What a body says; and what names a request that must not be done twice: nobody with another key can name it."""
     token = request.headers.get(wire.ONCE)
@@ -369,7 +382,7 @@ def _understood(form: type[F], verb: str, request: Request, body: bytes, grant: 
                 small(one.data, f"The note '{one.event}'")
     if not token:
         return read, None
-    name = blake2b("\n".join((request.headers["authorization"], verb, token, "")).encode(), digest_size=16)
+    name = blake2b("\n".join((repr(grant), verb, token, "")).encode(), digest_size=16)
     name.update(body)
     return read, name.digest()
 
@@ -403,6 +416,19 @@ async def _no_such_page(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     why = f"{request.method} {request.url.path}: {error.detail}; /openapi.json says what there is."
     return Response(trouble(request, "Refused", why), error.status_code, error.headers, media_type=otlp.JSON)
+
+
+async def _shown(_: Request) -> Response:
+    return get_swagger_ui_html(openapi_url="/openapi.json", title="Etude's store")
+
+
+def _description_of(served: FastAPI) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    body = cache(lambda: wire.to_json(served.openapi()))  # made where it is first asked for, after all routes are there
+
+    async def described(_: Request) -> Response:
+        return Response(body(), media_type=otlp.JSON)
+
+    return described
 
 
 def _described(served: FastAPI) -> dict[str, Any]:

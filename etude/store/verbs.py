@@ -35,7 +35,7 @@ from etude.store.forms import (
 from etude.store.run_verbs import History, Keep, Put, ResourceForm, Runners, Seal, Statistics
 from etude.store.states import RolloutState, Status
 
-__all__ = ["VERBS", "AnyWriting", "Batch", "ClaimForm", "Writing"]
+__all__ = ["VERBS", "AnyWriting", "Batch", "ClaimForm", "Note", "RewardForm", "Writing"]
 
 
 def _short(told: dict[str, Any]) -> dict[str, Any]:

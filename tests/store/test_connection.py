@@ -7,19 +7,22 @@ import asyncio
 import json
 import logging
 import socket
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
-import httpx2
 import pytest
 
 from etude.store import bounds, open_store
-from etude.store.connection import Room
+from etude.store.connection import Connection, Room
+from etude.store.desk import Key
 from etude.store.keys import Keyring
 from etude.store.local_desk import LocalDesk
 from etude.store.server import serve
+from etude.store.serving import Serving
 from tests.store.served import SECRET
 
 Place = tuple[str, int]
@@ -124,35 +127,204 @@ def test_a_few_requests_may_wait_on_a_connection_and_thousands_may_not(place: Pl
     assert sent(place, (HEALTH + b"\r\n") * 5000).count(b"200 OK") <= bounds.PIPELINED + 1
 
 
-def test_silent_connections_make_room_for_others_and_the_log_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(bounds, "CONNECTIONS", 8)
+POLL = b'{"runner": "r", "wait_s": 20}'
+
+
+def posted(verb: str, body: bytes, key: str = "") -> bytes:
+    head = f"POST /v1/store/{verb} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def statuses(line: socket.socket, count: int) -> list[int]:
+    """The statuses of so many answers, or of as many as come before the other side hangs up."""
+    heard = b""
+    found: list[int] = []
+    while len(found) < count:
+        head, end, rest = heard.partition(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]) if end else 0
+        if end and len(rest) >= size:
+            heard = rest[size:]
+            found.append(int(head.split()[1]))
+            continue
+        part = line.recv(2**16)
+        if not part:
+            break
+        heard += part
+    return found
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_long_bodies_and_short_ones_follow_each_other_on_one_connection(place: Place, pipelined: bool) -> None:
+    ring = Keyring(SECRET)
+    sizes = (30_000, 30_000, 100, 2**20, 100)
+    requests = [posted("statistics", b" " * size + b"{}", ring.admin) for size in sizes]
+    with socket.create_connection(place, timeout=20) as line:
+        if pipelined:
+            line.sendall(b"".join(requests))
+            assert statuses(line, 5) == [200] * 5
+        else:
+            for request in requests:
+                line.sendall(request)
+                assert statuses(line, 1) == [200]
+
+
+@contextmanager
+def roomed(monkeypatch: pytest.MonkeyPatch, most: int) -> Iterator[tuple[Serving, Place, str]]:
+    """A server with room for so many connections, its place, and its admin key."""
+    monkeypatch.setattr(bounds, "CONNECTIONS", most)
     ring = Keyring(SECRET)
     desk = LocalDesk(open_store(), ring)
-    caplog.set_level(logging.WARNING, "etude.store")
-    with serve(desk, ring) as serving, ExitStack() as stack:
+    with serve(desk, ring) as serving:
         host, _, port = serving.url.removeprefix("http://").rpartition(":")
-        with httpx2.Client(base_url=serving.url, headers={"authorization": f"Bearer {ring.admin}"}) as client:
-            assert client.post("/v1/store/statistics", json={}).status_code == 200
-            for _ in range(40):
-                stack.enter_context(socket.create_connection((host, int(port))))
-            time.sleep(0.3)
-            assert client.post("/v1/store/statistics", json={}).status_code == 200, "who asked before is let be"
-            assert sent((host, int(port)), HEALTH + b"connection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
-            body = b'{"runner": "r", "wait_s": 20}'
-            head = f"POST /v1/store/claim HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {ring.admin}\r\n".encode()
-            for _ in range(100):  # until all that there may be are being answered
-                poll = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
-                poll.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-                time.sleep(0.05)
-                answer = sent((host, int(port)), HEALTH + b"connection: close\r\n\r\n")
-                if not answer.startswith(b"HTTP/1.1 200"):
-                    break
-            status, error = refused(answer)
-            assert status == 503 and "as many connections as it may have" in error["message"]
+        yield serving, (host, int(port)), ring.admin
     asyncio.run(desk.close())
+
+
+def connections(serving: Serving) -> set[Connection]:
+    return serving._server.server_state.connections  # type: ignore[return-value]  # they are ours
+
+
+def on_the_loop(serving: Serving, work: Callable[[], object]) -> None:
+    done = threading.Event()
+
+    def do() -> None:
+        work()
+        done.set()
+
+    next(iter(connections(serving))).loop.call_soon_threadsafe(do)
+    assert done.wait(10)
+
+
+def soon(is_so: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 10
+    while not is_so() and time.monotonic() < until:
+        time.sleep(0.01)
+    return is_so()
+
+
+@pytest.mark.parametrize(
+    "sends",
+    [b"", b"GET /", posted("find", b"")[:-4] + b"\r\nx-a: b", posted("find", b"x" * 60_000)[:-59_000]],
+    ids=["nothing", "line", "head", "body"],
+)
+def test_strangers_make_room_whatever_they_do_and_go_before_who_has_a_key(
+    monkeypatch: pytest.MonkeyPatch, sends: bytes
+) -> None:
+    with roomed(monkeypatch, 8) as (serving, place, admin), ExitStack() as stack:
+        known = [stack.enter_context(socket.create_connection(place, timeout=20)) for _ in range(4)]
+        for line in known:
+            line.sendall(posted("statistics", b"{}", admin))
+            assert statuses(line, 1) == [200]
+        for _ in range(20):
+            stranger = stack.enter_context(socket.create_connection(place, timeout=20))
+            with suppress(ConnectionError):
+                stranger.sendall(sends)
+        assert len(connections(serving)) <= 8
+        with socket.create_connection(place, timeout=20) as line:
+            line.sendall(posted("statistics", b"{}", admin))
+            assert statuses(line, 1) == [200]
+        for line in known:
+            line.sendall(posted("statistics", b"{}", admin))
+            assert statuses(line, 1) == [200], "who has a key is let be"
+
+
+def test_strangers_have_a_quarter_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.store.connection.NEW_S", 0.0)
+    with roomed(monkeypatch, 16) as (serving, place, _), ExitStack() as stack:
+        lines = [stack.enter_context(socket.create_connection(place, timeout=20)) for _ in range(12)]
+        assert soon(lambda: len(connections(serving)) == 4)
+        assert lines[0].recv(10) == b"", "the first ones go"
+        lines[-1].sendall(HEALTH + b"\r\n")
+        assert statuses(lines[-1], 1) == [200]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["stranger", "with a key"])
+def test_who_does_not_read_its_answers_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, known: bool
+) -> None:
+    with roomed(monkeypatch, 64) as (serving, place, admin), socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.connect(place)
+        line.settimeout(0.2)
+        head = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n"
+        key = f"authorization: Bearer {admin}\r\n".encode() if known else b""
+        asked = head + key + b"\r\n"
+        assert soon(lambda: len(connections(serving)) == 1)
+        (connection,) = connections(serving)
+
+        def stuck() -> bool:
+            if not connection.pipeline:
+                line.sendall(asked * 4)
+            return connection.transport.get_write_buffer_size() > 2**16
+
+        assert soon(stuck)
+        now = time.monotonic()
+        on_the_loop(serving, lambda: connection.look(now))
+        on_the_loop(serving, lambda: connection.look(now + bounds.DRAINED_S + 1))
+        assert connection in connections(serving)
+        assert (connection in serving._server._room.silent) == known, "it may go for others"
+        on_the_loop(serving, lambda: connection.look(now + 1000))
+        assert soon(lambda: not connections(serving))
+        assert not serving._server._room.silent and not serving._server._room.strangers
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR], "it is no failure"
+
+
+def test_who_reads_slowly_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    with roomed(monkeypatch, 64) as (serving, place, _), socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.connect(place)
+        line.settimeout(10)
+        line.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 12)
+        assert soon(lambda: len(connections(serving)) == 1)
+        (connection,) = connections(serving)
+        heard, now = 0, time.monotonic()
+        while heard < 12 * 2**16:
+            before = connection.transport.get_write_buffer_size()
+            heard += len(line.recv(2**16))
+            if connection.transport.get_write_buffer_size() < before:
+                now += bounds.STRANGERS_S - 1
+                on_the_loop(serving, partial(connection.look, now))
+        assert connection in connections(serving)
+
+
+def test_the_longest_silent_makes_room_where_all_have_keys_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "etude.store")
+    with roomed(monkeypatch, 8) as (_, place, admin), ExitStack() as stack:
+        lines = [stack.enter_context(socket.create_connection(place, timeout=20)) for _ in range(7)]
+        for line in lines:
+            line.sendall(posted("statistics", b"{}", admin))
+            assert statuses(line, 1) == [200]
+        assert lines[0].recv(10) == b"", "six of eight are kept for those with a key, as long as one is silent"
+        for _ in range(8):  # as many as there may be are being answered
+            poll = stack.enter_context(socket.create_connection(place, timeout=20))
+            poll.sendall(posted("claim", POLL, admin))
+            time.sleep(0.05)
+        status, error = refused(sent(place, HEALTH + b"connection: close\r\n\r\n"))
+        assert status == 503 and "as many connections as it may have" in error["message"]
     assert sum("Raise the limit with: ulimit -n" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_an_attempt_with_many_connections_under_way_pushes_out_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with roomed(monkeypatch, 16) as (serving, place, admin), ExitStack() as stack:
+        own = Keyring(SECRET).model_key(Key(0, 0), 60.0)
+        known = stack.enter_context(socket.create_connection(place, timeout=20))
+        known.sendall(posted("statistics", b"{}", admin))
+        assert statuses(known, 1) == [200]
+        slow = [stack.enter_context(socket.create_connection(place, timeout=20)) for _ in range(15)]
+        for line in slow:
+            line.sendall(posted("find", b"x" * 1000, own)[:-10])
+        room = serving._server._room
+        assert soon(lambda: len(connections(serving)) == 12 and not room.strangers)
+        for line in slow[:4]:
+            assert line.recv(10) == b"", "its first ones go"
+        for line in (known, stack.enter_context(socket.create_connection(place, timeout=20))):
+            line.sendall(posted("statistics", b"{}", admin))
+            assert statuses(line, 1) == [200]
+        for line in slow:
+            line.close()
+        assert soon(lambda: not room._attempts)
 
 
 def test_it_is_said_when_no_more_files_can_be_opened(

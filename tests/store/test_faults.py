@@ -276,8 +276,9 @@ def test_who_drips_the_head_of_a_request_is_hung_up_on_and_nobody_else(
         assert b"200 OK" in asked(good), "between two requests it is not"
 
 
-def test_a_body_that_drips_is_refused_in_time() -> None:
+def test_a_body_that_drips_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = Keyring(SECRET)
+    monkeypatch.setattr("etude.store.bounds.DRAINED_S", 0.2)
 
     async def story() -> None:
         desk = LocalDesk(open_store(), ring)

@@ -234,6 +234,17 @@ def test_what_may_have_been_done_before_a_restart_is_not_added_again(store: Serv
 # -- what is described ------------------------------------------------------------------------------------------------
 
 
+def test_the_description_is_written_once_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("etude.store.server.wire.to_json", lambda told: made.append(told) or json.dumps(told).encode())
+    with served() as store:
+        first, second = (store.ask("/openapi.json", method="GET") for _ in range(2))
+        assert first.content == second.content and first.headers["content-type"] == "application/json"
+        assert len(made) == 1 and first.json() == store.app.openapi()
+        page = store.ask("/docs", method="GET")
+        assert page.status_code == 200 and "/openapi.json" in page.text
+
+
 def test_what_is_answered_is_what_the_description_says(store: Served) -> None:
     description = store.ask("/openapi.json", method="GET").json()
     (claim,) = store.claimed()

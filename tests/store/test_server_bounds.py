@@ -14,6 +14,7 @@ from etude.store import bounds, wire
 from etude.store.bounds import NOTE_BYTES, NOTE_VALUES
 from etude.store.client import RemoteDesk
 from etude.store.desk import Find, Key
+from tests.store.made import turn
 from tests.store.served import Served, served
 
 
@@ -151,3 +152,55 @@ def test_of_an_attempt_less_is_read_at_once(store: Served) -> None:
     assert store.ask("/v1/store/note", body, claim.reward_key).status_code == 413
     assert store.ask("/v1/store/note", body[:-1], claim.reward_key).status_code == 400
     store.ended(claim)
+
+
+def test_an_attempt_notes_so_much_with_its_own_key_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "NOTES", 8)
+    monkeypatch.setattr(bounds, "NOTES_BYTES", 100_000)
+    monkeypatch.setattr(bounds, "REWARDS", 5)
+    span = {"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "one"}, {"name": "two"}]}]}]}
+    with served() as store:
+        own, other = store.claimed(2)
+        note = wire.key_document(own.key) | {"verb": "note", "event": "seen", "data": "x" * 10_000}
+        traced = {"content_type": "application/json"}
+        for token in ("a", "a", "a", "b"):  # what is asked again is not counted again
+            assert store.ask("/v1/store/note", note, own.reward_key, idempotency_key=token).status_code == 200
+        assert store.ask("/v1/traces", span, own.reward_key, **traced).json() == {}
+        paid = wire.key_document(own.key) | {"verb": "reward", "reward": 1.0, "turn": 0}
+        batch = {"writings": [note | {"data": 1}] * 3 + [paid] * 2}
+        store.verb("turn", wire.key_document(own.key) | {"turn": wire.turn_document(turn())})
+        replies = store.ask("/v1/store/batch", batch, own.reward_key).json()["replies"]
+        assert [each.get("status", 200) for each in replies] == [200] * 5
+        store.ended(own)
+        assert store.ask("/v1/store/note", note | {"data": 1}, own.reward_key).status_code == 200
+        answer = store.ask("/v1/store/note", note | {"data": 1}, own.reward_key)
+        assert kind(answer) == (422, "DataError")
+        assert "has written 8 notes and spans" in answer.json()["error"]["message"]
+        refused = store.ask("/v1/traces", span, own.reward_key, **traced).json()["partialSuccess"]
+        assert refused["rejectedSpans"] == "2"
+        assert len(store.verb("events", {"rollout": own.key.rollout}).json()["events"]) == 8
+        for key in (other.reward_key, store.ring.runner):
+            about = wire.key_document(other.key if key == other.reward_key else own.key)
+            assert store.ask("/v1/store/note", note | about, key).status_code == 200
+
+
+def test_an_attempt_notes_so_many_bytes_and_pays_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "NOTES_BYTES", 100_000)
+    monkeypatch.setattr(bounds, "REWARDS", 5)
+    with served() as store:
+        (own,) = store.claimed()
+        about = wire.key_document(own.key)
+        large, small = {"verb": "note", "event": "e", "data": "x" * 60_000}, {"verb": "note", "event": "e"}
+        batch = {"writings": [about | large, *[about | small] * 99]}
+        statuses = []
+        for _ in range(2):
+            replies = store.ask("/v1/store/batch", batch, own.reward_key).json()["replies"]
+            statuses += [each.get("status", 200) for each in replies]
+        assert statuses.count(422) >= 40, "the bytes of a batch are counted, however its notes share them"
+        store.verb("turn", about | {"turn": wire.turn_document(turn())})
+        paid = [
+            store.ask("/v1/store/reward", about | {"reward": 0.1, "turn": 0}, own.reward_key).status_code
+            for _ in range(7)
+        ]
+        assert paid == [200] * 5 + [422] * 2
+        assert store.ask("/v1/store/reward", about | {"reward": 1.0}, own.reward_key).status_code == 200

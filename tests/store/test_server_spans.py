@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
+from etude.store import otlp
+from etude.store.bounds import NOTE_BYTES
 from etude.store.desk import Claim
 from etude.store.server import serve
 from tests.store.served import Served, served
@@ -140,7 +143,14 @@ HUGE = {
     "attributes": within(1, 2, 2, inner=b"\x4a\x00" * 1_900_000),
     "scopes": within(1, inner=b"\x12\x00" * 1_900_000),
     "resources": b"\x0a\x00" * 1_900_000,
-    "values": within(1, 1, 1, 2, 5, inner=b"\x0a\x00" * 1_900_000),
+    "listed": within(1, 1, 1, 2, 5, inner=b"\x0a\x00" * 1_900_000),
+    "unknown": b"\x78\x00" * 2_000_000,
+    "numbers": within(1, 2, 2, inner=b"\x30\x02" * 1_900_000),
+    "values": within(
+        1,
+        inner=within(1, inner=within(1, inner=within(2, inner=b"\x10\x01")) * 350)
+        + within(2, inner=b"\x12\x00" * 4000),
+    ),
     "repeated": within(1, inner=within(1, 1, 1, inner=b"a" * 100_000) + within(2, inner=b"\x12\x00" * 4000)),
 }
 
@@ -149,6 +159,55 @@ HUGE = {
 def test_an_export_of_millions_of_parts_is_refused_before_it_is_parsed(store: Served, name: str) -> None:
     answer = store.ask("/v1/traces", HUGE[name], store.ring.admin, content_type=PROTOBUF)
     assert answer.status_code == 413, answer.text
+
+
+def test_a_resource_is_looked_at_once_however_many_scopes_it_has() -> None:
+    request = ExportTraceServiceRequest()
+    of_resource = request.resource_spans.add()
+    of_resource.resource.attributes.add(key="a").value.string_value = "x" * 1000
+    for _ in range(1000):
+        of_resource.scope_spans.add()
+    of_resource.scope_spans[500].spans.add(name="one")
+    looked: list[str] = []
+
+    def seen(_: Any, event: str, called: Any) -> None:
+        if event == "c_call" and called.__name__ == "ByteSize":
+            looked.append(called.__name__)
+
+    sys.setprofile(seen)
+    try:
+        found = otlp.spans(request.SerializeToString(), PROTOBUF)
+    finally:
+        sys.setprofile(None)
+    assert len(looked) <= 2, "its own bytes, and those of the one scope that has spans"
+    assert [each.data["name"] for each in found] == ["one"] and found[0].size > 1000
+
+
+def test_an_export_of_a_usual_size_is_taken_whole(store: Served) -> None:
+    (claim,) = store.claimed()
+    request = ExportTraceServiceRequest()
+    of_resource = request.resource_spans.add()
+    for number in range(30):
+        of_resource.resource.attributes.add(key=f"about.{number}").value.string_value = "x" * 40
+    of_scope = of_resource.scope_spans.add()
+    for _ in range(512):
+        span = of_scope.spans.add(name="step", trace_id=bytes(16), span_id=bytes(8), kind=1, start_time_unix_nano=1)
+        for number in range(30):
+            span.attributes.add(key=f"llm.{number}").value.string_value = "y"
+    answer = store.ask("/v1/traces", request.SerializeToString(), claim.reward_key, content_type=PROTOBUF)
+    assert answer.status_code == 200, answer.text
+    assert not ExportTraceServiceResponse.FromString(answer.content).HasField("partial_success")
+    assert len(notes(store, claim)) == 512
+
+
+def test_a_span_that_is_too_large_is_counted_and_the_others_kept(store: Served) -> None:
+    (claim,) = store.claimed()
+    told = document(claim, 2)
+    large = told["resourceSpans"][0]["scopeSpans"][0]["spans"][0] | {"name": "x" * (NOTE_BYTES + 1)}
+    told["resourceSpans"][0]["scopeSpans"][0]["spans"].append(large)
+    answer = store.ask("/v1/traces", told, claim.reward_key, content_type=JSON).json()["partialSuccess"]
+    assert answer["rejectedSpans"] == "1" and "Say less" in answer["errorMessage"]
+    assert len(notes(store, claim)) == 2
 
 
 def test_what_would_hide_parts_from_being_counted_is_refused(store: Served) -> None:

@@ -32,6 +32,7 @@ from etude.agents.proxy.notary import Call
 from etude.agents.proxy.openai import error, event
 from etude.agents.proxy.responses import Responses
 from etude.observe import get_log
+from etude.store.aside import Aside
 from etude.store.bounds import RefusedError
 from etude.store.desk import Key
 from etude.store.gate import Gate
@@ -49,7 +50,11 @@ ROUTES: dict[str, Dialect] = {
     "/v1/messages": Anthropic(),
 }
 COUNTING = Anthropic(counting=True)
-UNKNOWN = ("/v1/{rest:no_store}", "/chat/completions", "/completions", "/responses", "/messages")
+UNKNOWN = (
+    "/v1/{rest:no_store}",
+    *("/chat/completions", "/completions", "/models", "/models/{model:path}"),
+    *("/responses", "/responses/{rest:path}", "/messages", "/messages/{rest:path}"),
+)
 """Paths that agents ask for by mistake, most often by a base URL that lacks /v1 or has it twice."""
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 KINDS: dict[int, Kind] = {401: "unauthorized", 408: "timeout", 413: "too_large", 429: "busy"}
@@ -100,7 +105,7 @@ def router(endpoint: Endpoint) -> APIRouter:
         try:
             key = _entitled(endpoint, request)
             body, size = await _body(endpoint, key, request)
-            return _json({"input_tokens": await endpoint.count(COUNTING, key, body, size)})
+            return _json({"input_tokens": await endpoint.count(_aside(request), COUNTING, key, body, size)})
         except GoneError:
             return Response(status_code=499)
         except Exception as error:
@@ -163,7 +168,7 @@ def _answering(endpoint: Endpoint, path: str, dialect: Dialect) -> Callable[[Req
                 if foreign is not None:
                     return await _passed_on(endpoint, dialect, foreign, request)
             state = request.headers.get("x-etude-state", "")
-            call = await endpoint.open(dialect, key, body, tags, began, state, size)
+            call = await endpoint.open(_aside(request), dialect, key, body, tags, began, state, size)
             if call.asked.stream:
                 failed = dialect.writer(call.reply(endpoint.chat.tokenizer)).failed
                 refused = partial(endpoint.refused, key, path)
@@ -287,8 +292,15 @@ async def _body(endpoint: Endpoint, key: Key, request: Request) -> tuple[Body, i
     if len(data) > endpoint.config.max_body_mib * 2**20:
         told = f"The request is larger than {endpoint.config.max_body_mib:g} MiB, the most that is read here."
         raise Refusal(told, "too_large")
-    async with endpoint.aside.turn(key, len(data)):
-        return await endpoint.aside.run(len(data), _parsed, data), len(data)
+    aside = _aside(request)
+    async with aside.turn(key, len(data)):
+        return await aside.run(len(data), _parsed, data), len(data)
+
+
+def _aside(request: Request) -> Aside:
+    """Where what is long is read: the gate's, which is shared with the store where both are served."""
+    found: Aside = request.scope["state"]["aside"]
+    return found
 
 
 def _parsed(data: bytes) -> Body:

@@ -33,7 +33,7 @@ from etude.observe import get_log
 from etude.records import SamplingParams
 from etude.store.aside import Aside
 from etude.store.desk import Desk, Find, Key, Use
-from etude.store.keys import Keyring
+from etude.store.keys import Keyring, keys_in
 from etude.store.states import LIVE, Status
 
 __all__ = ["Endpoint", "EndpointConfig", "no_model"]
@@ -120,8 +120,6 @@ class Endpoint:
             raise ConfigError(f"The model that is trained is called '{model}' here; call the external one otherwise.")
         places = Gate(self.config.max_running, self.config.max_waiting)
         self.elsewhere = Elsewhere(self.config.external, places, self._meter, self._notary, self.config.timeout_s)
-        self.aside = Aside()
-        """Where what is long in a call is read."""
         self._sittings: dict[Key, Sitting] = {}
         self._ignored: set[str] = set()  # names that were logged
         self._tending: asyncio.Task[None] | None = None
@@ -173,11 +171,9 @@ class Endpoint:
     # -- before sampling ----------------------------------------------------------------------------------------------
 
     def entitled(self, authorization: str | None, api_key: str | None = None) -> Key:
-        """Whose key it is that came as `Authorization: Bearer …` or as `x-api-key`."""
-        text = api_key
-        if authorization is not None and authorization[:7].lower() == "bearer ":
-            text = authorization[7:].strip()
-        if not text:
+        """Return the attempt whose key came as `Authorization: Bearer …` or as `x-api-key`."""
+        texts = keys_in(authorization, api_key)
+        if not texts:
             raise Refusal(
                 "A key is needed: the attempt's model key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'. Agents "
                 "find it in OPENAI_API_KEY and ANTHROPIC_API_KEY.",
@@ -185,7 +181,7 @@ class Endpoint:
                 code="invalid_api_key",
             )
         try:
-            grant = self.keyring.read(text)
+            grant = self.keyring.first(texts)
         except KeyRefusedError as error:
             raise Refusal(str(error), "unauthorized", code="invalid_api_key") from error
         if grant.scope != "model" or grant.key is None:
@@ -194,6 +190,7 @@ class Endpoint:
 
     async def open(
         self,
+        aside: Aside,
         dialect: Dialect,
         key: Key,
         body: Body,
@@ -202,10 +199,11 @@ class Endpoint:
         state: str = "",
         size: int = 0,
     ) -> Call:
-        """Understand a call, and find the ids that it asks to go on from. state: a name for the state that the agent is
-        in; without one it is all that the model is shown. size: how many bytes the body was."""
+        """Understand a call, and find the ids that it asks to go on from. aside: where what is long is read. state: a
+        name for the state that the agent is in; without one it is all that the model is shown. size: how many bytes the
+        body was."""
         began = time.perf_counter() if began is None else began
-        asked, sitting = await self._understood(dialect, key, body, size)
+        asked, sitting = await self._understood(aside, dialect, key, body, size)
         sampling, ignored = self._policy.params(asked, sitting.use)
         prompt = await self._prompt(sitting, asked)
         self._log_ignored(ignored)
@@ -217,17 +215,19 @@ class Endpoint:
             raise await self._too_long(call, self._context)
         return call
 
-    async def count(self, dialect: Dialect, key: Key, body: Body, size: int = 0) -> int:
+    async def count(self, aside: Aside, dialect: Dialect, key: Key, body: Body, size: int = 0) -> int:
         """How many tokens a call would show the model."""
-        asked, sitting = await self._understood(dialect, key, body, size)
+        asked, sitting = await self._understood(aside, dialect, key, body, size)
         return len((await self._prompt(sitting, asked)).shown)
 
-    async def _understood(self, dialect: Dialect, key: Key, body: Body, size: int) -> tuple[Asked, Sitting]:
+    async def _understood(
+        self, aside: Aside, dialect: Dialect, key: Key, body: Body, size: int
+    ) -> tuple[Asked, Sitting]:
         """Parse a call, join what it continues, and return it with its session; refuse what no context holds."""
         sitting = await self._sitting(key)
-        async with self.aside.turn(key, size):
-            asked = _joined(await self.aside.run(size, self._parsed, dialect, body, sitting), sitting)
-            await self._refuse_what_no_context_holds(key, asked, await self.aside.run(size, asked.characters))
+        async with aside.turn(key, size):
+            asked = _joined(await aside.run(size, self._parsed, dialect, body, sitting), sitting)
+            await self._refuse_what_no_context_holds(key, asked, await aside.run(size, asked.characters))
         return asked, sitting
 
     async def foreign(self, path: str, key: Key, body: Body, tags: Sequence[str], began: float) -> Foreign | None:

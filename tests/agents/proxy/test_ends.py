@@ -183,6 +183,27 @@ def test_a_key_of_the_store_opens_no_model_and_a_key_of_the_model_no_store() -> 
         world.do(asked())
 
 
+def test_the_endpoint_and_the_store_behind_one_port_read_what_is_long_on_one_thread() -> None:
+    def threads() -> set[threading.Thread]:
+        return {each for each in threading.enumerate() if each.name.startswith("etude-aside")}
+
+    with serving(scripted(), chat_of()) as world:
+        claim, before = world.attempt(), threads()
+        both = app(world.desk, world.endpoint.keyring, routers=[router(world.endpoint)])
+
+        async def asked() -> None:
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(both), base_url="http://both") as client:
+                keys = {"authorization": f"Bearer {claim.reward_key}", "x-api-key": "none"}
+                note = {"rollout": claim.key.rollout, "attempt": claim.key.attempt, "event": "e", "data": "x" * 70_000}
+                assert (await client.post("/v1/store/note", headers=keys, json=note)).status_code == 200
+                keys = {"authorization": "Bearer none", "x-api-key": claim.model_key}
+                call = {**CHAT, "messages": [{"role": "user", "content": "2+2?" + " " * 70_000}]}
+                assert (await client.post("/v1/messages/count_tokens", headers=keys, json=call)).status_code == 200
+
+        world.do(asked())
+        assert len(threads() - before) == 1
+
+
 def test_calls_of_many_attempts_leave_no_task_and_no_thread_behind() -> None:
     with serving(scripted(pause=0.001), chat_of()) as world:
         world.desk.tell(world.endpoint.over)

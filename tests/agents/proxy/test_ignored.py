@@ -152,6 +152,10 @@ def test_a_table_says_why() -> None:
         ("POST", "/v1/v1/messages", 404, True),
         ("POST", "/v1/embeddings", 404, False),
         ("DELETE", "/v1/responses/resp_0-0-1", 404, False),
+        ("GET", "/models", 404, False),
+        ("GET", "/models/some/model", 404, False),
+        ("POST", "/messages/count_tokens", 404, True),
+        ("GET", "/responses/resp_0-0-1", 404, False),
     ],
 )
 def test_a_route_that_there_is_not(
