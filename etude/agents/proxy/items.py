@@ -17,7 +17,7 @@ from etude.records import Message
 
 __all__ = ["CALL", "DROPPED", "NAMES", "messages"]
 
-RESPONSE = re.compile(r"resp_[0-9]+-[0-9]+-[0-9]+")
+RESPONSE = re.compile(r"resp_[0-9]+-[0-9]+-[0-9a-f]+-[0-9]+")
 """The answer's name, in the id of each of its items."""
 NAMES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
 """The beginning of an item's id, by its type."""
