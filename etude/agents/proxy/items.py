@@ -49,16 +49,28 @@ def messages(given: Any, notes: Notes, terms: Terms) -> list[Message]:
             of = RESPONSE.search(fields.text("id", ""))
             name = of[0] if of else ""
             if answer is not None and (answer["of"] != name if name else _starts_another(kind, answer)):
-                found.append(message_of(answer))
+                found += _closed(answer)
                 answer = None
-            answer = answer or {"role": "assistant", "content": "", "reasoning": "", "tool_calls": [], "of": name}
+            answer = answer or {
+                "role": "assistant",
+                "content": "",
+                "reasoning": "",
+                "tool_calls": [],
+                "of": name,
+                "spoken": False,
+            }
             _say(answer, kind, fields, where, whole=named is not None)
             continue
         if answer is not None:
-            found.append(message_of(answer))
+            found += _closed(answer)
             answer = None
         found.append(_other(kind, role, form, fields, where))
-    return [*found, message_of(answer)] if answer is not None else found
+    return [*found, *_closed(answer)] if answer is not None else found
+
+
+def _closed(answer: dict[str, Any]) -> list[Message]:
+    """The message of an answer; none where it is thinking alone of which nothing can be read."""
+    return [message_of(answer)] if answer["spoken"] or answer["reasoning"] else []
 
 
 def _named(form: Any, where: str, terms: Terms) -> dict[str, Any] | None:
@@ -104,6 +116,7 @@ def _starts_another(kind: str, answer: Body) -> bool:
 
 def _say(answer: dict[str, Any], kind: str, fields: Fields, where: str, *, whole: bool) -> None:
     """Add an item to what the model said. whole: its text is all that the answer has of this kind."""
+    answer["spoken"] |= kind != "reasoning"
     if kind == "function_call":
         function = {"name": fields.text("name"), "arguments": fields.text("arguments", "{}")}
         answer["tool_calls"].append({"id": fields.text("call_id"), "function": function})

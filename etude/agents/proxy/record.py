@@ -56,7 +56,7 @@ class Prompt:
     """Of a call that continues: how many of its tokens stand between the first and the last that would be others, had
     the conversation been rendered anew."""
     observed: int | None = None
-    """How many tokens at its end were shown after the model's last answer; None where the ids tell it."""
+    """How many of the ids, at their end, were shown after the model's last answer; None where the ids tell it."""
 
     @property
     def shown(self) -> Ids:
