@@ -56,8 +56,8 @@ class Hosted:
         """Have the agent play each task once; how each rollout ended, in the order of the tasks. The wait is bounded by
         `agent.timeout` and `agent.patience`.
 
-        tasks: one or several files of tasks, or tasks as mappings, as in `fit`. resources: put first, for agents that name `resources`. use: by
-        which sampling answers are drawn: `sampling`, or `evaluate.sampling`.
+        tasks: one or several files of tasks, or tasks as mappings, as in `fit`. resources: put first, for agents that
+        name `resources`. use: by which sampling answers are drawn: `sampling`, or `evaluate.sampling`.
         """
         dataset = Dataset.load(data_at(tasks, "tasks"), self.run.data.columns, prompted=False)
         named = [(next(self._ids), row) for row in range(len(dataset))]
