@@ -219,16 +219,24 @@ class Turn(_Record):
     anchor: int | None = None
     """Names the state that the turn began in, where an environment tells it."""
     observed: int | None = None
-    """How many tokens at the end of the prompt were shown after the model's answer before: tool output, another
-    player's words, and the template around them. 0 where the prompt follows no answer; None where the ids decide:
-    the prompt begins with an earlier turn's prompt and answer, and what follows is observed."""
+    """How many tokens at the end of the prompt, before the `opened` ones, were shown after the model's answer before:
+    tool output, another player's words, and the template around them. 0 where the prompt follows no answer; None where
+    the ids decide: the prompt begins with an earlier turn's prompt and answer, and what follows is observed."""
+    opened: int = 0
+    """How many tokens at the very end of the prompt begin the answer: a call that it has to make, words that the agent
+    gave, or an answer that goes on. They are context, and never observed."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _frozen(self.prompt, np.int32, "Turn.prompt"))
-        if self.observed is not None and not 0 <= self.observed <= len(self.prompt):
+        tokens = len(self.prompt)
+        if not 0 <= self.opened <= tokens:
             raise ValueError(
-                f"Turn.observed must be from 0 to the {len(self.prompt)} tokens of the prompt; {self.observed} was "
-                f"given."
+                f"Turn.opened must be from 0 to the {tokens} tokens of the prompt; {self.opened} was given."
+            )
+        if self.observed is not None and not 0 <= self.observed <= tokens - self.opened:
+            raise ValueError(
+                f"Turn.observed must be from 0 to the {tokens} tokens of the prompt, less the {self.opened} that begin "
+                f"the answer; {self.observed} was given."
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -159,8 +160,8 @@ class Prompts(etude.Algorithm):
         """Play every task with each prompt, and look at the turns by a client."""
         with self.serving(self.options) as served:
             scores = {}
-            for prompt in ("ab", "cd"):
-                played = served.play(train, {"prompt": prompt})
+            for prompt, tasks in (("ab", train), ("cd", [Path(train)])):
+                played = served.play(tasks, {"prompt": prompt})
                 scores[prompt] = sum(each.total for each in played) / len(played)
             asyncio.run(self._look())
         return scores
@@ -181,9 +182,11 @@ async def prompted(task: Any, llm: Any, resources: Any) -> float:
     return float(resources["prompt"] == "cd")
 
 
-def test_an_algorithm_of_ones_own_serves_a_model_and_has_a_client(options: dict[str, Any]) -> None:
+def test_an_algorithm_of_ones_own_serves_a_model_and_has_a_client(options: dict[str, Any], tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows(3, 0)))
     algorithm = Prompts({key: value for key, value in options.items() if key != "collect.retries"})
-    found = etude.Trainer(algorithm, n_runners=1).fit(prompted, rows(3, 0))
+    found = etude.Trainer(algorithm, n_runners=1).fit(prompted, str(tasks))
     assert found == {"ab": 0.0, "cd": 1.0}
     assert {status: len(texts) for status, texts in algorithm.found.items()} == {"succeeded": 6}
     with pytest.raises(ConfigError, match=r"no desk now: it has one within `with self.serving\("):

@@ -42,7 +42,6 @@ __all__ = [
     "Agent",
     "FunctionAgent",
     "RolloutInfo",
-    "StoppedError",
     "Wants",
     "agent",
     "as_agent",
@@ -123,10 +122,6 @@ class Wants:
     names: tuple[str, ...]
     waits: bool
     """Whether calling it makes a coroutine."""
-
-
-class StoppedError(asyncio.CancelledError):
-    """An attempt was cancelled; the message says how far it had come. How the attempt ended is told with it."""
 
 
 class Agent(ABC):

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from etude.agents.agent import Agent, StoppedError, Wants, llm_of
+from etude.agents.agent import Agent, Wants, llm_of
 from etude.agents.blame import excused
 from etude.agents.guard import Guard
 from etude.agents.scope import current
@@ -143,7 +143,8 @@ class Command(Agent):
             try:
                 code = await run.over()
             except asyncio.CancelledError as error:
-                raise StoppedError(run.tails()) from error
+                error.add_note(run.tails())
+                raise
             finally:
                 run.note()
         return await excused(self._ended(code, run), claim.resources)

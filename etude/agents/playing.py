@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from etude.agents.agent import Agent, RolloutInfo, StoppedError, llm_of
+from etude.agents.agent import Agent, RolloutInfo, llm_of
 from etude.agents.blame import excused, outcome_of
 from etude.agents.earned import earned
 from etude.agents.hands import Hands
@@ -201,9 +201,11 @@ class Playing:
         return Ended(outcome, f"What it emitted was not written down: {type(error).__name__}: {error}")
 
     def _stopped(self, ending: Ended, error: BaseException) -> Ended:
-        """How an attempt ended that was stopped, and how far it had come: its output, or its line in the agent."""
-        if isinstance(error, StoppedError):
-            return replace(ending, error=f"{ending.error} {error}")
+        """How an attempt ended that was stopped, and how far it had come: what the error's notes say, such as a
+        command's last lines, or its line in the agent."""
+        notes = getattr(error, "__notes__", ())
+        if isinstance(error, asyncio.CancelledError) and notes:
+            return replace(ending, error=" ".join([ending.error, *notes]))
         frames = traceback.extract_tb(_of_the_agent(error.__traceback__))
         if not frames:  # it had not begun, or is a function on a thread, which nothing interrupts
             return ending

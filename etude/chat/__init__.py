@@ -9,6 +9,7 @@ values          the values in them, in JSON and in Python
 feed            how all of these are read while they are written
 streaming       what a model says, told piece by piece
 stops           words at which it stops
+remembered      the answers of a conversation, found by what came before them
 continuation    a conversation that goes on keeps the very ids it was served with
 chat            all of these as one: the `Renderer`
 transcript      a rollout of several turns as ids, be it a conversation or text

@@ -17,13 +17,13 @@ after it: those are context, and stand between the ids of the answer and the tem
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Literal, TypeAlias
 
 import numpy as np
 
-from etude.chat.messages import same, same_tools, text_of
+from etude.chat.remembered import Remembered, Served, Tools
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.errors import ChatError
 from etude.records import Message
@@ -31,63 +31,6 @@ from etude.records import Message
 __all__ = ["Conversation", "History", "unused"]
 
 History: TypeAlias = Literal["served", "template"]
-Tools: TypeAlias = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Served:
-    """One answer and all that came before it."""
-
-    tools: Tools
-    history: tuple[Message, ...]
-    """The messages, with earlier answers as they were served; the last is the answer."""
-    ids: Ids
-    end: int | None
-    """The last id, if it is one that ends an answer."""
-    thoughts: frozenset[int]
-    """Which messages' reasoning the ids show, as far as that matters: only where the template decides what is kept."""
-    begins: int
-    """How many of the ids come before the answer."""
-    stop: str = ""
-    """The stop string that ended the answer, and is among its ids."""
-
-    def added(self, given: Message) -> str | None:
-        """What an agent added to the answer: nothing, or what follows the stop string that it wrote back. None where it
-        is not this answer."""
-        answer = self.history[-1]
-        if same(answer, given):
-            return ""
-        said, told = text_of(answer.content), text_of(given.content)
-        if not self.stop or said is None or told is None or not told.startswith(said + self.stop):
-            return None
-        return told[len(said + self.stop) :] if same(answer, replace(given, content=said)) else None
-
-    def precedes(self, messages: tuple[Message, ...], tools: Tools) -> bool:
-        """Return whether these messages continue the answer."""
-        return (
-            len(self.history) <= len(messages)
-            and all(same(*pair) for pair in zip(self.history[:-1], messages, strict=False))
-            and self.added(messages[len(self.history) - 1]) is not None
-            and same_tools(self.tools, tools)
-        )
-
-    def spaced(self, given: Message) -> Message:
-        """A message with the white space at the answer's end, where nothing else of its text differs."""
-        content = self.history[-1].content
-        said, told = text_of(content), text_of(given.content)
-        alike = said is not None and told is not None and said.rstrip() == told.rstrip()
-        return replace(given, content=content) if alike else given
-
-    def resent(self, messages: tuple[Message, ...]) -> int:
-        """How many of the messages came back with the very reasoning that was served."""
-        return sum(one.reasoning == other.reasoning for one, other in zip(self.history, messages, strict=False))
-
-    def whole(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """A conversation that goes on from the answer, with what was served as it was, and what was added."""
-        answer, given = self.history[-1], messages[len(self.history) - 1]
-        if not same(answer, given):
-            answer = replace(answer, content=given.content)
-        return (*self.history[:-1], answer, *messages[len(self.history) :])
 
 
 class Conversation:
@@ -100,14 +43,14 @@ class Conversation:
         self._tokenizer = tokenizer
         self._text = text
         self._history = history
-        self._served: list[_Served] = []  # the latest first
+        self._served = Remembered()
         self._ends = {id: end for end, id in tokenizer.ends.items()}
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
         """The ids of a conversation, up to where the assistant is to speak, those that were served among them."""
         messages = tuple(messages)
         known = None
-        for served in self._continued(messages, tools):
+        for served in self._served.continued(messages, tools):
             whole = served.whole(messages)
             known = known or whole
             if self._history == "served" or served.thoughts <= self._shown(whole, tools):
@@ -122,7 +65,7 @@ class Conversation:
         its end, with what follows that answer.
         """
         messages = tuple(messages)
-        served = next(self._continued(messages, tools), None)
+        served = next(self._served.continued(messages, tools), None)
         if served is None:
             return 0
         whole = served.whole(messages)
@@ -142,9 +85,9 @@ class Conversation:
     def begun(self, messages: Sequence[Message], tools: Tools, answer: Message) -> tuple[Ids, Ids] | None:
         """The prompt of an answer and the answer's own ids, without the one that ended it, for an answer that the model
         is to go on from. None where it is not one that was served. White space at its end may be missing."""
-        for served in self._served:
+        for served in self._served.behind(messages):
             whole = (*messages, served.spaced(answer))
-            if len(served.history) != len(whole) or served.stop or not served.precedes(whole, tools):
+            if served.stop or not served.precedes(whole, tools):
                 continue
             if self._history == "template" and not served.thoughts - {len(messages)} <= self._shown(whole, tools):
                 continue
@@ -155,15 +98,7 @@ class Conversation:
     def rewrites(self, messages: Sequence[Message]) -> bool:
         """Whether a conversation that goes on from no answer has an answer of the model's in it, or other words of the
         assistant's where the model gave one. Words that an agent put where nothing was sampled are its own."""
-        for at, message in enumerate(messages):
-            if message.role != "assistant":
-                continue
-            for served in self._served:
-                before = served.history[:-1]
-                here = len(before) == at and all(map(same, before, messages))
-                if here or served.added(message) is not None:
-                    return True
-        return False
+        return self._served.occur(messages)
 
     def served(
         self,
@@ -180,7 +115,7 @@ class Conversation:
         stop string that ended it, if one did. begins: how many of the ids that were given come before the answer, where
         those after them are its beginning."""
         messages = tuple(messages)
-        kept = next((each for each in self._continued(messages, tools) if _begins(prompt_ids, each.ids)), None)
+        kept = next((each for each in self._served.continued(messages, tools) if _begins(prompt_ids, each.ids)), None)
         known = kept.history if kept else ()
         history = kept.whole(messages) if kept else messages
         thoughts: frozenset[int] = frozenset()
@@ -189,9 +124,8 @@ class Conversation:
             thoughts |= {index for index in self._shown(history, tools) if index >= len(known)}
             thoughts |= {len(history)} if answer.reasoning else set()
         last = int(completion_ids[-1]) if len(completion_ids) else None
-        self._served.insert(
-            0,
-            _Served(
+        self._served.add(
+            Served(
                 tools=tuple(tools),
                 history=(*history, answer),
                 ids=np.concatenate([prompt_ids, completion_ids]).astype(np.int32),
@@ -199,15 +133,8 @@ class Conversation:
                 thoughts=thoughts,
                 begins=len(prompt_ids) if begins is None else begins,
                 stop=stop if last not in self._ends and not answer.tool_calls else "",
-            ),
+            )
         )
-
-    def _continued(self, messages: tuple[Message, ...], tools: Tools) -> Iterator[_Served]:
-        """The answers that these messages go on from: the longest history first, of equals the one whose reasoning came
-        back, and of those the latest."""
-        for served in sorted(self._served, key=lambda each: (-len(each.history), -each.resent(messages))):
-            if served.precedes(messages, tools):
-                yield served
 
     def _shown(self, messages: tuple[Message, ...], tools: Tools) -> frozenset[int]:
         """The messages whose reasoning the template shows."""
@@ -219,7 +146,7 @@ class Conversation:
         text = self._text(marked, tools)
         return frozenset(index for index, each in marks.items() if each in text)
 
-    def _after(self, served: _Served, messages: tuple[Message, ...], tools: Tools) -> Ids:
+    def _after(self, served: Served, messages: tuple[Message, ...], tools: Tools) -> Ids:
         """The ids of what follows a served answer: the rest of its close, the new messages, the assistant's opening."""
         text, region = self._rest(served, messages, tools)
         end = self._ends[served.end] if served.end is not None else ""
@@ -232,7 +159,7 @@ class Conversation:
         # The end is encoded too, for tokenizers that treat a text's beginning in a way of its own.
         return ids[1:] if end and ids[0] == served.end else self._tokenizer.encode(added + text)
 
-    def _rest(self, served: _Served, messages: tuple[Message, ...], tools: Tools) -> tuple[str, str]:
+    def _rest(self, served: Served, messages: tuple[Message, ...], tools: Tools) -> tuple[str, str]:
         """The text that follows a served answer, and of it what comes before the first new message's own words."""
         before, new = served.history[:-1], messages[len(served.history) :]
         mark, words = unused("etudemark", messages), unused("etudewords", messages)

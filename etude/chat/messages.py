@@ -23,7 +23,17 @@ from typing import Any
 from etude.errors import ChatError
 from etude.records import Message, Part, ToolCall
 
-__all__ = ["REASONING_KEYS", "ROLES", "check_roles", "json_form", "message_of", "same", "same_tools", "text_of"]
+__all__ = [
+    "REASONING_KEYS",
+    "ROLES",
+    "check_roles",
+    "json_form",
+    "likeness",
+    "message_of",
+    "same",
+    "same_tools",
+    "text_of",
+]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -95,6 +105,15 @@ def same(known: Message, given: Message) -> bool:
         and len(known.tool_calls) == len(given.tool_calls)
         and all(_same_call(one, other) for one, other in zip(known.tool_calls, given.tool_calls, strict=True))
     )
+
+
+def likeness(message: Message) -> int:
+    """Return a number that messages which are `same` have in common. Others have it in common by chance alone, or
+    where only their reasoning or the arguments of their calls differ."""
+    text = text_of(message.content)
+    calls = tuple((call.id, call.name) for call in message.tool_calls)
+    said = message.content if text is None else text
+    return hash((message.role, message.name, message.tool_call_id, said, calls))
 
 
 def same_tools(known: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> bool:

@@ -47,26 +47,40 @@ def samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = ()) -> 
 
 
 def observations(turns: Sequence[Turn]) -> list[int]:
-    """Where in each turn's prompt begins what the environment showed since the answer before; its length where that is
-    nothing.
+    """Where in each turn's prompt begins what the environment showed since the answer before. It ends where the answer
+    opens; there it begins, too, where nothing was shown.
 
     A turn that says how much was shown is believed. Otherwise a prompt goes on from the longest earlier prompt, or
     prompt and answer, that it begins with, and what follows was shown, if an answer stands before it. A token that an
-    earlier turn was shown already, in the same place after the same tokens, is not shown again.
+    earlier turn was shown already, in the same place after the same tokens, is not shown again: also where the two
+    prompts differ after it.
     """
     begins: list[int] = []
     known: dict[str, list[tuple[NDArray[np.int32], bool]]] = {}  # of each model, the longest first: ids, answered
+    prompts: dict[str, list[NDArray[np.int32]]] = {}
     for turn in turns:
-        prompt, said = turn.prompt, turn.completion.ids
-        earlier = known.setdefault(turn.model, [])
+        prompt, said, end = turn.prompt, turn.completion.ids, len(turn.prompt) - turn.opened
+        earlier, shown = known.setdefault(turn.model, []), prompts.setdefault(turn.model, [])
         before, answered = next(((len(ids), acted) for ids, acted in earlier if _begins(prompt, ids)), (0, False))
         if turn.observed is not None:
             answered = turn.observed > 0
-            before = max(before, len(prompt) - turn.observed)
-        begins.append(before if answered else len(prompt))
+            before = max(before, end - turn.observed)
+        for other in shown if answered else ():
+            before = _alike(prompt, other, before)
+        begins.append(min(before, end) if answered else end)
+        shown.append(prompt)
         earlier += [(prompt, answered), (np.concatenate([prompt, said]), answered or len(said) > 0)]
         earlier.sort(key=lambda each: -len(each[0]))
     return begins
+
+
+def _alike(one: NDArray[np.int32], other: NDArray[np.int32], least: int) -> int:
+    """How many ids both begin with, where these are more than `least`, and else that."""
+    length = min(len(one), len(other))
+    if length <= least or one[least] != other[least]:  # so it is for most: they end before, or differ there
+        return least
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return max(least, int(differ[0]) if len(differ) else length)
 
 
 def _begins(ids: NDArray[np.int32], prefix: NDArray[np.int32]) -> bool:
@@ -115,7 +129,7 @@ class _Row:
         """Add the new part of the prompt, then the answer. begins: the start of the observation in the prompt."""
         told = turn.prompt[self.length :]
         said = turn.completion
-        self.observed.append((max(begins, self.length), len(turn.prompt)))
+        self.observed.append((max(begins, self.length), len(turn.prompt) - turn.opened))
         self._stretch(told, False, np.full(len(told), np.nan), np.full(len(told), -1), -1)
         self._stretch(said.ids, True, said.logp, said.version, turn.index, turn.anchor)
         if len(said.ids):

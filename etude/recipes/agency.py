@@ -44,7 +44,7 @@ from etude.store.local_desk import LocalDesk
 from etude.store.server import serve
 from etude.store.serving import reached_at
 
-__all__ = ["Agency", "agency", "swept"]
+__all__ = ["Agency", "agency", "endpoint_of", "swept"]
 
 HERE = Keeper("this run", "here")
 """Who keeps the desk over a run's own journal, wherever that lies: whoever may write to it."""
@@ -86,18 +86,9 @@ def agency(
     host, _, port = asked.listen.rpartition(":")
     with ExitStack() as stack, swept():
         keyring, desk, wanted, keeping = _desks(run, journal, directory, stack, loop)
-        endpoint = Endpoint(
-            desk,
-            keyring,
-            chat,
-            engine,
-            context=longest,
-            train=_unseeded(run.sampling.params(0)),
-            val=_unseeded(run.evaluate.sampling.beside(run.sampling).params(0)),
-            seeds=lambda rollout, *which: seeds_of(run.seed)(place_of(rollout), *which),
-            config=_endpoint_config(asked),
-            told=asked.store is None,
-        )
+        val = run.evaluate.sampling.beside(run.sampling).params(0)
+        config, told = _endpoint_config(asked), asked.store is None
+        endpoint = endpoint_of(run, desk, keyring, chat, engine, longest, val=val, config=config, told=told)
         if isinstance(desk, LocalDesk):
             desk.tell(endpoint.over)
         serving = stack.enter_context(
@@ -108,6 +99,34 @@ def agency(
         asyncio.run(_introduced(desk, {"base_url": f"{reached_at(here)}/v1", "model": endpoint.model}))
         check = _runners(run, agent, desk, keyring, url, directory, stack)
         yield Agency(wanted, endpoint, url, check, partial(RemoteDesk, url, keyring.admin))
+
+
+def endpoint_of(
+    run: Run,
+    desk: Desk,
+    keyring: Keyring,
+    chat: Chat,
+    engine: Upstream,
+    longest: int,
+    *,
+    val: SamplingParams,
+    config: EndpointConfig,
+    told: bool = True,
+) -> Endpoint:
+    """The model endpoint of a run's model. val: the parameters by which answers are drawn in validation; in training it
+    is by the run's own."""
+    return Endpoint(
+        desk,
+        keyring,
+        chat,
+        engine,
+        context=longest,
+        train=_unseeded(run.sampling.params(0)),
+        val=_unseeded(val),
+        seeds=lambda rollout, *which: seeds_of(run.seed)(place_of(rollout), *which),
+        config=config,
+        told=told,
+    )
 
 
 def _runners(

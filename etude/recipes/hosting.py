@@ -6,7 +6,7 @@ rollouts asked for ─► queue ─► runners ─► the agent ─► the model
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -16,12 +16,13 @@ from typing import Any, Literal
 
 from etude.agents.agent import Agent
 from etude.data import Dataset
+from etude.data.table import Source
 from etude.recipes import checks
 from etude.recipes.agents import Agents
 from etude.recipes.ask import loaded
 from etude.recipes.build import agents_of
 from etude.recipes.device import device_of
-from etude.recipes.hub import located
+from etude.recipes.hub import data_at, located
 from etude.recipes.play import Played
 from etude.recipes.run import Run
 from etude.recipes.scoring import live
@@ -48,17 +49,17 @@ class Hosted:
 
     def play(
         self,
-        tasks: Sequence[str] | Iterable[Mapping[str, Any]],
+        tasks: Source,
         resources: Mapping[str, Any] | None = None,
         use: Literal["train", "val"] = "val",
     ) -> list[Played]:
         """Have the agent play each task once; how each rollout ended, in the order of the tasks. The wait is bounded by
         `agent.timeout` and `agent.patience`.
 
-        tasks: files of tasks, or tasks as mappings. resources: put first, for agents that name `resources`. use: by
-        which sampling answers are drawn: `sampling`, or `evaluate.sampling`.
+        tasks: one or several files of tasks, or tasks as mappings, as in `fit`. resources: put first, for agents that
+        name `resources`. use: by which sampling answers are drawn: `sampling`, or `evaluate.sampling`.
         """
-        dataset = Dataset.load(list(tasks), self.run.data.columns, prompted=False)  # type: ignore[arg-type]  # of a kind
+        dataset = Dataset.load(data_at(tasks, "tasks"), self.run.data.columns, prompted=False)
         named = [(next(self._ids), row) for row in range(len(dataset))]
         return self.loop.run(self._played([(id, dataset.task(row, id)) for id, row in named], resources or {}, use))
 

@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     import httpx2
     import huggingface_hub as hf
     import huggingface_hub.errors as hf_errors
+
+    from etude.data.table import Source
 else:
     hf, hf_errors, httpx2 = map(Lazy, ("huggingface_hub", "huggingface_hub.errors", "httpx2"))
 
-__all__ = ["check_push", "located", "model_at", "push"]
+__all__ = ["check_push", "data_at", "located", "model_at", "push"]
 
 R = TypeVar("R", bound=Recipe)
 Kind = Literal["model", "dataset"]
@@ -101,6 +103,14 @@ def _lacking_weights(snapshot: Path) -> str:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         return next((shard for shard in shards if not (snapshot / shard).is_file()), "")
     return "" if any(snapshot.glob(WEIGHTS)) else "model.safetensors"
+
+
+def data_at(data: Source, option: str) -> Source:
+    """Data with files in place of the names of data sets on the hub; rows as they are."""
+    given = [data] if isinstance(data, str | Path) else data
+    if isinstance(given, Sequence) and all(isinstance(each, str | Path) for each in given):
+        return [file for name in given for file in _data_files(str(name), option)]
+    return given
 
 
 def _data_files(name: str, option: str) -> tuple[str, ...]:

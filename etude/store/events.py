@@ -215,7 +215,7 @@ class TurnRecorded(RolloutEvent):
     def document(self) -> dict[str, Any]:
         """The fields, with the arrays of the turn left to the payload."""
         turn, said = self.turn, self.turn.completion
-        names = ("index", "model", "tags", "reward", "anchor", "observed")
+        names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
         told = {name: getattr(turn, name) for name in names}
         return {
             "rollout": self.rollout,

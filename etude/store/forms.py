@@ -178,6 +178,7 @@ class TurnRead(BaseModel):
     reward: float | None
     anchor: int | None
     observed: int | None
+    opened: int
     finish: str
     text: str
     arrays: str = Field(json_schema_extra={"contentEncoding": "base64"}, description="the packed arrays")

@@ -323,6 +323,7 @@ class TurnForm(Writing):
         reward: float | None = None
         anchor: Number | None = None
         observed: Id | None = None
+        opened: Id = 0
         finish: Literal["stop", "length", "abort"]
         text: str = ""
         arrays: str = Field(json_schema_extra={"contentEncoding": "base64"}, description="see `etude.store.blobs`")

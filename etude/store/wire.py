@@ -141,7 +141,7 @@ def ended_document(ended: Ended) -> dict[str, Any]:
 
 def turn_document(turn: Turn) -> dict[str, Any]:
     """A call to the model, its arrays as the journal keeps them (see `blobs`), in base64."""
-    names = ("index", "model", "tags", "reward", "anchor", "observed")
+    names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
     told = {name: getattr(turn, name) for name in names}
     said = turn.completion
     return told | {"finish": said.finish, "text": said.text, "arrays": base64.b64encode(pack_turn(turn)).decode()}
@@ -153,7 +153,7 @@ def turn_of(document: Mapping[str, Any]) -> Turn:
         payload = base64.b64decode(document["arrays"], validate=True)
         prompt, columns = unpack_turn(payload)
         said = Completion(finish=document["finish"], text=document["text"], **columns)
-        told = {name: document[name] for name in ("index", "model", "reward", "anchor", "observed")}
+        told = {name: document[name] for name in ("index", "model", "reward", "anchor", "observed", "opened")}
         turn = Turn(prompt, said, tags=tuple(document["tags"]), **told)
         if len(pack_turn(turn)) != len(payload):
             raise ValueError(f"its arrays end before their {len(payload)} bytes do")

@@ -3,15 +3,14 @@
 consumes       calls in OpenAI's and Anthropic's dialects, with the key that is printed
 produces       answers
 waits for      SIGINT or SIGTERM
-unblocked by   one of these: it hears nobody new, answers those it heard for two seconds, and ends
+unblocked by   one of these: no new calls are taken, those under way have two seconds to end, and the server stops
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from rich.console import Console
 from rich.text import Text
 
 from etude.agents.proxy.app import router
-from etude.agents.proxy.endpoint import Endpoint, EndpointConfig
-from etude.agents.proxy.policy import seeds_of
+from etude.agents.proxy.endpoint import EndpointConfig
 from etude.errors import ConfigError
 from etude.observe import make_console
-from etude.recipes.agency import swept
+from etude.recipes.agency import endpoint_of, swept
 from etude.recipes.ask import loaded, named_run, without_secrets
 from etude.records import SamplingParams, Task, Turn
 from etude.store import open_store
@@ -38,8 +36,6 @@ __all__ = ["host"]
 
 KEY_S = 3650 * 86400.0
 """Seconds that the key is good: longer than any server runs."""
-REMEMBERED = 1000
-"""Answers after which what was said is forgotten, as soon as no call is under way: later calls are rendered anew."""
 
 
 def host(overrides: Sequence[str], file: Path | None, *, best: bool, listen: str) -> None:
@@ -57,22 +53,13 @@ def host(overrides: Sequence[str], file: Path | None, *, best: bool, listen: str
         desk = _Unrecorded(open_store(), keyring)
         stack.callback(lambda: asyncio.run(desk.close()))
         drawn = run.sampling.params(0)
-        endpoint = Endpoint(
-            desk,
-            keyring,
-            chat,
-            engine,
-            context=longest,
-            train=replace(drawn, seed=None),
-            seeds=seeds_of(run.seed),
-            config=EndpointConfig(parameters="default", compare=False),
-        )
+        config = EndpointConfig(parameters="default", compare=False)
+        endpoint = endpoint_of(run, desk, keyring, chat, engine, longest, val=drawn, config=config)
         attempt = asyncio.run(_begun(desk))
         stopping = stack.enter_context(told_to_stop())
         stack.enter_context(swept())
-        beside: list[AbstractAsyncContextManager[Any]] = [endpoint, _forgetting(endpoint, attempt, desk)]
         serving = stack.enter_context(
-            serve(desk, keyring, host=address, port=port, routers=[router(endpoint)], beside=beside)
+            serve(desk, keyring, host=address, port=port, routers=[router(endpoint)], beside=[endpoint])
         )
         what = str(run.model.path) if step is None else f"Step {step} of {source}"
         _introduce(console, what, reached_at(serving.url), keyring.model_key(attempt, KEY_S), endpoint.model, drawn)
@@ -104,30 +91,6 @@ async def _begun(desk: LocalDesk) -> Key:
     await desk.enqueue([Wanted(Task(0, {}), use="val", limits=limits)])
     (claim,) = await desk.claim("etude serve", 1, 10.0)
     return claim.key
-
-
-@asynccontextmanager
-async def _forgetting(endpoint: Endpoint, attempt: Key, desk: _Unrecorded) -> AsyncIterator[None]:
-    """Have what was said forgotten from time to time, so that a server that runs for weeks holds no more than one that
-    runs for hours."""
-
-    async def forget() -> None:
-        seen = 0
-        while True:
-            await asyncio.sleep(LOOK_S)
-            metrics: Mapping[str, float] = endpoint.metrics()
-            idle = not (metrics["endpoint/running"] or metrics["endpoint/waiting"])
-            if idle and desk.turned >= seen + REMEMBERED:
-                endpoint.forget(attempt)
-                seen = desk.turned
-
-    task = asyncio.create_task(forget(), name="etude-serve-forgets")
-    try:
-        yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 def _introduce(console: Console, what: str, url: str, key: str, model: str, drawn: SamplingParams) -> None:

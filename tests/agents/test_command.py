@@ -20,7 +20,7 @@ import etude
 from etude.agents.command import Command
 from etude.agents.runner import Runner
 from etude.errors import AgentError
-from etude.store.desk import Limits
+from etude.store.desk import Claim, Key, Limits
 from etude.store.local_desk import LocalDesk
 from etude.store.states import Status
 from tests.agents.desks import AWAY, ENDPOINT, Played, played, wanted
@@ -157,6 +157,25 @@ def test_a_program_that_takes_longer_than_its_rollout_allows_says_how_far_it_cam
     assert found.only.status is Status.TIMED_OUT
     ends = "Its standard output ended with:\nasking\nIts standard error ended with:\nwaits"
     assert found.error == f"It was not over after 0.5 s. {ends}"
+
+
+def test_an_agent_may_bound_the_time_of_a_program_itself() -> None:
+    """By `asyncio.timeout`, which knows its own cancellation by its plain type."""
+
+    program = etude.command("echo asking; sleep 60")
+
+    @etude.agent
+    async def bounded(task: Any) -> float:
+        try:
+            async with asyncio.timeout(0.4):
+                await program.run(Claim(Key(0, 0), task, "train", Limits(), {}, "", ""), "")
+        except TimeoutError as error:
+            assert isinstance(error.__cause__, asyncio.CancelledError)
+            return float("Its standard output ended with:\nasking" in error.__cause__.__notes__)
+        return 0.0
+
+    found = played(bounded, wanted(1))
+    assert found.only.status is Status.SUCCEEDED and found.rewards == [1.0], found.error
 
 
 def test_a_program_that_is_asked_to_end_may_tidy_up(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from etude.algorithms.corrections import Correction, accepted, importance, mean_
 from etude.algorithms.entropy import top_entropy, top_threshold
 from etude.algorithms.losses import distill, pairs
 from etude.algorithms.losses.supervised import SFT, Echo, Value, value_error
-from etude.data.adapt import _Row
+from etude.data.adapt import _Row, observations
 from etude.recipes.collection import Collection
 from etude.recipes.scheduler import Scheduler, _Group
 from etude.records import level
@@ -259,6 +259,20 @@ MUTATIONS = [
         "max(begins, self.length)",
         "max(begins, self.length or len(turn.prompt))",
         adapt.test_a_history_that_the_template_rewrote_has_the_observation_that_its_turn_names,
+    ),
+    Mutation(
+        "the beginning of an answer observed",
+        _Row.add,
+        "len(turn.prompt) - turn.opened)",
+        "len(turn.prompt))",
+        partial(adapt.test_the_beginning_of_an_answer_was_not_observed, 2),
+    ),
+    Mutation(
+        "observed in each prompt",
+        observations,
+        "_alike(prompt, other, before)",
+        "before",
+        partial(adapt.test_a_token_that_prompts_have_in_common_is_observed_once, 3),
     ),
     Mutation(
         "masked KL",

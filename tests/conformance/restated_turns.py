@@ -1,4 +1,4 @@
-"""The estimators of turns restated in numpy, one rollout and one turn at a time."""
+"""The estimators of turns restated in numpy, one rollout and one turn at a time; and what turns were shown."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from etude.records import Turn
 from tests.conformance.restated_advantages import EPSILON, grpo_of, level, to_go
 from tests.conformance.twin import Array, Try, flat
 
@@ -115,3 +116,24 @@ def gigpo(of: Sequence[Try], weight: float, gamma: float, divide: bool) -> Array
         totals = np.array([of[o].total for o in group])
         found.append((t.total if len(group) == 1 else normal(totals, divide)[0]) + weight * step[u])
     return over_tokens(of, found)
+
+
+def seen_plainly(turns: Sequence[Turn]) -> list[tuple[tuple[int, ...], int]]:
+    """Every token that the environment showed, after the tokens it follows, one place of one prompt at a time."""
+    found = []
+    shown = set[tuple[str, tuple[int, ...]]]()
+    known: list[tuple[str, tuple[int, ...], bool]] = []  # model, ids, and whether an answer stands in them
+    for t in turns:
+        prompt, said = tuple(t.prompt.tolist()), tuple(t.completion.ids.tolist())
+        begun = [(ids, acted) for model, ids, acted in known if model == t.model and prompt[: len(ids)] == ids]
+        before, answered = max(begun, key=lambda each: len(each[0]), default=((), False))
+        end = len(prompt) - t.opened
+        begin = len(before)
+        if t.observed is not None:
+            answered, begin = t.observed > 0, max(begin, end - t.observed)
+        for place in range(begin, end) if answered else ():
+            if (t.model, prompt[: place + 1]) not in shown:
+                found.append((prompt[:place], prompt[place]))
+        shown |= {(t.model, prompt[: place + 1]) for place in range(len(prompt))}
+        known += [(t.model, prompt, answered), (t.model, prompt + said, answered or bool(said))]
+    return found

@@ -14,6 +14,7 @@ from etude.data.adapt import samples
 from etude.data.collate import collate
 from etude.errors import BatchError
 from etude.records import Completion, Rollout, Turn
+from tests.conformance.restated_turns import seen_plainly
 
 
 def turn(
@@ -124,6 +125,37 @@ def test_a_token_that_was_shown_before_is_not_observed_again() -> None:
     assert seen([first, turn(1, [1, 2, 5], [6]), turn(2, [1, 2, 5, 8], [7])]) == [*tokens, ((1, 2, 5), 8)]
 
 
+@pytest.mark.parametrize("observed", [3, None])
+def test_a_token_that_prompts_have_in_common_is_observed_once(observed: int | None) -> None:
+    """Two calls after one answer, whose prompts differ in their last token alone."""
+    prompts = [1, 2, 3, 10, 11, 50], [1, 2, 3, 10, 11, 60]
+    turns = [
+        turn(0, [1, 2], [3]),
+        *(replace(turn(n + 1, ids, [4]), observed=observed) for n, ids in enumerate(prompts)),
+    ]
+    shared = [((1, 2, 3), 10), ((1, 2, 3, 10), 11)]
+    assert seen(turns) == sorted([*shared, ((1, 2, 3, 10, 11), 50), ((1, 2, 3, 10, 11), 60)])
+
+
+@pytest.mark.parametrize("observed", [2, None])
+def test_the_beginning_of_an_answer_was_not_observed(observed: int | None) -> None:
+    """8 and 9 were written for the model: it goes on from them as if it had written them."""
+    turns = [turn(0, [1, 2], [3]), replace(turn(1, [1, 2, 3, 5, 6, 8, 9], [7]), observed=observed, opened=2)]
+    assert seen(turns) == [((1, 2, 3), 5), ((1, 2, 3, 5), 6)]
+    assert seen([replace(turns[0], opened=1), replace(turns[1], observed=0)]) == []
+    assert seen([*turns, turn(2, [1, 2, 3, 5, 6, 8, 9, 7, 4], [7])]) == [*seen(turns), ((1, 2, 3, 5, 6, 8, 9, 7), 4)]
+
+
+def test_a_turn_says_no_more_than_its_prompt_has() -> None:
+    for opened, observed, told in (
+        (3, None, "opened must be"),
+        (-1, None, "opened must be"),
+        (1, 2, "less the 1 that"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            replace(turn(0, [1, 2], [3]), opened=opened, observed=observed)
+
+
 def test_an_answer_that_is_not_learned_from_was_not_observed() -> None:
     """It is the model's own, even where it stands in the context of one that is learned from."""
     turns = [turn(0, [1], [2]), turn(1, [1, 2, 5], [6]), turn(2, [1, 2, 5, 6, 8], [7])]
@@ -169,6 +201,18 @@ def test_what_was_observed_does_not_depend_on_how_turns_become_rows(turns: list[
     """Another model's turn between any two keeps each in a row of its own."""
     apart = [each for one in turns for each in (one, turn(one.index, [9], [9], model="other"))]
     assert seen(apart) == seen(turns)
+
+
+@given(attempts(), st.data())
+def test_no_token_is_observed_twice(turns: list[Turn], data: st.DataObject) -> None:
+    """However much of its prompt each turn says that it was shown."""
+    said = []
+    for each in turns:
+        opened = data.draw(st.integers(0, len(each.prompt)))
+        observed = data.draw(st.none() | st.integers(0, len(each.prompt) - opened))
+        said.append(replace(each, opened=opened, observed=observed))
+    assert len(seen(said)) == len(set(seen(said)))
+    assert seen(said) == sorted(seen_plainly(said))
 
 
 @given(attempts())

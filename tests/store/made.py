@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,7 +36,8 @@ def turn(
         top_logp=-draw.random((tokens, 2)),
     )
     prompt = draw.integers(0, 1000, 4)
-    return Turn(prompt, said, index, tags=("solver",), reward=reward, anchor=anchor, observed=index % 4 or None)
+    shown = Turn(prompt, said, index, tags=("solver",), reward=reward, anchor=anchor)
+    return replace(shown, observed=index % 4 or None, opened=index % 2)
 
 
 def group(task: int, size: int = 2) -> list[Event]:

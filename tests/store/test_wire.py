@@ -68,7 +68,7 @@ def test_a_turn_arrives_to_the_last_bit(tokens: int, anchor: int, reward: float 
         read = TurnForm.model_validate_json(wire.to_json(told)).turn.model_dump()
         for arrived in (wire.turn_of(sent(document)), wire.turn_of(read)):
             assert pack_turn(arrived) == pack_turn(said)
-            names = ("index", "model", "tags", "reward", "anchor", "observed")
+            names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
             assert [getattr(arrived, name) for name in names] == [getattr(said, name) for name in names]
             assert (arrived.completion.finish, arrived.completion.text) == ("stop", said.completion.text)
 

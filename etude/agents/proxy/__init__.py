@@ -15,6 +15,7 @@ external          models of somebody else's, to whom calls are passed on
 overheard         what those say, read along
 events            server-sent events, as they come
 record            what each attempt has said and heard, to the token
+recent            the newest entries of a mapping
 notary            turns and notes, written to the end
 answering         how a call is sampled, read, recorded and given
 gate              how many calls are under way, and how many wait

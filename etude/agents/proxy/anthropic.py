@@ -74,6 +74,8 @@ class Anthropic:
             messages += _messages(form, f"messages[{n}]", notes)
         tools = _tools(fields.many("tools"), notes)
         choice, named = _choice(fields, tools)
+        if not messages:
+            raise fields.refuse("messages", "has nothing that is answered.")
         begun = messages.pop() if messages[-1].role == "assistant" else None
         if begun is not None and (begun.tool_calls or not messages):
             why = "ends with a call that has no 'tool_result'." if messages else "has nothing that is answered."
@@ -235,7 +237,8 @@ def _messages(form: Any, where: str, notes: Notes) -> list[Message]:
         else:
             _drop(part, kind, notes, "this model reads text, thinking, tool_use and tool_result alone")
     said = {"role": role, "content": "".join(texts), "reasoning": "".join(thoughts), "tool_calls": calls}
-    return [*results, message_of(said)] if texts or not results else results
+    left_out = bool(content) and not (texts or calls or said["reasoning"])  # all of it: nothing was said
+    return results if left_out and (results or role == "assistant") else [*results, message_of(said)]
 
 
 def _part(block: Any, where: str, notes: Notes) -> Fields:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol, TypeAlias
 
 from etude.chat import Piece
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.records import Completion, Message
 
-__all__ = ["Asked", "Body", "Dialect", "Kind", "Refusal", "Reply", "Said", "Terms", "Writer"]
+__all__ = ["Asked", "Body", "Dialect", "Kind", "Refusal", "Reply", "Said", "Terms", "Writer", "characters_of"]
 
 Body: TypeAlias = Mapping[str, Any]
 """JSON, as it came or goes."""
@@ -31,6 +32,8 @@ STATUS: dict[Kind, int] = {
 }
 MOST = 128
 """The most answers to one call."""
+MESSAGE = 64
+"""Characters that a message weighs beside what it says: also an empty one is read, compared and rendered."""
 
 
 class Refusal(Exception):
@@ -67,7 +70,7 @@ class Terms:
     """The answer of this name that the attempt was given before, where it is kept."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Asked:
     """What a call asks for."""
 
@@ -101,13 +104,18 @@ class Asked:
     ignored: tuple[str, ...] = ()
     """The fields and parts of the request that the answer does not follow."""
 
+    @cached_property
     def characters(self) -> int:
         """How many the model is to be shown, about; of ids, how many those are."""
         messages = (*self.messages, self.begun) if self.begun is not None else self.messages
-        said = sum(len(each.content) + len(each.reasoning) for each in messages)
-        called = sum(len(call.arguments) for each in messages for call in each.tool_calls)
-        described = sum(len(json.dumps(tool)) for tool in self.tools)
-        return said + called + described + len(self.prompt if self.prompt is not None else "")
+        described = sum(MESSAGE + len(json.dumps(tool)) for tool in self.tools)
+        return characters_of(messages) + described + len(self.prompt if self.prompt is not None else "")
+
+
+def characters_of(messages: Sequence[Message]) -> int:
+    """How many characters messages weigh: those of all that they say, and some for each message and each call."""
+    said = sum(MESSAGE + len(each.content) + len(each.reasoning) for each in messages)
+    return said + sum(MESSAGE + len(call.arguments) for each in messages for call in each.tool_calls)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,11 +8,13 @@ This file goes as far as the prompt's ids; the rest is `answering`.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import Self
 
 from pydantic import Field
@@ -44,6 +46,11 @@ SILENT = 30.0
 """Seconds without a call, after which it is asked whether an attempt has ended."""
 FARTHEST = 64
 """Characters for each token of the model's context, beyond which a prompt is refused without being read."""
+FEWEST = 4
+"""Tokens of the model's context for each message, by which the number of messages is bounded in the same way."""
+RENDERING = 2
+"""Threads on which long conversations are rendered: few, because the event loop waits for the interpreter like each of
+them, and more than one, so that no attempt waits for another's longest."""
 AT_ONCE = 100
 """Of how many attempts that is asked at a time."""
 NOTED: tuple[Kind, ...] = ("invalid", "not_found", "too_large", "forbidden")
@@ -120,7 +127,9 @@ class Endpoint:
             raise ConfigError(f"The model that is trained is called '{model}' here; call the external one otherwise.")
         places = Gate(self.config.max_running, self.config.max_waiting)
         self.elsewhere = Elsewhere(self.config.external, places, self._meter, self._notary, self.config.timeout_s)
+        self._threads = ThreadPoolExecutor(RENDERING, thread_name_prefix="etude-rendering")
         self._sittings: dict[Key, Sitting] = {}
+        self._process, self._calls = secrets.token_hex(4), count(1)
         self._ignored: set[str] = set()  # names that were logged
         self._tending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -207,8 +216,7 @@ class Endpoint:
         sampling, ignored = self._policy.params(asked, sitting.use)
         prompt = await self._prompt(sitting, asked)
         self._log_ignored(ignored)
-        sitting.calls += 1
-        id = f"{dialect.prefix}{key.rollout}-{key.attempt}-{sitting.calls}"
+        id = f"{dialect.prefix}{key.rollout}-{key.attempt}-{self._process}-{next(self._calls)}"
         anchor = named_state(state) if state else prompt.hash
         call = Call(id, dialect, asked, sitting, prompt, sampling, ignored, tuple(tags), began, anchor)
         if self._context is not None and len(call.shown) >= self._context:
@@ -227,7 +235,7 @@ class Endpoint:
         sitting = await self._sitting(key)
         async with aside.turn(key, size):
             asked = _joined(await aside.run(size, self._parsed, dialect, body, sitting), sitting)
-            await self._refuse_what_no_context_holds(key, asked, await aside.run(size, asked.characters))
+            await self._refuse_what_no_context_holds(key, asked, await aside.run(size, _weighed, asked))
         return asked, sitting
 
     async def foreign(self, path: str, key: Key, body: Body, tags: Sequence[str], began: float) -> Foreign | None:
@@ -263,12 +271,12 @@ class Endpoint:
     async def _refuse_what_no_context_holds(self, key: Key, asked: Asked, size: int) -> None:
         """Refuse a prompt that is too long for any context, before it is tokenised. size: its characters."""
         context = self._context
-        if context is not None and (size > FARTHEST * context or len(asked.messages) > context):
+        if context is not None and (size > FARTHEST * context or FEWEST * len(asked.messages) > context):
             self._meter.counts["context_length"] += 1
             await self.desk.note(key, "context_length_exceeded", {"characters": size, "context": context})
             raise Refusal(
-                f"prompt is too long: {size} characters in {len(asked.messages)} messages; this model's maximum context"
-                f" length is {context} tokens. Shorten the messages.",
+                f"prompt is too long: about {size} characters in {len(asked.messages)} messages; this model's maximum "
+                f"context length is {context} tokens. Shorten the messages.",
                 "context",
                 param="messages",
                 code="context_length_exceeded",
@@ -290,7 +298,7 @@ class Endpoint:
         found = self._sittings.get(key)
         if found is None:
             use, draw = await self._use(key)
-            found = self._sittings.setdefault(key, Sitting(key, use, self.chat, draw))
+            found = self._sittings.setdefault(key, Sitting(key, use, self.chat, draw, self._threads))
         found.spoke = time.monotonic()
         return found
 
@@ -376,6 +384,10 @@ def no_model(name: str, models: Sequence[str]) -> Refusal:
     known = "', '".join(models)
     told = f"There is no model '{name}' here; there is '{known}'."
     return Refusal(told, "not_found", param="model", code="model_not_found")
+
+
+def _weighed(asked: Asked) -> int:
+    return asked.characters
 
 
 def _joined(asked: Asked, sitting: Sitting) -> Asked:

@@ -159,7 +159,7 @@ class Fields:
         """Apply the rules to the fields that are left."""
         for name, value in self._body.items():
             path = f"{self._where}{name}"
-            rule = self._notes.table.get(path, UNKNOWN)
+            rule = self._notes.table.get(path, UNKNOWN) if "." not in name else UNKNOWN  # the table's dots are objects
             assert rule.treatment not in ("obeyed", "sampling"), f"the dialect does not read {path}"
             if value in rule.neutral:
                 continue

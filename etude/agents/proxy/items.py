@@ -17,7 +17,7 @@ from etude.records import Message
 
 __all__ = ["CALL", "DROPPED", "NAMES", "messages"]
 
-RESPONSE = re.compile(r"resp_[0-9]+-[0-9]+-[0-9]+")
+RESPONSE = re.compile(r"resp_[0-9]+-[0-9]+-[0-9a-f]+-[0-9]+")
 """The answer's name, in the id of each of its items."""
 NAMES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
 """The beginning of an item's id, by its type."""
@@ -37,7 +37,8 @@ def messages(given: Any, notes: Notes, terms: Terms) -> list[Message]:
     answer: dict[str, Any] | None = None
     for n, form in enumerate(given):
         where = f"input[{n}]"
-        form = _resolved(form, where, terms)
+        named = _named(form, where, terms)
+        form = named or form
         fields = Fields(form, where)
         kind = fields.text("type", "message")
         if kind in DROPPED:
@@ -48,22 +49,34 @@ def messages(given: Any, notes: Notes, terms: Terms) -> list[Message]:
             of = RESPONSE.search(fields.text("id", ""))
             name = of[0] if of else ""
             if answer is not None and (answer["of"] != name if name else _starts_another(kind, answer)):
-                found.append(message_of(answer))
+                found += _closed(answer)
                 answer = None
-            answer = answer or {"role": "assistant", "content": "", "reasoning": "", "tool_calls": [], "of": name}
-            _say(answer, kind, fields, where)
+            answer = answer or {
+                "role": "assistant",
+                "content": "",
+                "reasoning": "",
+                "tool_calls": [],
+                "of": name,
+                "spoken": False,
+            }
+            _say(answer, kind, fields, where, whole=named is not None)
             continue
         if answer is not None:
-            found.append(message_of(answer))
+            found += _closed(answer)
             answer = None
         found.append(_other(kind, role, form, fields, where))
-    return [*found, message_of(answer)] if answer is not None else found
+    return [*found, *_closed(answer)] if answer is not None else found
 
 
-def _resolved(form: Any, where: str, terms: Terms) -> Any:
-    """The item that a reference names; any other as it is."""
+def _closed(answer: dict[str, Any]) -> list[Message]:
+    """The message of an answer; none where it is thinking alone of which nothing can be read."""
+    return [message_of(answer)] if answer["spoken"] or answer["reasoning"] else []
+
+
+def _named(form: Any, where: str, terms: Terms) -> dict[str, Any] | None:
+    """The item that a reference names; None where the form is no reference."""
     if not isinstance(form, dict) or form.get("type") != "item_reference":
-        return form
+        return None
     id = Fields(form, where).text("id")
     of = RESPONSE.search(id)
     answer = terms.answer(of[0]) if of else None
@@ -80,7 +93,8 @@ def _resolved(form: Any, where: str, terms: Terms) -> Any:
 
 
 def _item(answer: Message, id: str) -> dict[str, Any] | None:
-    """The item of an answer that has this id."""
+    """The item of an answer that has this id. A streamed answer may have several with text, around its calls: each of
+    them stands for all of its text here."""
     if id.startswith(NAMES["message"]):
         return {"type": "message", "role": "assistant", "content": answer.content}
     if id.startswith(NAMES["reasoning"]):
@@ -100,16 +114,20 @@ def _starts_another(kind: str, answer: Body) -> bool:
     return kind == "message" and bool(answer["content"] or answer["tool_calls"])
 
 
-def _say(answer: dict[str, Any], kind: str, fields: Fields, where: str) -> None:
-    """Add an item to what the model said."""
+def _say(answer: dict[str, Any], kind: str, fields: Fields, where: str, *, whole: bool) -> None:
+    """Add an item to what the model said. whole: its text is all that the answer has of this kind."""
+    answer["spoken"] |= kind != "reasoning"
     if kind == "function_call":
         function = {"name": fields.text("name"), "arguments": fields.text("arguments", "{}")}
         answer["tool_calls"].append({"id": fields.text("call_id"), "function": function})
-    elif kind == "reasoning":
-        for n, part in enumerate(fields.many("content")):
-            answer["reasoning"] += Fields(part, f"{where}.content[{n}]").text("text")
+        return
+    if kind == "reasoning":
+        parts = enumerate(fields.many("content"))
+        text = "".join(Fields(part, f"{where}.content[{n}]").text("text") for n, part in parts)
     else:
-        answer["content"] += openai.text_of(fields.any("content"), f"{where}.content")
+        text = openai.text_of(fields.any("content"), f"{where}.content")
+    key = "reasoning" if kind == "reasoning" else "content"
+    answer[key] = text if whole else answer[key] + text
 
 
 def _other(kind: str, role: str, form: Any, fields: Fields, where: str) -> Message:

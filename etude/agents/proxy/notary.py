@@ -47,11 +47,6 @@ class Call:
     def __post_init__(self) -> None:
         self.shown = self.prompt.shown
 
-    @property
-    def observed(self) -> int | None:
-        """How many tokens at the end of what is shown came after the model's last answer; None where the ids tell."""
-        return self.prompt.observed and self.prompt.observed + len(self.prompt.opened)
-
     def reply(self, tokenizer: Tokenizer) -> Reply:
         """What its answers have in common."""
         return Reply(self.id, self.asked, len(self.shown), tokenizer)
@@ -86,7 +81,16 @@ class Notary:
 
     async def turn(self, call: Call, completion: Completion) -> int:
         """Write a turn; its index. Returns once it is acknowledged."""
-        turn = Turn(call.shown, completion, 0, self._model, call.tags, anchor=call.anchor, observed=call.observed)
+        turn = Turn(
+            call.shown,
+            completion,
+            0,
+            self._model,
+            call.tags,
+            anchor=call.anchor,
+            observed=call.prompt.observed,
+            opened=len(call.prompt.opened),
+        )
         index = await self._written(call, self._desk.turn(call.sitting.key, turn))
         counts = self._meter.counts
         counts["turns"] += 1

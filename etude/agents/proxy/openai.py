@@ -161,10 +161,7 @@ def choice_of(fields: Fields, tools: Sequence[Body], notes: Notes) -> tuple[Lite
     names = [tool["function"]["name"] for tool in tools]
     form = choice if isinstance(choice, dict) else {}
     if form.get("type") == "allowed_tools":
-        why = "allows some of the 'tools' alone, and nothing holds this model to them. Send no others."
-        notes.drop("tool_choice.allowed_tools", fields.refuse("tool_choice", why))
-        allowed = Fields(form.get("allowed_tools", form), "tool_choice")
-        choice = allowed.text("mode", "auto")
+        choice, names = _allowed(form, names, notes)
     if choice in (None, "auto", "none"):
         return choice or "auto", ""
     if choice == "required" and names:
@@ -174,6 +171,22 @@ def choice_of(fields: Fields, tools: Sequence[Body], notes: Notes) -> tuple[Lite
     if name not in names or not isinstance(name, str):
         raise fields.refuse("tool_choice", "must be 'auto', 'none', 'required', or name one of the 'tools'.")
     return "required", name
+
+
+def _allowed(form: Body, names: Sequence[str], notes: Notes) -> tuple[str, list[str]]:
+    """The mode of a choice that allows some of the tools, and the names of those. A single one that has to be called
+    is as good as named; nothing else holds the model to some of its tools."""
+    fields = Fields(form.get("allowed_tools", form), "tool_choice")
+    mode, allowed = fields.text("mode", "auto"), set[str]()
+    for n, each in enumerate(fields.many("tools")):
+        tool = Fields(each, f"tool_choice.tools[{n}]")
+        inner = tool.any("function")
+        allowed.add((tool if inner is None else Fields(inner, f"tool_choice.tools[{n}].function")).text("name", ""))
+    left = [name for name in names if name in allowed]
+    if len(left) < len(names) and not (mode == "required" and len(left) == 1):
+        why = "allows some of the 'tools' alone, and nothing holds this model to them. Send no others."
+        notes.drop("tool_choice.allowed_tools", fields.refuse("tools", why))
+    return mode, left
 
 
 def logprobs(completion: Completion, tokenizer: Tokenizer) -> list[Body]:

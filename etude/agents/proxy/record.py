@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
-from etude.agents.proxy.asked import Asked
+from etude.agents.proxy.asked import Asked, characters_of
 from etude.agents.proxy.opening import NOTHING, opening
+from etude.agents.proxy.recent import Recent
 from etude.chat import Chat
 from etude.chat.tokenizer import Ids
 from etude.records import Completion, Message
@@ -26,10 +29,17 @@ from etude.store.desk import Key, Use
 
 __all__ = ["Prompt", "Sitting", "named_state"]
 
-LONG = 20_000
-"""Characters of a conversation, from which on it is rendered on a thread."""
+T = TypeVar("T")
+
+LONG = 2_000
+"""Characters that a conversation weighs, from which on it is rendered on a thread."""
 KEPT, KEPT_CHARACTERS = 1024, 2**25
-"""The most answers of one attempt, and the most characters of their conversations, that are kept to be named again."""
+"""The most answers of one attempt, and the most characters of their conversations, that are kept to be named again; and
+the most texts that were continued, with their ids."""
+KNOWN = 4096
+"""The most answers of one attempt that a prompt is found to go on from by its ids alone."""
+COUNTED = 2**16
+"""The most prompts of one attempt of which is counted how often they were asked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +56,7 @@ class Prompt:
     """Of a call that continues: how many of its tokens stand between the first and the last that would be others, had
     the conversation been rendered anew."""
     observed: int | None = None
-    """How many tokens at its end were shown after the model's last answer; None where the ids tell it."""
+    """How many of the ids, at their end, were shown after the model's last answer; None where the ids tell it."""
 
     @property
     def shown(self) -> Ids:
@@ -57,12 +67,11 @@ class Prompt:
 class Sitting:
     """One attempt at the endpoint. Used on one event loop; any number of its calls may be under way."""
 
-    def __init__(self, key: Key, use: Use, chat: Chat, draw: int = 0) -> None:
+    def __init__(self, key: Key, use: Use, chat: Chat, draw: int = 0, threads: Executor | None = None) -> None:
+        """threads: where long conversations are rendered; by default on those of the event loop."""
         self.key, self.use = key, use
         self.draw = draw
         """Which draw of its rollout the attempt is: what its seeds are made of."""
-        self.calls = 0
-        """How many there were."""
         self.under_way: set[asyncio.Task[None]] = set()
         self.refused: set[str] = set()
         """Why calls were refused, as far as that is noted."""
@@ -71,55 +80,61 @@ class Sitting:
         self._chat = chat
         self._conversation = chat.conversation()
         self._lock = asyncio.Lock()
-        self._served: dict[int, set[bytes]] = {}  # digests of prompt and answer, by their length
-        self._texts: dict[str, Ids] = {}  # of calls without messages: what was asked and answered, and its ids
-        self._asked: Counter[int] = Counter()
-        self._answers: dict[str, tuple[Message, ...]] = {}  # the oldest first
-        self._kept = 0  # characters of these
+        self._threads = threads
+        self._served: Recent[bytes, int] = Recent(KNOWN)  # digests of prompt and answer, and their length
+        self._texts: Recent[str, Ids] = Recent(KEPT, KEPT_CHARACTERS)  # of calls without messages, with the answer
+        self._asked: Recent[int, int] = Recent(COUNTED)
+        self._answers: Recent[str, tuple[Message, ...]] = Recent(KEPT, KEPT_CHARACTERS)
 
     async def prompt(self, asked: Asked, compare: bool) -> Prompt:
         """What the model is shown. compare: count what a conversation that is rendered anew would have changed."""
         async with self._lock:
-            if asked.characters() < LONG:
-                return self._shown(asked, compare)
-            return await asyncio.to_thread(self._shown, asked, compare)
+            return await self._done(asked.characters, partial(self._shown, asked, compare))
 
     def occurrence(self, prompt: Prompt) -> int:
         """How often an answer to this prompt was asked for before."""
-        self._asked[prompt.hash] += 1
-        return self._asked[prompt.hash] - 1
+        before = self._asked.get(prompt.hash) or 0
+        self._asked.put(prompt.hash, before + 1)
+        return before
 
     async def heard(
         self, asked: Asked, prompt: Prompt, completion: Completion, answer: Message, stop: str | None = None
     ) -> None:
         """Remember an answer to a prompt, so that what goes on from it continues it exactly. stop: the stop string that
         ended it."""
-        shown = prompt.shown
-        whole = np.concatenate([shown, completion.ids])
-        self._served.setdefault(len(whole), set()).add(blake2b(whole.tobytes(), digest_size=16).digest())
+        size = asked.characters + characters_of([answer])
         async with self._lock:
-            if asked.characters() < LONG:
-                self._remember(asked, prompt, completion, answer, stop or "")
-            else:
-                await asyncio.to_thread(self._remember, asked, prompt, completion, answer, stop or "")
+            await self._done(size, partial(self._remember, asked, prompt, completion, answer, stop or ""))
+
+    async def _done(self, size: int, work: Callable[[], T]) -> T:
+        """Do this, on a thread where it is on so many characters that others would wait for the event loop."""
+        if size < LONG:
+            return work()
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            return await asyncio.shield(future)
+        finally:
+            while not future.done():  # the call was cancelled; the conversation is the thread's until its work is done
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
 
     def _remember(self, asked: Asked, prompt: Prompt, completion: Completion, answer: Message, stop: str) -> None:
         shown, said = prompt.shown, completion.ids
+        whole = np.concatenate([shown, said])
+        self._served.put(blake2b(whole.tobytes(), digest_size=16).digest(), len(whole))
         if asked.prompt is None:
             begins = len(prompt.ids)
             self._conversation.served(asked.messages, asked.tools, shown, said, answer, stop, begins=begins)
             return
         decode = self._chat.tokenizer.decode
         before = asked.prompt if isinstance(asked.prompt, str) else decode(shown, special=True)
-        self._texts[before + decode(said)] = np.concatenate([shown, said])
+        text = before + decode(said)
+        self._texts.put(text, whole, len(text) + len(whole))
 
     def keep(self, id: str, messages: tuple[Message, ...]) -> None:
         """Keep a conversation up to the answer of this name, for a call that goes on from it or names it. The oldest
         are let go of where there are too many."""
-        self._answers[id] = messages
-        self._kept += _characters(messages)
-        while len(self._answers) > KEPT or (self._kept > KEPT_CHARACTERS and len(self._answers) > 1):
-            self._kept -= _characters(self._answers.pop(next(iter(self._answers))))
+        self._answers.put(id, messages, characters_of(messages))
 
     def earlier(self, id: str) -> tuple[Message, ...] | None:
         """The conversation up to that answer."""
@@ -158,7 +173,8 @@ class Sitting:
         known = max((text for text in self._texts if prompt.startswith(text)), key=len, default=None)
         if known is None:
             return self._chat.tokenizer.encode(prompt, special=True)
-        ids, rest = self._texts[known], prompt[len(known) :]
+        ids, rest = self._texts.get(known), prompt[len(known) :]
+        assert ids is not None, "it was found there"
         ended = next((text for text, id in self._chat.tokenizer.ends.items() if id == ids[-1]), None)
         if ended is not None:  # the text that was answered is without it, and what is written by hand has it
             rest = rest.removeprefix(ended)
@@ -169,10 +185,10 @@ class Sitting:
         running, at, continued = blake2b(digest_size=16), 0, False
         shown = np.concatenate([ids, opened])
         data = shown.tobytes()
-        for length in sorted(length for length in self._served if length <= len(shown)):
+        for length in sorted({length for length in self._served.values() if length <= len(shown)}):
             running.update(data[at * shown.itemsize : length * shown.itemsize])
             at = length
-            continued = continued or running.digest() in self._served[length]
+            continued = continued or self._served.get(running.digest()) is not None
         running.update(data[at * shown.itemsize :])
         hash = int.from_bytes(running.digest()[:8], "little") >> 1
         return Prompt(ids, opened, hash, "continued" if continued else "begun")
@@ -193,7 +209,3 @@ def _apart(one: Ids, other: Ids) -> int:
     differs = np.flatnonzero(one[::-1][: length - start] != other[::-1][: length - start])
     end = int(differs[0]) if len(differs) else length - start
     return max(len(one), len(other)) - start - end
-
-
-def _characters(messages: Sequence[Message]) -> int:
-    return sum(len(each.content) + len(each.reasoning) for each in messages)

@@ -43,7 +43,7 @@ def _attempt(index: int, state: AttemptState, tried: Tried, tokenizer: Tokenizer
 
 def _turn(turn: Turn, at: float, tokenizer: Tokenizer | None) -> dict[str, Any]:
     said = turn.completion
-    names = ("index", "model", "reward", "anchor", "observed")
+    names = ("index", "model", "reward", "anchor", "observed", "opened")
     told: Mapping[str, Any] = {name: getattr(turn, name) for name in names}
     shown = {} if tokenizer is None else {"prompt": tokenizer.decode(turn.prompt, special=True)}
     tokens = {"prompt_ids": turn.prompt.tolist(), "ids": said.ids.tolist(), "versions": said.version.tolist()}

@@ -217,13 +217,13 @@ def test_items_may_be_named_alone(streamed: bool) -> None:
 
 def test_answers_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "KEPT", 3)
-    monkeypatch.setattr(record, "KEPT_CHARACTERS", 100)
+    monkeypatch.setattr(record, "KEPT_CHARACTERS", 600)
     use: Use = "train"
     sitting = record.Sitting(Key(0, 0), use, chat_of())
     for n in range(5):
         sitting.keep(str(n), (Message("assistant", str(n)),))
     assert [sitting.answer(str(n)) is not None for n in range(5)] == [False, False, True, True, True]
-    sitting.keep("long", (Message("user", "a" * 200), Message("assistant", "long")))
+    sitting.keep("long", (Message("user", "a" * 600), Message("assistant", "long")))
     assert sitting.answer("4") is None and sitting.answer("long") == Message("assistant", "long")
     sitting.keep("5", (Message("assistant", "5"),))
     assert sitting.answer("long") is None and sitting.earlier("5") == (Message("assistant", "5"),)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import openai
 import pytest
 
+from etude.data.adapt import samples
 from etude.records import SamplingParams, Turn
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.chat.conversations import WEATHER
@@ -223,6 +225,37 @@ def test_a_history_that_an_agent_rewrote_branches(world: World) -> None:
     assert first.observed == second.observed == 0, "it goes on from no answer of the model"
     told = world.endpoint.metrics()
     assert told["endpoint/turns_branched"] - before.get("endpoint/turns_branched", 0) == 1
+
+
+def test_the_beginning_of_an_answer_is_not_what_the_environment_showed() -> None:
+    """Neither a call that has to be made nor words that the agent gives."""
+    chat = chat_of("qwen3")
+
+    def says(prompt: str) -> str:
+        called = prompt.endswith('"arguments": ')
+        return ('{"city": "Bern"}}\n</tool_call>' if called else "raining.") + "<|im_end|>"
+
+    with serving(Scripted(chat.tokenizer, says), chat, train=SamplingParams(max_tokens=200)) as world:
+        claim = world.attempt()
+        messages: list[Any] = [{"role": "user", "content": "Weather?"}]
+        with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+            given: dict[str, Any] = {"model": "policy", "tools": [WEATHER]}
+            for _ in range(2):
+                call = client.chat.completions.create(**given, messages=messages, tool_choice="required").choices[0]
+                sent = call.message.model_dump(exclude_none=True)
+                result = {"role": "tool", "tool_call_id": sent["tool_calls"][0]["id"], "content": "rain"}
+                messages += [sent, result]
+            more = {"continue_final_message": True, "add_generation_prompt": False}
+            begun = {"role": "assistant", "content": "It is "}
+            client.chat.completions.create(**given, messages=[*messages, begun], extra_body=more)
+        turns = world.turns(claim.key)
+    decode = partial(chat.tokenizer.decode, special=True)
+    shown = "\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    ends = [decode(turn.prompt[len(turn.prompt) - turn.opened :]) for turn in turns]
+    assert ends == ['<tool_call>\n{"name": "weather", "arguments": '] * 2 + ["It is "]
+    (row,) = samples(turns, 0)
+    assert row.observation is not None and decode(row.ids[row.observation]) == shown * 2
+    assert [turn.observed for turn in turns] == [0, *[len(row.ids[row.observation]) // 2] * 2]
 
 
 def test_a_call_is_forced(world: World) -> None:

@@ -1,0 +1,201 @@
+"""What an attempt keeps at the endpoint, and where its conversations are rendered."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+
+from etude.agents.proxy import record
+from etude.agents.proxy.asked import Asked, characters_of
+from etude.agents.proxy.recent import Recent
+from etude.chat import remembered
+from etude.records import Completion, Message, ToolCall
+from etude.store.desk import Key
+from tests.agents.proxy.world import Scripted, World, chat_of, serving
+from tests.chat.conversations import WEATHER
+
+
+class Counted(ThreadPoolExecutor):
+    """Threads that count what they are given."""
+
+    count = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.count += 1
+        return super().submit(fn, *args, **kwargs)
+
+
+def sitting(threads: ThreadPoolExecutor | None = None) -> record.Sitting:
+    return record.Sitting(Key(0, 0), "train", chat_of(), threads=threads)
+
+
+def asked(*messages: Message, **more: Any) -> Asked:
+    return Asked(model="policy", messages=messages, **more)
+
+
+def answered(text: str = "Yes.<|im_end|>") -> Completion:
+    ids = chat_of().tokenizer.encode(text)
+    return Completion(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop", text)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    chat = chat_of()
+    with serving(Scripted(chat.tokenizer, lambda _: "Yes.<|im_end|>"), chat, context=400) as world:
+        yield world
+
+
+# -- where a conversation is rendered ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "beside"),
+    [
+        (asked(Message("user", "a")), 0),
+        (asked(*[Message("user" if n % 2 == 0 else "assistant", "") for n in range(40)]), 2),
+        (asked(Message("user", "a"), tools=(WEATHER,) * 12), 2),
+        (asked(Message("user", "a" * 3000)), 2),
+    ],
+)
+def test_what_takes_long_to_render_is_rendered_beside_the_event_loop(call: Asked, beside: int) -> None:
+    """By its messages and tools, however little they say."""
+    with Counted(1) as threads:
+        attempt = sitting(threads)
+
+        async def called() -> None:
+            prompt = await attempt.prompt(call, compare=True)
+            await attempt.heard(call, prompt, answered(), Message("assistant", "Yes."))
+
+        asyncio.run(called())
+        assert threads.count == beside
+
+
+def test_a_call_that_is_cancelled_has_its_conversation_until_the_thread_is_done_with_it() -> None:
+    """Else the attempt's next call would change it at the same time."""
+    free = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(free.wait, 10)
+        attempt, long = sitting(threads), asked(Message("user", "a" * 3000))
+
+        async def cancelled() -> None:
+            task = asyncio.create_task(attempt.prompt(long, compare=True))
+            await asyncio.sleep(0)
+            for _ in range(3):
+                task.cancel()
+                await asyncio.sleep(0.01)
+            assert not task.done()
+            free.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(cancelled())
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages/count_tokens"])
+def test_more_messages_than_a_context_can_hold_are_refused_unread(world: World, path: str) -> None:
+    claim = world.attempt()
+    body = {"model": "policy", "max_tokens": 3, "messages": [{"role": "user", "content": ""}] * 101}
+    headers = {"authorization": f"Bearer {claim.model_key}"}
+    refused = httpx2.post(f"{world.url}/{path}", headers=headers, json=body)
+    assert refused.status_code == 400 and "in 101 messages; this model's maximum context length is 400" in refused.text
+
+
+def test_a_message_weighs_all_that_it_says() -> None:
+    call = ToolCall("c", "weather", "x" * 500)
+    empty, calling = Message("assistant", ""), Message("assistant", "", tool_calls=(call,))
+    assert characters_of([empty] * 30) > 1000
+    assert characters_of([calling]) >= 500 + characters_of([empty])
+    thinking = Message("assistant", "b" * 7, reasoning="a" * 100)
+    assert asked(thinking).characters == characters_of([thinking]) == 107 + characters_of([empty])
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_answers_that_are_kept_to_be_named_are_bounded_by_the_arguments_of_their_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(record, "KEPT_CHARACTERS", 1000)
+    attempt, call = sitting(), ToolCall("c", "weather", "x" * 600)
+    for name in ("first", "second"):
+        attempt.keep(name, (Message("assistant", "", tool_calls=(call,)),))
+    assert attempt.answer("first") is None and attempt.answer("second") is not None
+
+
+def test_an_attempt_keeps_the_newest_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, value in ((record, "KEPT", 3), (record, "KNOWN", 3), (record, "COUNTED", 3)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(remembered, "KEPT", 3)
+    attempt, calls = sitting(), [asked(Message("user", str(n))) for n in range(5)]
+    texts = [Asked(model="policy", prompt=f"{n}: ") for n in range(5)]
+
+    async def played() -> list[str]:
+        for n, call in enumerate((*calls, *texts)):
+            prompt = await attempt.prompt(call, compare=True)
+            assert attempt.occurrence(prompt) == 0
+            await attempt.heard(call, prompt, answered(f"{n}!<|im_end|>"), Message("assistant", f"{n}!"))
+        goes_on = [(*calls[n].messages, Message("assistant", f"{n}!"), Message("user", "So?")) for n in range(5)]
+        return [(await attempt.prompt(asked(*messages), compare=False)).how for messages in goes_on]
+
+    assert asyncio.run(played()) == ["begun"] * 2 + ["branched"] * 3, "the texts came last: only their ids are known"
+    kept = (attempt._served, attempt._texts, attempt._asked, attempt._conversation._served)
+    assert [len(each) for each in kept] == [3, 3, 3, 3]
+
+
+def test_a_conversation_is_bounded_by_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "KEPT_IDS", 100)
+    chat = chat_of()
+    conversation, said = chat.conversation(), answered()
+    for n in range(6):
+        messages = [Message("user", f"{n} " + "b" * (200 if n == 5 else 10))]
+        conversation.served(messages, [], conversation.render(messages), said.ids, Message("assistant", "Yes."))
+        assert len(conversation._served) == 1 or conversation._served._ids <= 100
+    assert len(conversation._served) == 1, "the newest is kept, however long it is"
+
+
+def test_a_look_up_compares_with_the_answers_to_the_same_messages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(remembered, "same", lambda one, other: compared.append(one) or one == other)
+    chat, conversation, said = chat_of(), chat_of().conversation(), answered()
+    for n in range(200):
+        messages = [Message("user", str(n))]
+        conversation.served(messages, [], chat.render(messages), said.ids, Message("assistant", f"{n}!"))
+    compared.clear()
+    more = [Message("user", "150"), Message("assistant", "150!"), Message("user", "So?")]
+    assert conversation.render(more).tolist()[: len(said.ids)] and len(compared) < 10
+
+
+def test_recent_entries() -> None:
+    recent: Recent[str, int] = Recent(3, 10)
+    for name, weight in (("a", 1), ("b", 1), ("a", 9)):
+        recent.put(name, weight, weight)
+    assert list(recent) == ["b", "a"] and recent.values() == [1, 9]
+    recent.put("c", 3, 3)
+    assert list(recent) == ["c"] and recent.get("a") is None
+    recent.put("d", 50, 50)
+    assert list(recent) == ["d"], "the newest is kept, whatever it weighs"
+
+
+def test_the_name_of_an_answer_is_never_given_again(world: World) -> None:
+    """Also not once an attempt was forgotten: else a client would go on from another's conversation."""
+    claim = world.attempt()
+    with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
+        first = client.responses.create(model="policy", input="a")
+        world.loop.call_soon_threadsafe(world.endpoint.forget, claim.key)
+        second = client.responses.create(model="policy", input="b")
+        assert first.id != second.id
+        with pytest.raises(openai.NotFoundError, match="no answer"):
+            client.responses.create(model="policy", input="c", previous_response_id=first.id)
+    with serving(Scripted(chat_of().tokenizer, lambda _: "No.<|im_end|>"), chat_of()) as other:
+        claim = other.attempt()
+        with openai.OpenAI(base_url=other.url, api_key=claim.model_key) as client:
+            names = {client.responses.create(model="policy", input="a").id for _ in range(3)}
+    assert len(names) == 3 and not names & {first.id, second.id}, "nor by a process that comes after"

@@ -1,0 +1,124 @@
+"""Requests as each dialect reads them, where a client's form has more in it than one meaning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from etude.agents.proxy.anthropic import Anthropic
+from etude.agents.proxy.asked import Asked, Dialect, Refusal, Terms
+from etude.agents.proxy.chat_completions import ChatCompletions
+from etude.agents.proxy.responses import Responses
+from etude.records import Message, ToolCall
+
+USER = {"role": "user", "content": "Weather?"}
+CHAT: dict[str, Any] = {"model": "policy", "messages": [USER]}
+CLAUDE: dict[str, Any] = {**CHAT, "max_tokens": 9}
+RESPONSE: dict[str, Any] = {"model": "policy", "input": [USER]}
+NAME = "resp_0-0-0a1b2c3d-7"
+SAID = Message(
+    "assistant",
+    "First.\nThen more.",
+    reasoning="I look. I look again.",
+    tool_calls=(ToolCall("c0", "weather", '{"city": "Bern"}'), ToolCall("c1", "weather", '{"city": "Rome"}')),
+)
+
+
+def read(dialect: Dialect, body: dict[str, Any], *, strict: bool = False) -> Asked:
+    return dialect.parse(body, Terms(strict, {NAME: SAID}.get))
+
+
+# -- a field's name that has a dot in it ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "name"),
+    [
+        (ChatCompletions(), CHAT, "stream_options.include_usage"),
+        (Responses(), RESPONSE, "reasoning.effort"),
+        (Responses(), RESPONSE, "text.format"),
+        (Anthropic(), CLAUDE, "tool_choice.disable_parallel_tool_use"),
+    ],
+)
+def test_a_name_with_a_dot_is_no_field_within_another(dialect: Dialect, body: dict[str, Any], name: str) -> None:
+    assert read(dialect, {**body, name: False}).ignored == (name,)
+    with pytest.raises(Refusal, match=rf"'{name}' is not supported by this endpoint"):
+        read(dialect, {**body, name: False}, strict=True)
+
+
+# -- items that are named alone ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ended", [USER, {"type": "function_call_output", "call_id": "c0", "output": "rain"}])
+def test_an_answer_whose_items_are_named_is_read_once(ended: dict[str, Any]) -> None:
+    """A streamed answer has an item with text before each call, and one after the last."""
+    ids = [f"rs_{NAME}_0", f"msg_{NAME}_1", f"fc_{NAME}_call0", f"rs_{NAME}_3", f"msg_{NAME}_4", f"fc_{NAME}_call1"]
+    names = [{"type": "item_reference", "id": id} for id in ids]
+    asked = read(Responses(), {**RESPONSE, "input": [USER, *names, ended]})
+    assert asked.messages[1] == SAID and len(asked.messages) == 3
+
+
+def test_items_that_are_sent_are_read_in_their_order() -> None:
+    texts = [{"type": "message", "role": "assistant", "id": f"msg_{NAME}_{n}", "content": f"{n}."} for n in range(3)]
+    asked = read(Responses(), {**RESPONSE, "input": [USER, *texts, USER]})
+    assert asked.messages[1] == Message("assistant", "0.1.2.")
+
+
+def test_thinking_that_cannot_be_read_is_no_message_alone() -> None:
+    thought = {"type": "reasoning", "id": "rs_other", "summary": [], "encrypted_content": "x"}
+    asked = read(Responses(), {**RESPONSE, "input": [USER, thought, USER]})
+    assert [message.role for message in asked.messages] == ["user", "user"]
+    silent = {"type": "message", "role": "assistant", "content": ""}
+    assert len(read(Responses(), {**RESPONSE, "input": [USER, thought, silent, USER]}).messages) == 3
+
+
+# -- a choice among some of the tools ---------------------------------------------------------------------------------
+
+
+def tools(*names: str) -> list[dict[str, Any]]:
+    return [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in names]
+
+
+def among(mode: str, *names: str) -> dict[str, Any]:
+    """The same choice as each dialect has it: what it chooses, and whether it is said to be ignored."""
+    given = {"tools": tools("a", "b", "c")}
+    flat = {"mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
+    nested = {"mode": mode, "tools": [{"type": "function", "function": {"name": name}} for name in names]}
+    one = read(Responses(), {**RESPONSE, **given, "tool_choice": {"type": "allowed_tools", **flat}})
+    forms = [{"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in given["tools"]]
+    choice = {"type": "allowed_tools", "allowed_tools": nested}
+    other = read(ChatCompletions(), {**CHAT, "tools": forms, "tool_choice": choice})
+    assert (one.choice, one.named, one.ignored) == (other.choice, other.named, other.ignored)
+    return {"choice": one.choice, "named": one.named, "ignored": bool(one.ignored)}
+
+
+def test_a_call_among_some_of_the_tools() -> None:
+    assert among("required", "b") == {"choice": "required", "named": "b", "ignored": False}
+    assert among("required", "b", "elsewhere") == {"choice": "required", "named": "b", "ignored": False}
+    assert among("required", "a", "b") == {"choice": "required", "named": "", "ignored": True}
+    assert among("required", "a", "b", "c") == {"choice": "required", "named": "", "ignored": False}
+    assert among("auto", "b") == {"choice": "auto", "named": "", "ignored": True}
+    assert among("auto", "a", "b", "c") == {"choice": "auto", "named": "", "ignored": False}
+    with pytest.raises(Refusal, match="tool_choice"):
+        among("required", "elsewhere")
+
+
+# -- messages of which nothing is left --------------------------------------------------------------------------------
+
+SEARCH = {"type": "server_tool_use", "id": "s", "name": "web", "input": {}}
+FOREIGN = {"type": "thinking", "thinking": "x", "signature": "of another"}
+
+
+@pytest.mark.parametrize("block", [SEARCH, FOREIGN])
+def test_an_assistants_message_of_which_nothing_is_read_is_left_out(block: dict[str, Any]) -> None:
+    said = {"role": "assistant", "content": [block]}
+    assert [m.role for m in read(Anthropic(), {**CLAUDE, "messages": [USER, said, USER]}).messages] == ["user", "user"]
+    last = read(Anthropic(), {**CLAUDE, "messages": [USER, said]})
+    assert len(last.messages) == 1 and last.begun is None
+    with pytest.raises(Refusal, match="has nothing that is answered"):
+        read(Anthropic(), {**CLAUDE, "messages": [said]})
+    beside = {"role": "assistant", "content": [block, {"type": "text", "text": "It is."}]}
+    assert len(read(Anthropic(), {**CLAUDE, "messages": [USER, beside, USER]}).messages) == 3
+    silent = {"role": "assistant", "content": [{"type": "text", "text": ""}]}
+    assert len(read(Anthropic(), {**CLAUDE, "messages": [USER, silent, USER]}).messages) == 3, "it said nothing"
