@@ -384,7 +384,9 @@ def test_a_task_without_tests_is_refused(truth: Any, told: str) -> None:
 
 
 def test_what_cannot_be_had_together_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gives an answer 40 seconds .* Raise `judging\.timeout` above it"):
+    with pytest.raises(
+        ConfigError, match=r"may take 40 seconds .*`reward\.total`.* is 30\. Set `judging\.timeout` above 40"
+    ):
         Judge(Program(total=40.0))
     with pytest.raises(ConfigError, match=r"`judging\.workers=2` judges in processes.*`reward\.at_once`"):
         Judge(Program(), Judging(workers=2))
