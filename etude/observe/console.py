@@ -20,13 +20,13 @@ from rich.console import Console, OverflowMethod
 from rich.progress import (
     BarColumn,
     Progress,
-    ProgressBar,
     ProgressColumn,
     Task,
     TaskID,
     TaskProgressColumn,
     TimeRemainingColumn,
 )
+from rich.progress_bar import ProgressBar
 from rich.table import Column
 from rich.text import Text
 
