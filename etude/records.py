@@ -41,12 +41,13 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 def level(low: Any, high: Any, precision: float = sys.float_info.epsilon) -> Any:
     """Whether rewards between these two, the least and the largest of a group, are all one reward, but for the rounding
-    of sums that were added up in another order. Numbers, or arrays or tensors of them, entry by entry.
+    of sums that were added up in another order: of parts that are no larger than they are, or than 1 where parts cancel
+    each other. Numbers, or arrays or tensors of them, entry by entry.
 
     The one rule by which a group of two or more teaches nothing: its advantages are 0, and it is replaced where
     `collect.refill` has groups replaced.
     """
-    return high - low <= 4 * precision * (abs(high) + abs(low))
+    return high - low <= 4 * precision * (1 + abs(high) + abs(low))
 
 
 def _frozen(values: ArrayLike, dtype: type[np.generic], name: str, dimensions: int = 1) -> NDArray[Any]:

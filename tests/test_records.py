@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 
 import numpy as np
 import pytest
 
-from etude.records import Completion, Rollout, Sample, SamplingParams, Turn
+from etude.records import Completion, Rollout, Sample, SamplingParams, Turn, level
 
 
 def test_lists_become_typed_read_only_arrays() -> None:
@@ -104,3 +105,10 @@ def test_impossible_sampling_is_refused(asked: dict[str, float], sentence: str) 
 def test_an_end_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="one of stop, length, abort; 'banana' was given"):
         Completion(ids=[1], logp=[-1.0], version=[0], finish="banana")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("parts", [(1.0, -0.3, -0.7), (1.0, 0.1, -1.1, 0.2), (0.1, 0.2, -0.3)])
+def test_sums_of_the_same_parts_are_one_reward_in_whatever_order(parts: tuple[float, ...]) -> None:
+    sums = [sum(some) for some in itertools.permutations(parts)]
+    assert min(sums) < max(sums) and level(min(sums), max(sums))
+    assert not level(0.0, 1e-12) and not level(1.0, 1.0 + 1e-12)

@@ -13,10 +13,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import ClassVar, Protocol, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.cells import cell_len
+from rich.console import Console, OverflowMethod
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TaskProgressColumn,
+    TimeRemainingColumn,
+)
+from rich.progress_bar import ProgressBar
+from rich.table import Column
 from rich.text import Text
 
 from etude.observe.config import ConsoleStyle
@@ -25,6 +36,10 @@ from etude.observe.sinks import RunInfo
 __all__ = ["Bar", "ConsoleSink", "format_number", "format_seconds", "make_console", "progress"]
 
 _DAY = 24 * 3600.0
+NARROW, WIDE = 10, 40
+"""Cells of a bar, at least and at most: it gives way to the words before it."""
+BESIDE = 20
+"""Cells for what stands behind a bar: `100% 0:00:12 left`, and the spaces."""
 OFTEN, SELDOM = 5.0, 30.0
 """Seconds between two lines that say how far something is, alone and inside a step, which ends with a line anyway."""
 
@@ -86,7 +101,7 @@ class ConsoleSink:
         self._steps = run.steps
         _say(self._console, Text(f"{run.name}: metrics are written to {run.directory}"))
         if self._console.is_interactive and run.steps is not None:
-            self._bar = _LiveBar(self._console, run.name, run.steps, transient=True)
+            self._bar = _LiveBar(self._console, run.name, run.steps)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print the line of one step."""
@@ -132,12 +147,16 @@ def progress(
 ) -> Iterator[Bar]:
     """Show that something long is under way: a live bar on a terminal, elsewhere a line every few seconds.
 
-    Without a `total` the bar only says that work goes on. Elsewhere than on a terminal, work of under two seconds
-    leaves no line at all.
+    Without a `total` the bar only says that work goes on. Of a bar nothing is left when it ends. Elsewhere than on a
+    terminal, work of under two seconds leaves no line at all.
     """
     console = make_console() if console is None else console
     if console.is_interactive:
-        live = _LiveBar(console, description, total, transient=False)
+        if (above := _LiveBar.on(console)) is not None:
+            with above.part(description, total) as part:
+                yield part
+            return
+        live = _LiveBar(console, description, total)
         try:
             yield live
         finally:
@@ -149,24 +168,32 @@ def progress(
 
 
 class _LiveBar:
-    """A bar that redraws itself on a terminal, with the time that is left."""
+    """A bar that redraws itself on a terminal, with the time that is left, and goes away when it ends."""
 
-    def __init__(self, console: Console, description: str, total: float | None, transient: bool) -> None:
+    _all: ClassVar[list[_LiveBar]] = []
+    """Those that are shown: of two on one terminal, each would draw over the other."""
+
+    def __init__(self, console: Console, description: str, total: float | None) -> None:
         self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
+            _Words(console),
+            _Bar(console, self._widest),
             TaskProgressColumn(),
-            TimeRemainingColumn(),
-            TextColumn("left"),
+            _Left(table_column=Column(no_wrap=True)),
             console=console,
-            transient=transient,
+            transient=True,
             refresh_per_second=4,
             # Steps may take minutes: with rich's half a minute of memory there would never be an estimate.
             speed_estimate_period=_DAY,
         )
-        self._task = self._progress.add_task(_encodable(console, description), total=total)
+        self._task = self._progress.add_task(_shown(console, description), total=total)
         self._begun = False
         self._progress.start()
+        self._all.append(self)
+
+    @classmethod
+    def on(cls, console: Console) -> _LiveBar | None:
+        """The bar that is shown where this console writes, by this console or another."""
+        return next((each for each in cls._all if each._progress.console.file is console.file), None)
 
     def advance(self, amount: float = 1.0) -> None:
         self._progress.advance(self._task, amount)
@@ -181,20 +208,57 @@ class _LiveBar:
 
     def describe(self, description: str) -> None:
         """Call the bar something else."""
-        self._progress.update(self._task, description=_encodable(self._progress.console, description))
+        self._progress.update(self._task, description=_shown(self._progress.console, description))
 
     @contextmanager
     def part(self, description: str, total: float | None) -> Iterator[Bar]:
         """A bar of its own below this one, while it lasts."""
         shown = self._progress
-        task = shown.add_task(_encodable(shown.console, description), total=total)
+        task = shown.add_task(_shown(shown.console, description), total=total)
         try:
             yield _Part(shown, task)
         finally:
             shown.remove_task(task)
 
     def stop(self) -> None:
+        if self in self._all:
+            self._all.remove(self)
         self._progress.stop()
+
+    def _widest(self) -> int:
+        """Cells of the longest description."""
+        return max((cell_len(task.description) for task in self._progress.tasks), default=0)
+
+
+class _Words(ProgressColumn):
+    """What a bar shows the progress of: in one line, and cut where the width ends."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._cut: OverflowMethod = "ellipsis" if _encodable(console, "…") == "…" else "crop"
+
+    def render(self, task: Task) -> Text:
+        return Text(task.description, no_wrap=True, overflow=self._cut)
+
+
+class _Bar(BarColumn):
+    """A bar that is as wide as the words before it leave."""
+
+    def __init__(self, console: Console, words: Callable[[], int]) -> None:
+        super().__init__(table_column=Column(no_wrap=True))
+        self._console, self._words = console, words
+
+    def render(self, task: Task) -> ProgressBar:
+        self.bar_width = max(NARROW, min(WIDE, self._console.width - BESIDE - self._words()))
+        return super().render(task)
+
+
+class _Left(TimeRemainingColumn):
+    """`0:00:12 left`, where an end is known."""
+
+    def render(self, task: Task) -> Text:
+        time = super().render(task)
+        return time.append(" left") if time else time
 
 
 class _Part:
@@ -274,9 +338,14 @@ def _step_line(
 
 
 def _say(console: Console, line: Text) -> None:
-    """Print one line as it is, neither wrapped nor cut."""
+    """Print one line as it is: on a terminal it may go on in the next, between words; elsewhere it is never cut."""
     line.plain = _encodable(console, line.plain)
-    console.print(line, soft_wrap=True)
+    console.print(line, soft_wrap=not console.is_interactive)
+
+
+def _shown(console: Console, description: str) -> str:
+    """A description in one line, as the console can carry it."""
+    return _encodable(console, " ".join(description.split()))
 
 
 def _encodable(console: Console, text: str) -> str:

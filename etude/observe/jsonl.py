@@ -104,7 +104,10 @@ def step_line(text: str) -> dict[str, Any] | None:
 
 
 def _is_value(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and math.isfinite(value))
+    try:
+        return value is None or (isinstance(value, int | float) and math.isfinite(value))
+    except OverflowError:  # a whole number beyond all that a float holds
+        return False
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

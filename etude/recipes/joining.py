@@ -219,13 +219,14 @@ class FarDesk(RemoteDesk):
 def _portions(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
     """Rollouts in as many requests as they take. They are named, so that it does no harm where only some arrive."""
     portions: list[list[Wanted]] = [[]]
-    size = values = 0
+    around = 2  # the object and the list in which they stand
+    size, values = 0, around
     for one in wanted:
         text = wire.to_json(wire.wanted_document(one))
         added, more = len(text) + 1, 1 + sum(map(text.count, (b",", b"[", b"{")))
         if portions[-1] and (size + added > MOST_BYTES or values + more > VALUES):
             portions.append([])
-            size = values = 0
+            size, values = 0, around
         portions[-1].append(one)
         size, values = size + added, values + more
     return portions

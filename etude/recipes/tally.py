@@ -79,7 +79,6 @@ class Notices:
         anything to earn."""
         self._log = get_log("recipes")
         self._failures = self._spoken_of = self._level = 0
-        self._seen = False
         self._hint, self._unlike, self._pays = one_by_one, False, pays
 
     def of(self, step: int, tally: Tally, earned: Collection[float], *, level: bool) -> None:
@@ -127,9 +126,8 @@ class Notices:
 
     def _of_rewards(self, step: int, earned: Collection[float], *, level: bool) -> None:
         self._level = self._level + 1 if level else 0
-        if self._pays and not self._seen and not level:
+        if self._pays and step == 1 and not level:  # the first model's; a resumed run begins with another
             self._of_a_base_that_fails(step, earned)
-        self._seen = True
         if not self._pays or self._level.bit_count() != 1:  # 1, 2, 4, 8 … steps in a row
             return
         low, high = min(earned), max(earned)

@@ -13,6 +13,7 @@ Which protections hold on this machine, `etude.rewards.probe` tries out.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -66,7 +67,7 @@ class Limits:
     """What a program may use."""
 
     cpu: int = 5
-    """Seconds of a processor, for each process and each run."""
+    """Seconds of a processor, for each process and each test."""
     memory_mb: int = 1024
     """Megabytes of address space, for each process."""
     disk_mb: int = 64
@@ -155,23 +156,26 @@ class Box:
         """Run the program as a script, and have what it printed compared there with what is wanted."""
         if not (await self._run(text, seconds)).well:
             return False
-        answer = await self._asked({"do": "compare", "seconds": COMPARING}, COMPARING, wanted)
+        request = {"do": "compare", "seconds": COMPARING, "cpu": self._limits.cpu}
+        answer = await self._asked(request, COMPARING, wanted)
         return str(answer["found"]) == PASSED
 
     async def examine(self, tests: Mapping[str, Any], count: int, seconds: float) -> Found:
         """Have the program's functions put to so many tests (`etude.rewards.inside.examiner`).
 
-        The tests leave this process only when the program is loaded in one of its own.
+        The tests leave this process only when the program is loaded in one of its own. That one process is there for
+        all of them, and may use the processor time of all, as far as the seconds allow.
         """
-        await self._asked({"do": "load"}, 0.0)
-        answer = await self._asked(
-            {"do": "examine", "count": count, "seconds": seconds}, seconds, tests, most=_ANSWER + count
-        )
+        cpu = max(self._limits.cpu, min(self._limits.cpu * count, math.ceil(seconds)))
+        await self._asked({"do": "load", "cpu": cpu}, 0.0)
+        request = {"do": "examine", "count": count, "seconds": seconds, "cpu": cpu}
+        answer = await self._asked(request, seconds, tests, most=_ANSWER + count)
         letters, _, unfit = str(answer["found"]).partition(UNFIT)
         return Found(tuple(letter == PASSED for letter in letters[:count]), unfit)
 
     async def _run(self, text: str, seconds: float) -> Ended:
-        request = {"do": "run", "input": text, "seconds": seconds, "output": self._limits.output_kb << 10}
+        most, cpu = self._limits.output_kb << 10, self._limits.cpu
+        request = {"do": "run", "input": text, "seconds": seconds, "output": most, "cpu": cpu}
         answer = await self._asked(request, seconds)
         return Ended(answer["ended"], answer["code"], "", answer["took"])
 
@@ -220,7 +224,6 @@ def _start(code: str, limits: Limits, directory: Path, without: Sequence[str] = 
     packages = [sysconfig.get_path(name) for name in ("purelib", "platlib")] if limits.packages else []
     rules = Rules(
         str(directory),
-        limits.cpu,
         limits.memory_mb << 20,
         limits.disk_mb << 20,
         limits.processes,

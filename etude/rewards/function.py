@@ -64,8 +64,8 @@ class Function(RewardFunction):
     """A reward function of your own; `etude.rewards.function` says what it may look like.
 
     A coroutine function is awaited where the run is, many at a time. Any other is called on a thread beside the run,
-    one call at a time as long as it computes, or, with `judging.workers` above 0, in processes, where it may take the
-    time it needs.
+    one call at a time unless one hangs, or, with `judging.workers` above 0, in processes, where it may take the time it
+    needs.
     """
 
     path: str = Field(description="path/to/file.py:name or module:name")

@@ -4,8 +4,8 @@
         verdict = await judge.judge(task, answer)
 
 Quick rewards are called in place. Coroutine functions are awaited in place, many at a time. Any other function runs
-beside the run: on threads, where a call that only waits does not hold up the others, or in processes, as many as it
-asks for or as `Judging.workers` says. The parts of a combined reward have a place each (`etude.rewards.places`). An
+beside the run: on a thread, where one call that hangs does not hold up the others, or in processes, as many as it asks
+for or as `Judging.workers` says. The parts of a combined reward have a place each (`etude.rewards.places`). An
 exception, a call that takes too long, a process that dies, a NaN: each is a verdict without a reward, and
 `Judging.on_error` says what becomes of it. The first of them are told at once.
 """

@@ -26,9 +26,9 @@ from etude.rewards.verdict import Verdict, extracted_by, failed, too_long, verdi
 __all__ = ["Place", "place_of"]
 
 HELD_UP = 1.0
-"""Seconds that a call waits for a seat before another seat is added, where there may be one."""
+"""Seconds that a call waits for a seat before it is looked whether the others hang, so that one may be added."""
 MOST_THREADS = 16
-"""Calls of a function at a time on threads, where each of them waits for something."""
+"""Calls of a function at a time on threads, where all but one hang."""
 Judged: TypeAlias = RewardFunction | Adapted
 
 
@@ -187,8 +187,8 @@ def _agree(reward: RewardFunction, workers: int | None, limit: float) -> None:
         )
     if reward.bound >= limit:
         raise ConfigError(
-            f"The reward {reward.title} gives an answer {reward.bound:g} seconds before it earns what it has earned, "
-            f"and `judging.timeout` = {limit:g} would call that a failure of judging. Raise `judging.timeout` above it."
+            f"The reward {reward.title} may take {reward.bound:g} seconds for an answer (`reward.total`), and "
+            f"`judging.timeout` is {limit:g}. Set `judging.timeout` above {reward.bound:g}."
         )
 
 

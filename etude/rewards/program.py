@@ -2,8 +2,8 @@
 
 The code is the last block of an answer that is fenced as Python; where none says so, the last fenced block; where there
 is none, the whole text. It runs apart from this machine as far as that grants it (`etude.rewards.box`), and its
-tests lie out of its reach: what a script should print is known here alone, and statements about its functions are run
-by a process that it cannot touch. So nothing that it prints, redefines, kills or ends makes it pass.
+tests lie out of its reach: a process beside it, which it cannot touch, knows what a script should print, and runs the
+statements about its functions. So nothing that it prints, redefines, kills or ends makes it pass.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ class Program(RewardFunction):
     )
     timeout: float = Field(10.0, gt=0, description="seconds that a program may take for a test")
     total: float = Field(20.0, gt=0, description="seconds for all tests together; those not come to are not passed")
-    cpu: int = Field(_USUAL.cpu, ge=1, description="seconds of a processor that a process may use up in a test")
+    cpu: int = Field(
+        _USUAL.cpu,
+        ge=1,
+        description="seconds of a processor that a process may use up, for each test; one that is there for all tests "
+        "may use up those of all, up to `total`",
+    )
     memory_mb: int = Field(_USUAL.memory_mb, ge=64, description="megabytes of memory for each process of a program")
     disk_mb: int = Field(_USUAL.disk_mb, ge=1, description="megabytes that a program may write")
     output_kb: int = Field(_USUAL.output_kb, ge=1, description="kilobytes that a program may print for a test")

@@ -1,6 +1,6 @@
 """Where reward functions that may take long are called: on a thread beside the run, or in processes of their own.
 
-A `Pool` has a few seats, each served by one thread of ours; on threads it adds some while calls only wait. A call that
+A `Pool` has a few seats, each served by one thread of ours; on threads it adds one while all others hang. A call that
 exceeds its limit loses its seat: a process is killed, with all it started; a thread, which nothing can end, is left to
 itself. Either is replaced.
 """
@@ -25,6 +25,7 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any, NamedTuple
 
 from etude.errors import RewardError
+from etude.observe import get_log
 from etude.records import Outcome, Task
 from etude.rewards.base import named
 from etude.rewards.verdict import Verdict, too_long, tried
@@ -35,6 +36,8 @@ STARTING = 120.0
 """Seconds after which a process that does not come up is given up."""
 ENDING = 2.0
 """Seconds that a process may take to end, once it has closed its pipe."""
+HUNG = 5.0
+"""Seconds after which a call that only waits is taken for one that hangs, where another seat may be added."""
 _STDERR = 2  # what a user's function prints must not mix with what the run says on standard output
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -59,8 +62,8 @@ class Seat(ABC):
         """Whether it ended between two calls."""
 
     @property
-    def waits(self) -> bool:
-        """True where its call has used almost no processor time, so that other calls may run beside it."""
+    def hangs(self) -> bool:
+        """True where its call has lasted for long and used almost no processor time."""
         return False
 
     @abstractmethod
@@ -90,8 +93,9 @@ class ThreadSeat(Seat):
         self._began, self._computed = time.monotonic(), self._clock()
 
     @property
-    def waits(self) -> bool:
-        return self._clock() - self._computed < (time.monotonic() - self._began) / 10
+    def hangs(self) -> bool:
+        lasts = time.monotonic() - self._began
+        return lasts > HUNG and self._clock() - self._computed < lasts / 10
 
     def call(self, task: Task, answer: str) -> Verdict:
         self._began, self._computed = time.monotonic(), self._clock()
@@ -199,8 +203,10 @@ class Pool:
     """A bounded number of seats, and the calls that wait for one. Any thread may submit; one closes."""
 
     def __init__(self, seats: int, open_seat: Callable[[], Seat], title: str, most: int | None = None) -> None:
-        """most: how many there may be where calls wait for something; as many as there are by default."""
-        self._open_seat, self._title, self._most = open_seat, title, most or seats
+        """most: how many there may be while calls hang; as many as there are by default."""
+        self._open_seat, self._title = open_seat, title
+        self._seats, self._most = seats, most or seats
+        self._widened = False
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
@@ -217,14 +223,24 @@ class Pool:
         return call.future
 
     def widen(self) -> None:
-        """Add a seat, where those that are there are held by calls that only wait."""
+        """Add a seat, where those that are there are all held by calls that hang. It goes when one of these ends."""
         with self._lock:
             if self._closed or len(self._threads) >= self._most or len(self._taken) < len(self._threads):
                 return
-            if all(seat.waits for seat in self._taken):
-                thread = threading.Thread(target=self._serve, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            if not all(seat.hangs for seat in self._taken):
+                return
+            thread = threading.Thread(target=self._serve, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+            if self._widened:
+                return
+            self._widened = True
+        get_log("rewards").warning(
+            "A call of the reward %s has waited for over %g seconds. Until it ends, other answers are judged beside "
+            "it, on another thread; `judging.workers=0` keeps to one at a time. To judge several at a time always, set "
+            "`judging.workers=2`, for processes, or make it a coroutine function. This is said once.",
+            *(self._title, HUNG),
+        )
 
     def close(self) -> None:
         """End every seat. What is under way or waits gets a verdict that says so."""
@@ -261,7 +277,17 @@ class Pool:
                 call.future.set_exception(error)
                 self._leave(seat)
                 seat = None
+            if time.perf_counter() - began > HUNG and self._is_one_too_many():
+                break
         self._leave(seat)
+
+    def _is_one_too_many(self) -> bool:
+        """Take this thread, whose call hung, off the list where another stood in for it."""
+        with self._lock:
+            if self._closed or len(self._threads) <= self._seats:
+                return False
+            self._threads.remove(threading.current_thread())
+            return True
 
     def _failure(self, lost: SeatLostError, task: Task, seconds: float) -> Verdict:
         if self._closed:

@@ -9,6 +9,9 @@ call of the kind of `assert_allclose`, or that names a function which does. What
     def check(candidate): …                check(add), where the task names its entry point
 
 Code in which nothing is tested is refused: every program would pass it.
+
+A module that tests use without importing it (`math.isclose(f(2), 0.5)`) is Python's, or the usual package's, and never
+what a program calls so.
 """
 
 from __future__ import annotations
@@ -16,19 +19,33 @@ from __future__ import annotations
 import ast
 import builtins
 import symtable
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-__all__ = ["cut"]
+__all__ = ["Cut", "cut"]
 
 PROGRAM = "solution"
 """The module as which tests import the program, where they do."""
+PACKAGES = {"np": "numpy", "pd": "pandas", **{name: name for name in ("numpy", "pandas", "pytest", "scipy", "sympy")}}
+"""Packages, by the names under which tests use them without an import."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def cut(code: str, entry: str) -> tuple[tuple[tuple[str, bool], ...], tuple[tuple[str, str], ...]]:
-    """The statements of test code, each with whether it is a test; and the names that they take from the program, each
-    with what the program calls it. `ValueError`, as a sentence ends, where they test nothing.
+class Cut(NamedTuple):
+    """Test code in its parts."""
+
+    statements: tuple[tuple[str, bool], ...]
+    """Each with whether it is a test."""
+    names: tuple[tuple[str, str], ...]
+    """The names that they use and do not define, each with what the program calls it."""
+    modules: Mapping[str, tuple[str, tuple[str, ...]]]
+    """Of these names, those that look like modules: each with the module's path, and what is used of it."""
+
+
+def cut(code: str, entry: str) -> Cut:
+    """Cut test code into its statements. `ValueError`, as a sentence ends, where they test nothing.
 
     entry: the function that is asked for, if the task names it.
     """
@@ -37,7 +54,7 @@ def cut(code: str, entry: str) -> tuple[tuple[tuple[str, bool], ...], tuple[tupl
         imported = {alias.asname or alias.name: alias.name for node in body for alias in _taken(node)}
         body = [node for node in body if not _taken(node)]
         body += [node for call in _calls(body, entry) for node in ast.parse(call).body]
-        names = dict.fromkeys(_free_names(ast.unparse(ast.Module(body, []))))
+        names = _free_names(ast.unparse(ast.Module(body, [])), {entry, *imported})
     except (SyntaxError, ValueError) as error:
         raise ValueError(str(error) if type(error) is ValueError else f"they are no Python: {error}") from error
     if not names:
@@ -50,7 +67,8 @@ def cut(code: str, entry: str) -> tuple[tuple[tuple[str, bool], ...], tuple[tupl
             + ("; `check` is for a function that a column `entry_point` names" if "check" in testing else "")
         )
     known = {"candidate": entry} if entry else {}
-    return statements, tuple((name, imported.get(name) or known.get(name, name)) for name in names)
+    modules = _modules(body, [name for name in names if name not in imported and name != entry])
+    return Cut(statements, tuple((name, imported.get(name) or known.get(name, name)) for name in names), modules)
 
 
 def _unwrapped(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -158,9 +176,10 @@ def _used(nodes: Sequence[ast.AST] | Iterator[ast.AST]) -> set[str]:
 # -- what is the program's --------------------------------------------------------------------------------------------
 
 
-def _free_names(code: str) -> list[str]:
-    """The names that code uses and does not define. What Python itself has is among them only where nothing else is:
-    tests of a function called `sum` mean the program's, and tests that use `abs` mean Python's."""
+def _free_names(code: str, meant: Collection[str]) -> list[str]:
+    """The names that code uses and does not define. What Python itself has is among them only where it is `meant`, or
+    where there is nothing else: tests of a function called `sum` mean the program's, and tests that use `abs` mean
+    Python's."""
     tables = [symtable.symtable(code, "tests", "exec")]
     own = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     used: set[str] = set()
@@ -170,4 +189,34 @@ def _free_names(code: str) -> list[str]:
         if table is tables[0]:
             used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
     free = used - own
-    return sorted(free - set(dir(builtins)) or free)
+    if found := {name for name in free if name in meant or not hasattr(builtins, name)}:
+        return sorted(found)
+    functions = sorted(name for name in free if not _is_exception(name))
+    if len(functions) > 1:
+        raise ValueError(
+            f"all that they use is Python's own ({', '.join(functions)}), and which of it a program is to define is "
+            "open; name it in a column `entry_point`"
+        )
+    return functions
+
+
+def _is_exception(name: str) -> bool:
+    found = getattr(builtins, name)
+    return isinstance(found, type) and issubclass(found, BaseException)
+
+
+def _modules(body: Sequence[ast.stmt], names: Collection[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Of these names, those of modules: something is used of them, and they are not called."""
+    parts = [part for node in body for part in ast.walk(node)]
+    called = {part.func.id for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)}
+    found: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for name in names:
+        path = PACKAGES.get(name) or (name if name in sys.stdlib_module_names else "")
+        used = {part.attr for part in parts if isinstance(part, ast.Attribute) and _is_name(part.value, name)}
+        if path and used and name not in called:
+            found[name] = path, tuple(sorted(used))
+    return found
+
+
+def _is_name(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name

@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -98,14 +98,16 @@ class Statements(Trial):
     statements: tuple[tuple[str, bool], ...]
     """Each with whether it is a test."""
     names: tuple[tuple[str, str], ...]
-    """The names that they take from the program: what they call it, and what the program does."""
+    """The names that they use and do not define: what they call it, and what the program does."""
+    modules: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
+    """Of these, the modules, which are never the program's: each with its path, and what is used of it."""
 
     @property
     def count(self) -> int:
         return sum(counts for _, counts in self.statements)
 
     async def outcomes(self, box: Box, each: float, until: float) -> AsyncGenerator[bool, None]:
-        tests = {"statements": self.statements, "names": self.names, "seconds": each}
+        tests = {"statements": self.statements, "names": self.names, "modules": self.modules, "seconds": each}
         found = await box.examine(tests, len(self.statements), max(until - time.monotonic(), 0.0))
         last = max(place for place, (_, counts) in enumerate(self.statements) if counts)
         for place, passed in enumerate(found.passed[:last]):

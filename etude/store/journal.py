@@ -23,11 +23,11 @@ from typing import NamedTuple
 from etude.errors import StoreError, UnknownError
 from etude.records import Turn
 from etude.store.blobs import Blobs
-from etude.store.events import Admitted, Event, TurnPaid, TurnRecorded
+from etude.store.events import Admitted, Event, Rewarded, TurnPaid, TurnRecorded
 from etude.store.plain import to_json
 from etude.store.record import EVENTS, Entry, Mark, Record, checksum, decode, encode, entries
 from etude.store.shield import undisturbed
-from etude.store.states import STATES, Phase, ResourceState, RolloutState, S, State, TaskState
+from etude.store.states import STATES, AttemptState, Phase, ResourceState, RolloutState, S, State, TaskState
 from etude.store.transitions import Fold
 
 __all__ = ["Journal", "Writing", "Written", "state_digest", "written"]
@@ -197,19 +197,29 @@ class Journal(ABC):
         wanted = len(attempts) - 1 if attempt is None else attempt
         turns: list[Turn] = []
         paid: dict[int, float] = {}
-        for _, event in self.read(kinds=(TurnRecorded, TurnPaid), rollout=rollout):
+        total = 0.0
+        for _, event in self.read(kinds=(TurnRecorded, TurnPaid, Rewarded), rollout=rollout):
             if isinstance(event, TurnRecorded) and event.attempt == wanted:
                 turns.append(event.turn)
             elif isinstance(event, TurnPaid) and event.attempt == wanted:
                 paid[event.turn] = paid.get(event.turn, 0.0) + event.reward
-        if 0 <= wanted < len(attempts) and len(turns) != attempts[wanted].turns:
-            raise StoreError(
-                f"The journal {self.name} has {len(turns)} turns of attempt {wanted} of rollout {rollout}, and "
-                f"{attempts[wanted].turns} were written: it is damaged. Go on from a copy of it that is whole."
-            )
+                total += event.reward
+            elif isinstance(event, Rewarded) and event.attempt == wanted:
+                total += event.paid
+        if 0 <= wanted < len(attempts):
+            self._refuse_other(attempts[wanted], len(turns), total, f"attempt {wanted} of rollout {rollout}")
         for index, reward in paid.items():
             turns[index] = replace(turns[index], reward=(turns[index].reward or 0.0) + reward)
         return turns
+
+    def _refuse_other(self, state: AttemptState, turns: int, paid: float, what: str) -> None:
+        """Refuse events of an attempt that are not those from which its state was derived: added up in the same order,
+        what was paid is the same to the last bit."""
+        if (turns, paid) != (state.turns, state.paid):
+            raise StoreError(
+                f"The journal {self.name} has {turns} turns of {what}, paid {paid:g} in all, and {state.turns} turns, "
+                f"paid {state.paid:g}, were written: it is damaged. Go on from a copy of it that is whole."
+            )
 
     def resource(self, name: str) -> ResourceState | None:
         """The newest version of what rollouts share, if there is one."""

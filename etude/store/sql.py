@@ -6,8 +6,9 @@ When `append` returns, what was written survives the death of the process, by `k
 time, and the right to write ends with it. Others may read meanwhile.
 
 Every event and every state carries a checksum of its own, which not every database has: what is damaged is refused
-where it is read. Where events are read one after the other, so is a gap. When a writer opens the journal, the database
-looks whether its pages and indexes are whole, so that nothing is left out of an answer either.
+where it is read. Where events are read one after the other, so is another in the place of one. When a writer opens the
+journal, the database looks whether its pages and indexes are whole, and the events are counted, so that nothing is left
+out of an answer either.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from etude.store.journal import Journal, Written, state_digest, written
 from etude.store.record import Entry, Mark, Record, chained, digest_of
 from etude.store.shield import undisturbed
 from etude.store.tables import (
+    COUNT_EVENTS,
     DERIVATION,
     FACTS,
     FIND_CHAIN,
@@ -206,11 +208,16 @@ class SqlJournal(Journal):
             self._note(schema=SCHEMA, derivation=DERIVATION, writer=me)
 
     def _refuse_damage(self, facts: Mapping[str, str]) -> None:
-        """Refuse a database that is not whole, and one whose last events are gone."""
+        """Refuse a database that is not whole, and one of whose events any is gone."""
         if found := self._place.damage(self._connection.exec_driver_sql):
             raise self._damaged(f"its database is not whole ({found})")
         if facts.get("end", _told(Mark(0, 0))) != _told(self.end):
             raise self._damaged(f"it ends at event {self.position}, which is not the last that was written")
+        count, first = self._connection.execute(COUNT_EVENTS).one()
+        if count != self.position or (count and first != 1):
+            for _ in self._pages(0, self.position, None, None):  # which says at what position the first is missing
+                pass
+            raise self._damaged(f"it holds {count} events, the last of them at position {self.position}")
 
     def _damaged(self, what: str) -> StoreError:
         return StoreError(

@@ -13,6 +13,7 @@ from sqlalchemy import (
     Table,
     Text,
     bindparam,
+    func,
     insert,
     select,
     text,
@@ -20,6 +21,7 @@ from sqlalchemy import (
 
 __all__ = [
     "BLOBS",
+    "COUNT_EVENTS",
     "DERIVATION",
     "EVENTS",
     "FACTS",
@@ -125,6 +127,7 @@ FIND_LISTED_BACKWARDS = (
     .order_by(STATES.c.id.desc())
     .limit(bindparam("limit"))
 )
+COUNT_EVENTS = select(func.count(), func.min(EVENTS.c.position)).select_from(EVENTS)
 FIND_END = select(EVENTS.c.position, EVENTS.c.chain).order_by(EVENTS.c.position.desc()).limit(1)
 FIND_CHAIN = select(EVENTS.c.chain).where(EVENTS.c.position == bindparam("position"))
 KEEP_EVENT, KEEP_PAYLOAD = insert(EVENTS), insert(BLOBS)

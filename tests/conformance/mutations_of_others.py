@@ -172,7 +172,7 @@ MUTATIONS = [
     Mutation(
         "rounding tells apart",
         level,
-        "4 * precision * (abs(high) + abs(low))",
+        "4 * precision * (1 + abs(high) + abs(low))",
         "0",
         shaping.test_the_filter_keeps_groups_whose_rewards_differ,
     ),

@@ -170,14 +170,60 @@ def test_short_work_leaves_no_line_and_failed_work_is_not_done() -> None:
     assert out.getvalue() == ""
 
 
-def test_progress_on_a_terminal_is_a_bar_that_stays() -> None:
+def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
     console, out = terminal()
     with progress("loading [x]", total=4, console=console) as bar:
         for _ in range(4):
             bar.advance()
     text = without_escapes(out.getvalue())
     assert re.search(r"loading \[x\] ━+ 100%", text)
-    assert out.getvalue().endswith("\x1b[?25h")
+    assert out.getvalue().rstrip().endswith("\x1b[2K"), "its line is empty in the end"
+
+
+LONG = "answering 256 tasks with eight samples each, of the dataset gsm8k-platinum-filtered-and-held-out-for-the-end"
+
+
+@pytest.mark.parametrize(("words", "bar"), [(30, 40), (55, 25), (70, 10), (len(LONG), 10)])
+def test_a_bar_gives_way_to_words_and_long_words_are_cut(words: int, bar: int) -> None:
+    console, out = terminal()
+    with progress(LONG[:words].replace(" ", "\n", 1), total=4, console=console) as live:
+        live.advance(2)
+    (line,) = {each for each in re.split(r"[\r\n]+", without_escapes(out.getvalue())) if "50%" in each}
+    found = re.fullmatch(r"(\S.*?) ([━╸╺]+)  50% [\d:-]{7} left", line.strip())
+    assert found is not None and len(found[2]) == bar and len(line) <= 100
+    assert found[1] == LONG[:words] if words <= 70 else found[1].endswith("…") and LONG.startswith(found[1][:-1])
+
+
+def test_a_bar_of_which_no_end_is_known_says_nothing_of_what_is_left() -> None:
+    console, out = terminal()
+    with progress("starting vllm", console=console):
+        pass
+    shown = without_escapes(out.getvalue())
+    assert "starting vllm ━" in shown and "left" not in shown and "%" not in shown
+
+
+def test_what_is_shown_on_one_terminal_is_one_display() -> None:
+    """A second one would draw over the first, from wherever the cursor is."""
+    out = io.StringIO()
+    first, second = (Console(file=out, force_terminal=True, force_interactive=True, width=100) for _ in range(2))
+    with progress("outer", 4, first), progress("inner", 2, second) as inner:
+        inner.advance(2)
+        time.sleep(0.6)  # it is drawn anew four times a second
+    shown = out.getvalue()
+    assert re.search(r"outer ━+ +0% .*\n.*inner ━+ +100%", without_escapes(shown))
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
+    with progress("alone", 1, second):
+        pass
+    assert "alone ━" in without_escapes(out.getvalue())
+
+
+def test_lines_on_a_terminal_break_between_words() -> None:
+    console, out = terminal(width=60)
+    sink = ConsoleSink(console)
+    sink.open(run(steps=None, name="a-run-with-a-name-of-some-length"))
+    first, second = map(str.strip, out.getvalue().splitlines())
+    assert first == "a-run-with-a-name-of-some-length: metrics are written to"
+    assert second == "runs/a-run-with-a-name-of-some-length"
 
 
 def test_an_ascii_terminal_gets_ascii() -> None:

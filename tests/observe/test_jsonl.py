@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from etude.observe.jsonl import JsonlSink, last_step
+from etude.errors import DataError
+from etude.observe import configure
+from etude.observe.jsonl import NUMBERS, JsonlSink, last_step, read_steps
 from etude.observe.sinks import RunInfo
 
 
@@ -96,3 +98,13 @@ def test_the_last_step_that_has_its_line(tmp_path: Path) -> None:
     assert last_step(tmp_path) == -1
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 7}\n{"step": 8, "lo')
     assert last_step(tmp_path) == 7
+
+
+def test_a_number_beyond_all_that_a_float_holds_is_damage_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / NUMBERS).write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 1' + "0" * 400 + "}\n")
+    configure("info")
+    assert last_step(tmp_path) == 1 and "line 2, is not a step with its metrics" in capsys.readouterr().err
+    with pytest.raises(DataError, match="line 2, is not a step with its metrics"):
+        list(read_steps(tmp_path / NUMBERS))

@@ -16,7 +16,8 @@ from etude.errors import ConfigError, IllegalMoveError
 from etude.recipes import joining
 from etude.recipes.joining import FarDesk
 from etude.records import Outcome, Task
-from etude.store import Admitted, Journal, Phase, RolloutQueued, RolloutState, Status, TaskIssued, open_store
+from etude.store import Admitted, Journal, Phase, RolloutQueued, RolloutState, Status, TaskIssued, open_store, wire
+from etude.store.bounds import weigh
 from etude.store.desk import Ended, Find, Keeper, Key, Wanted
 from etude.store.keys import Keyring
 from etude.store.local_desk import LocalDesk
@@ -112,6 +113,14 @@ def test_however_much_is_asked_for_it_is_asked_for_in_portions(monkeypatch: pyte
         assert [state.id for state in (await there.find(Find())).rollouts] == list(range(80))
 
     joined(story, open_store(), most_bytes=60_000)
+
+
+def test_no_portion_holds_more_values_than_a_store_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [Wanted(Task(number, {"prompt": "?", "of": [1, 2, 3]}), 0, number) for number in range(100)]
+    for most in range(600, 640):  # more than the values of one rollout, so that some are filled to the last
+        monkeypatch.setattr(joining, "VALUES", most)
+        for some in joining._portions(asked):
+            weigh(wire.to_json({"wanted": [wire.wanted_document(one) for one in some]}), most)
 
 
 def test_a_journal_that_was_brought_back_from_an_earlier_time_is_written_on() -> None:

@@ -44,6 +44,7 @@ def test_a_base_that_hardly_ever_succeeds_is_told_of_once(capsys: pytest.Capture
     told = said(capsys, notices, 1, Tally(), *rare)
     assert "In step 1, 1 of 32 answers earned more than the least, 0" in told and "etude sft" in told
     assert said(capsys, notices, 2, Tally(), *rare) == ""
+    assert said(capsys, Notices(one_by_one=False), 7, Tally(), *rare) == "", "the run was resumed"
     assert said(capsys, Notices(one_by_one=False), 1, Tally(), *[1.0, 1.0], *[0.0] * 30) == "", "enough to learn from"
     assert said(capsys, Notices(one_by_one=False, pays=False), 1, Tally(), *rare) == ""
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,20 @@ import pytest
 from etude.errors import ConfigError, PlugInError, RewardError
 from etude.observe import configure
 from etude.records import Outcome, Task
-from etude.rewards import Exact, Function, Gsm8k, Judge, Judging, Math, Regex, RewardFunction, ScoredByModel, Verdict
+from etude.rewards import (
+    Exact,
+    Function,
+    Gsm8k,
+    Judge,
+    Judging,
+    Math,
+    Regex,
+    RewardFunction,
+    ScoredByModel,
+    Verdict,
+    places,
+    seats,
+)
 from etude.rewards.judge import HOPELESS
 from tests.rewards import functions
 from tests.rewards.tasks import task
@@ -245,32 +259,72 @@ def test_a_score_without_its_policy_is_refused() -> None:
             Judging(**wrong)  # type: ignore[arg-type]
 
 
-def test_calls_that_hang_are_judged_side_by_side_and_told_of_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_that_hang_are_told_of_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     configure("info")
-    began = time.monotonic()
-    with Judge(MISBEHAVES, Judging(timeout=2.0)) as judge:
+    with Judge(MISBEHAVES, Judging(timeout=0.1)) as judge:
         verdicts = judged(judge, *["sleep 6"] * 9)
     assert {verdict.outcome for verdict in verdicts} == {Outcome.TIMED_OUT}
-    assert time.monotonic() - began < 9, "one after another they would take 18 seconds"
     told = capsys.readouterr().err
     for count in ("1 answer", "2 answers", "4 answers", "8 answers"):
         assert f"So far {count} could not be judged; {HOPELESS} failures in a row stop the run." in told
-    assert told.count("So far") == 4 and "took longer than `judging.timeout` = 2 seconds on task" in told
+    assert told.count("So far") == 4 and "took longer than `judging.timeout` = 0.1 seconds on task" in told
 
 
-def test_a_function_is_called_once_at_a_time_as_long_as_it_computes() -> None:
+def test_a_function_that_waits_is_called_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "HELD_UP", 0.05)
+    beside: list[int] = []
+
+    def waits(task: Any, answer: str) -> float:
+        beside.append(1)
+        time.sleep(0.4)
+        return float(len([beside.pop(), *beside]))
+
+    with Judge(waits) as judge:
+        assert {verdict.reward for verdict in judged(judge, "a", "b", "c")} == {1.0}
+
+
+def test_a_function_that_computes_is_called_once_at_a_time_however_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(places, "HELD_UP", 0.05)
+    monkeypatch.setattr(seats, "HUNG", 0.4)
     beside: list[int] = []
 
     def computes(task: Any, answer: str) -> float:
         beside.append(1)
-        most, until = len(beside), time.thread_time() + 0.7
+        until = time.thread_time() + 0.5
         while time.thread_time() < until:
             pass
+        return float(len([beside.pop(), *beside]))
+
+    with Judge(computes) as judge:
+        assert {verdict.reward for verdict in judged(judge, "a", "b")} == {1.0}
+
+
+def test_calls_that_hang_do_not_hold_up_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(places, "HELD_UP", 0.05)
+    monkeypatch.setattr(seats, "HUNG", 0.2)
+    configure("info")
+    beside: list[int] = []
+    three = threading.Event()
+
+    def waits(task: Any, answer: str) -> float:
+        beside.append(1)
+        most = len(beside)
+        if most == 3:
+            three.set()
+        assert three.wait(25)
         beside.pop()
         return float(most)
 
-    with Judge(computes) as judge:
-        assert {verdict.reward for verdict in judged(judge, "a", "b", "c")} == {1.0}
+    with Judge(waits) as judge:
+        assert sorted(verdict.reward for verdict in judged(judge, "a", "b", "c")) == [1, 2, 3]
+        monkeypatch.setattr(seats, "HUNG", 25.0)
+        assert {verdict.reward for verdict in judged(judge, *"def")} == {1.0}, "what stood in for them is gone"
+    said = capsys.readouterr().err
+    assert said.count("A call of the reward") == 1 and "`judging.workers=0`" in said and "`judging.workers=2`" in said
 
 
 def test_without_workers_a_function_is_called_once_at_a_time() -> None:

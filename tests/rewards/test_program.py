@@ -281,6 +281,7 @@ def test_a_box_that_is_lost_is_a_failure_and_no_zero(monkeypatch: pytest.MonkeyP
         ("class Node:\n    pass\nassert add(Node(), 1) is None", "a `Node` cannot be handed to the program"),
         ("assert add((n for n in range(2)), 1) is None", "a `generator` cannot be handed to the program"),
         ("try:\n    add(object(), 1)\nexcept BaseException:\n    pass\nassert True", "a `object` cannot be handed"),
+        ("assert np.allclose(add(1, 2), 3)", "they import what is not in the box (No module named 'numpy'"),
         (
             "import pytest\nassert add(1, 2) == 3",
             "they import what is not in the box (No module named 'pytest'; see `reward.packages`)",
@@ -291,7 +292,69 @@ def test_tests_that_cannot_be_put_to_a_program_are_a_failure_and_no_zero(tests: 
     verdict = judged(RIGHT, tests)
     assert verdict.outcome is Outcome.FAILED and "its tests cannot be put to a program: " in verdict.error
     assert told in verdict.error
-    assert scored("def add(a, b): return 0", f"assert add(1, 2) == 3\n{tests}") == 0, "it is wrong before that"
+    if "np." not in tests:
+        assert scored("def add(a, b): return 0", f"assert add(1, 2) == 3\n{tests}") == 0, "it is wrong before that"
+
+
+@pytest.mark.parametrize(
+    ("code", "tests"),
+    [
+        ("def f(n): return (i for i in range(n))", "assert f(3)[:2] == [0, 1]"),
+        ("def f(n): return iter([])", "assert not f(1)[1:]"),
+        ("def f(n): return {1: 2}\ndef g(n): return 3", "assert g(f(1).keys()) == 3"),
+        ("def f(n): return {1: 2}\ndef g(n): return 3", "held = f(1)\nassert g(held.keys()) == 3"),
+        ("f = {1: 2}\ndef g(n): return 3", "assert g(f.keys()) == 3"),
+        ("def f(n): return {1: 2}\ndef g(n): return 3", "try:\n    assert g(f(1).keys())\nexcept BaseException: pass"),
+        ("def f(n): return n({1: 2})\ndef g(n): return 3", "assert f(lambda n: g(n.items())) == 3"),
+    ],
+)
+def test_no_answer_of_a_program_makes_its_tests_unfit(code: str, tests: str) -> None:
+    """Python itself fails the first of these; the others hand over what they have of the program."""
+    assert scored(code, tests) == 0
+
+
+FABS = "def check(candidate):\n    for x in (1.0, 2.0):\n        assert math.fabs(candidate(x) - x * 7) < 1e-4"
+SPOOFS = {
+    "math": ({"test": FABS, "entry_point": "f"}, "class math:\n    fabs = staticmethod(lambda d: 0.0)\n"),
+    "isclose": ("assert math.isclose(f(2), 14.0)", "class math:\n    isclose = staticmethod(lambda *each: True)\n"),
+    "a module in a module": ("assert os.path.basename(f(2) and 'a/b') == 'b' and f(2) == 14", "class os: pass\n"),
+}
+
+
+@pytest.mark.parametrize(("tests", "spoof"), SPOOFS.values(), ids=SPOOFS)
+def test_a_module_that_tests_do_not_import_is_not_the_programs(tests: Any, spoof: str) -> None:
+    assert scored(spoof + "def f(x): return 0", tests) == 0
+    assert scored(spoof + "def f(x): return x * 7", tests) == scored("def f(x): return x * 7", tests) == 1
+
+
+def test_a_package_that_tests_do_not_import_is_not_the_programs() -> None:
+    spoof = "class np:\n    allclose = staticmethod(lambda *each: True)\n"
+    options = {"packages": True, "memory_mb": 2048}
+    assert scored(spoof + "def f(x): return 0", "assert np.allclose(f(2), [1.5, 2.5])", **options) == 0
+    assert scored("def f(x): return [1.5, x + 0.5]", "assert np.allclose(f(2), [1.5, 2.5])", **options) == 1
+
+
+def test_a_class_that_has_the_name_of_a_module_is_the_programs() -> None:
+    code = "class calendar:\n    def add(n): return n + 1\nclass queue: pass"
+    assert scored(code, "assert calendar.add(1) == 2") == 1 and scored(code, "assert queue() and not queue.x") == 0
+    verdict = judged(code, "assert math.floor(1.5) == 1")
+    assert "they use no name that a program could define" in verdict.error
+
+
+def test_numpy_reads_no_memory_that_a_program_names() -> None:
+    code = (
+        "class A:\n    __array_interface__ = {'shape': (1,), 'typestr': '<f8', 'version': 3, 'data': (id(1), True)}\n"
+    )
+    tests = "import numpy\nassert numpy.asarray(f(1)).dtype == object"
+    assert scored(code + "def f(x): return A()", tests, packages=True, memory_mb=2048) == 1
+
+
+def test_the_processor_time_of_a_function_is_that_of_all_its_tests() -> None:
+    code = (
+        "import time\ndef f(n):\n    until = time.process_time() + 0.4\n    while time.process_time() < until: pass\n"
+    )
+    tests = {"fn_name": "f", "inputs": [[0], [1], [2]], "outputs": [0, 1, 2]}
+    assert scored(code + "    return n", tests, cpu=1) == 1
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -321,7 +384,9 @@ def test_a_task_without_tests_is_refused(truth: Any, told: str) -> None:
 
 
 def test_what_cannot_be_had_together_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gives an answer 40 seconds .* Raise `judging\.timeout` above it"):
+    with pytest.raises(
+        ConfigError, match=r"may take 40 seconds .*`reward\.total`.* is 30\. Set `judging\.timeout` above 40"
+    ):
         Judge(Program(total=40.0))
     with pytest.raises(ConfigError, match=r"`judging\.workers=2` judges in processes.*`reward\.at_once`"):
         Judge(Program(), Judging(workers=2))

@@ -81,6 +81,7 @@ def test_a_reference_solution_is_no_test() -> None:
         ("f(1)", "every program would pass: they hold no `assert`, and call none"),
         ("def run():\n    f(1)\nrun()", "every program would pass"),
         ("def check(candidate):\n    assert candidate(1) == g", "a column `entry_point` names"),
+        ("assert abs(sum([0.1]) - 0.1) < 1", "all that they use is Python's own (abs, sum)"),
         ("if True:\n    def inner():\n        assert f(1)", "every program would pass"),
         ("def test_f(fixture):\n    assert f(fixture)", "`test_f` wants arguments"),
         ("async def test_f():\n    assert await f()", "is a coroutine function"),

@@ -79,6 +79,8 @@ def test_columns_of_their_own_are_read_where_there_is_no_right_answer() -> None:
         ("def check(f):\n    assert f(1) == 1\ncheck(f)", [False, True], ["f"]),
         ("f = Solution().f\nassert f(1) == [n for n in range(1)]", [False, True], ["Solution"]),
         ("assert (lambda a: a + K)(1) == f(1)", [True], ["K", "f"]),
+        ("try:\n    sum(1)\nexcept TypeError:\n    assert True", [True], ["sum"]),
+        ("from solution import sum\nassert abs(sum([0.5])) < 1", [True], ["sum"]),
     ],
 )
 def test_what_is_a_test_and_what_is_the_programs(code: str, counts: list[bool], names: list[str]) -> None:
@@ -138,6 +140,8 @@ def test_the_same_output(wanted: str, said: str, same: bool) -> None:
         (float("nan"), float("nan"), True),
         (True, True, True),
         (True, 1, False),
+        (1.0, True, False),
+        ([0.0], [False], False),
         (1, True, False),
         ("a", "a", True),
         ([1, [2]], (1, (2,)), True),

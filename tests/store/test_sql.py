@@ -25,6 +25,7 @@ from etude.store import (
     RolloutQueued,
     RolloutState,
     TaskDropped,
+    TurnPaid,
     TurnRecorded,
     open_store,
     sql,
@@ -305,6 +306,7 @@ def test_a_state_that_was_changed_is_never_trained_on(path: Path, column: str) -
     ("change", "complaint"),
     [
         ("DELETE FROM events WHERE position = 5", "event at position 5 is missing"),
+        ("UPDATE events SET position = -5 WHERE position = 5", "event at position 5 is missing"),
         ("UPDATE events SET position = 99 WHERE position = 5", "it ends at event 99, which is not the last"),
         ("DELETE FROM events WHERE position = (SELECT max(position) FROM events)", "which is not the last that was"),
         (
@@ -329,6 +331,39 @@ def test_an_event_that_is_gone_or_another_is_noticed(path: Path, change: str, co
         return
     with pytest.raises(StoreError, match=rf"journal\.db is damaged: .*{complaint}"), closing(open_store(path)) as store:
         store.check(Mark(0, 0))
+
+
+def paid(path: Path) -> None:
+    """Two turns, of which the second is paid twice, and once less than nothing."""
+    payments = [TurnPaid(2, 0, 1, 0.5), TurnPaid(2, 0, 1, 0.25), TurnPaid(2, 0, 0, -0.5)]
+    with closing(open_store(path)) as store:
+        store.append([*group(1), *tried(2, turns=2), *payments, *group(3)])
+        assert [turn.reward for turn in store.turns(2)] == [-0.5, 0.75]
+
+
+PAYMENTS = ["body LIKE '%0.25%'", "body LIKE '%-0.5%'", "body LIKE '%0.5%'"]
+
+
+@pytest.mark.parametrize("which", PAYMENTS)
+def test_an_event_that_is_gone_before_a_checkpoint_is_noticed(path: Path, which: str) -> None:
+    """A payment, or two that cancel each other: the turns that are left are those that were written."""
+    paid(path)
+    with closing(sqlite3.connect(path)) as raw, raw:
+        assert raw.execute(f"DELETE FROM events WHERE kind = 'turn_paid' AND {which}").rowcount > 0
+    with pytest.raises(StoreError, match=r"journal\.db is damaged: its event at position \d+ is missing"):
+        open_store(path)
+
+
+@pytest.mark.parametrize("which", PAYMENTS[:2])
+def test_turns_without_what_they_were_paid_are_not_read(path: Path, which: str) -> None:
+    paid(path)
+    with closing(sqlite3.connect(path)) as raw, raw:
+        assert raw.execute(f"DELETE FROM events WHERE kind = 'turn_paid' AND {which}").rowcount == 1
+    with (
+        closing(open_store(path, read_only=True)) as store,
+        pytest.raises(StoreError, match=r"and 2 turns, paid 0\.25"),
+    ):
+        store.turns(2)
 
 
 def test_an_index_from_which_an_entry_is_missing_is_noticed(path: Path) -> None:

@@ -84,7 +84,7 @@ def _same(wanted: Any, found: Any) -> bool:
             return False
         told = {str(key): value for key, value in found.items()}
         return wanted.keys() == told.keys() and all(_same(value, told[key]) for key, value in wanted.items())
-    if isinstance(wanted, float) and isinstance(found, int | float):
+    if isinstance(wanted, float) and isinstance(found, int | float) and not isinstance(found, bool):
         try:
             return _near(wanted, float(found))
         except OverflowError:

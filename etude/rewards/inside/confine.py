@@ -1,7 +1,7 @@
 """How far a process can be set apart from the rest of the machine, and how much it may use.
 
 Nothing here fails where the kernel refuses: what is refused is done without, by the next best means, and in the end a
-program tries it out (`etude.rewards.box.protections`). In this order:
+program tries it out (`etude.rewards.probe.protections`). In this order:
 
     namespaces    a network of its own without a device in it, processes of its own, a root of its own in memory
     a stranger    where an administrator runs this: a user that nobody else is, without rights
@@ -42,21 +42,19 @@ class Rules:
     def __init__(
         self,
         directory: str,
-        cpu: int,
         memory: int,
         disk: int,
         processes: int,
         readable: Sequence[str] = (),
         without: Sequence[str] = (),
     ) -> None:
-        """directory: an empty one of this box's own. cpu: seconds of a processor, for each process. memory: bytes of
-        address space, for each process. disk: bytes of a file; of all, where the directory is in memory. processes:
-        processes and threads at a time. readable: directories that may be read, beside Python's own and the system's
-        libraries. without: means that are left out, as if the kernel had refused them: `namespaces`, `stranger`,
-        `landlock`, `filter`.
+        """directory: an empty one of this box's own. memory: bytes of address space, for each process. disk: bytes of a
+        file; of all, where the directory is in memory. processes: processes and threads at a time. readable:
+        directories that may be read, beside Python's own and the system's libraries. without: means that are left out,
+        as if the kernel had refused them: `namespaces`, `stranger`, `landlock`, `filter`.
         """
         self.directory, self.readable, self.without = directory, list(readable), list(without)
-        self.cpu, self.memory, self.disk, self.processes = cpu, memory, disk, processes
+        self.memory, self.disk, self.processes = memory, disk, processes
 
 
 class Apart:
@@ -109,8 +107,8 @@ class Apart:
             with suppress(OSError):
                 step()
 
-    def confine(self) -> None:
-        """Bind this process to its limits and its directory, for good."""
+    def confine(self, cpu: int) -> None:
+        """Bind this process to its limits and its directory, for good. cpu: seconds of a processor."""
         rules = self.rules
         if self.work != WORK and "landlock" not in rules.without:
             with suppress(OSError):
@@ -126,7 +124,7 @@ class Apart:
             (resource.RLIMIT_NPROC, self._others + rules.processes + KEEPERS),
         ):
             _limit(which, most, most)
-        _limit(resource.RLIMIT_CPU, rules.cpu, rules.cpu + 1)
+        _limit(resource.RLIMIT_CPU, cpu, cpu + 1)
 
     # -- namespaces ---------------------------------------------------------------------------------------------------
 

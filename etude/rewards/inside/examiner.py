@@ -6,7 +6,8 @@ is plain, or a `Thing` again. So a test's `assert` compares values of this proce
 program that redefines `==`, replaces builtins or ends itself changes nothing but its own answers. A `Thing` equals
 another `Thing` where the program says so, and never a plain value.
 
-Whatever a value does here, where it is compared, hashed or shown, fails its test and nothing else. Of each test one
+Whatever a value does here, where it is compared, hashed or shown, fails its test and nothing else. So does a value
+that cannot be handed over once the program has answered: it may be of a type that the program chose. Of each test one
 letter is written down, for the keeper to read when all has ended.
 """
 
@@ -21,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any
 
 from etude.rewards.inside.compare import same_output, same_value
@@ -56,7 +57,8 @@ class UnfitError(BaseException):
 
 
 class LeftError(BaseException):
-    """The program raised what no test may take for something else: Python ends a loop by it, or a generator."""
+    """A test fails, and may not take that for something else: the program raised what ends a loop of Python's, or
+    answered with what cannot be handed back."""
 
 
 class GoneError(BaseException):
@@ -100,8 +102,18 @@ def _statements(asking: Line, found: int, tests: Any) -> None:
     """Run statements in their order, and write down whether they passed; none behind one that is no test and did
     not."""
     names: dict[str, Any] = {"__name__": "tests"}
+    try:
+        own = {name: _module(name, *used) for name, used in tests["modules"].items()}
+    except ImportError as error:
+        _write(found, UNFIT + _lacking(error))
+        return
+    names |= {name: module for name, module in own.items() if module is not None}
+    asked = [(name, known_as) for name, known_as in tests["names"] if name not in names]
+    if not asked:
+        _write(found, f"{UNFIT}they use no name that a program could define")
+        return
     asking.begin()
-    for name, known_as in tests["names"]:
+    for name, known_as in asked:
         with suppress(LookupError):
             names[name] = asking.named(known_as)
     for text, counts in tests["statements"]:
@@ -123,9 +135,28 @@ def _runs(text: str, names: dict[str, Any], asking: Line, *, imports: bool) -> b
         exec(compile(text, "tests", "exec"), names)
     except ImportError as error:
         if imports and text.startswith(("import ", "from ")):
-            asking.unfit = f"they import what is not in the box ({error}; see `reward.packages`)"
+            asking.unfit = _lacking(error)
         return False
     return True
+
+
+def _module(name: str, path: str, attributes: list[str]) -> ModuleType | None:
+    """The module of Python's own, or of a package, that a test uses without importing it. None where there is none of
+    Python's own with what is used of it: then a program's class or object is meant that has its name."""
+    if name not in sys.stdlib_module_names:
+        return importlib.import_module(path)
+    try:
+        module = importlib.import_module(path)
+        for attribute in attributes:
+            if not hasattr(module, attribute):
+                importlib.import_module(f"{path}.{attribute}")
+    except ImportError:
+        return None
+    return module
+
+
+def _lacking(error: ImportError) -> str:
+    return f"they import what is not in the box ({error}; see `reward.packages`)"
 
 
 def _holds(test: Callable[[], bool]) -> bool:
@@ -156,7 +187,9 @@ class Line:
         self.unfit = ""
         """Why no program can be put to a test; also where that took no notice."""
         self.left = False
-        """Whether the program raised in this test what leaves every program; also where that took no notice."""
+        """Whether a `LeftError` was raised in this test; also where that took no notice."""
+        self._answered = False
+        """Whether anything came back that the program chose."""
 
     def begin(self) -> None:
         """Begin a test."""
@@ -173,7 +206,9 @@ class Line:
             if module != name or name not in sys.stdlib_module_names:
                 raise LookupError(name)
             return importlib.import_module(module)
-        return self._value(answer)
+        value = self._value(answer)
+        self._answered |= not isinstance(value, Thing)
+        return value
 
     def function(self, name: str) -> Any:
         """A function by its name, or a method of the class `Solution`."""
@@ -187,6 +222,9 @@ class Line:
         try:
             question = {"do": what, "on": [encode(each, self._refer) for each in on]}
         except UnfitError as error:
+            if self._answered:
+                self.left = True
+                raise LeftError(str(error)) from error
             self.unfit = str(error)
             raise
         answer = self._ask(question)
@@ -223,10 +261,12 @@ class Line:
         except NotPlainError as error:
             raise self._lost(str(error)) from error
 
-    def _ask(self, question: Any) -> dict[str, Any]:
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         self._send(question)
         while True:
             answer = self._receive()
+            if "name" not in question:
+                self._answered = True
             if "callback" not in answer:
                 return answer
             self._send(self._called_back(answer))
@@ -323,6 +363,8 @@ class Thing:
         return self._etude_do("call", _Given(given), _Named(named))
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__array"):
+            raise AttributeError(name)  # numpy would read memory of this process at the address that it is given
         return self._etude_do("getattr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:

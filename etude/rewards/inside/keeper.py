@@ -117,22 +117,22 @@ class _Keeper:
         """Do it."""
         match request["do"]:
             case "run":
-                return self._run(request["input"], request["seconds"], request["output"])
+                return self._run(request["input"], request["seconds"], request["output"], request["cpu"])
             case "output":
                 return {"output": self._output().decode(errors="replace")}
             case "compare":
-                return self._compare(request["seconds"])
+                return self._compare(request["seconds"], request["cpu"])
             case "load":
-                return self._load()
+                return self._load(request["cpu"])
             case _:
-                return self._examine(request["count"], request["seconds"])
+                return self._examine(request["count"], request["seconds"], request["cpu"])
 
-    def _run(self, text: str, seconds: float, most: int) -> Any:
+    def _run(self, text: str, seconds: float, most: int, cpu: int) -> Any:
         """Run the program as a script on this input, and keep so much of what it prints."""
         given = _memory(text.encode(errors="replace"))
         self._forget_output()
         self._said = _memory()
-        program = self._start([given, self._said, self._nothing], lambda: run_script(self._heeding()))
+        program = self._start([given, self._said, self._nothing], lambda: run_script(self._heeding()), cpu)
         ended = self._await(program, seconds)
         self.end_all()
         os.close(given)
@@ -149,33 +149,36 @@ class _Keeper:
             os.close(self._said)
             self._said = -1
 
-    def _compare(self, seconds: float) -> Any:
+    def _compare(self, seconds: float, cpu: int) -> Any:
         """Have what the last run printed compared with what it should have, by a process that alone knows that."""
-        return self._verdict([self._said], lambda wanted: examine_output(3, 4, wanted), 1, seconds)
+        return self._verdict([self._said], lambda wanted: examine_output(3, 4, wanted), 1, seconds, cpu)
 
-    def _load(self) -> Any:
+    def _load(self, cpu: int) -> Any:
         """Have the program loaded by a process that will be asked for its functions."""
         asked, asks = os.pipe()
         told, tells = os.pipe()
-        self._start([self._nothing, self._nothing, self._nothing, asked, tells], lambda: serve(self._heeding(), 3, 4))
+        nothing = [self._nothing] * 3
+        self._start([*nothing, asked, tells], lambda: serve(self._heeding(), 3, 4), cpu)
         os.close(asked)
         os.close(tells)
         self._line = told, asks
         return {}
 
-    def _examine(self, count: int, seconds: float) -> Any:
+    def _examine(self, count: int, seconds: float, cpu: int) -> Any:
         """Have the loaded program tried by a process that holds the tests."""
-        verdict = self._verdict(self._line, lambda tests: examine(3, 4, 5, tests), count, seconds)
+        verdict = self._verdict(self._line, lambda tests: examine(3, 4, 5, tests), count, seconds, cpu)
         for end in self._line:
             os.close(end)
         return verdict
 
-    def _verdict(self, descriptors: Sequence[int], work: Callable[[Any], int], count: int, seconds: float) -> Any:
+    def _verdict(
+        self, descriptors: Sequence[int], work: Callable[[Any], int], count: int, seconds: float, cpu: int
+    ) -> Any:
         """Start a process that reads from the parent what it is to expect, and return the letters that it writes."""
         found, nothing = _memory(), self._nothing
         known, knows = os.pipe()
         examiner = self._start(
-            [nothing, nothing, nothing, *descriptors, found], lambda: work(self._expected), asks=True
+            [nothing, nothing, nothing, *descriptors, found], lambda: work(self._expected), cpu, asks=True
         )
         os.close(knows)
         os.read(known, 1)  # it ends when the examiner has closed it, and the pipe to the parent is this process's again
@@ -186,9 +189,10 @@ class _Keeper:
         os.close(found)
         return {**ended, "found": letters.decode("ascii", errors="replace")}
 
-    def _start(self, descriptors: Sequence[int], work: Callable[[], int], *, asks: bool = False) -> int:
+    def _start(self, descriptors: Sequence[int], work: Callable[[], int], cpu: int, *, asks: bool = False) -> int:
         """Start a process that has these descriptors, counted from 0, and no others. What it does returns its exit
-        code, and from whatever else it may do it does not come back. asks: it first reads a message of the parent."""
+        code, and from whatever else it may do it does not come back. cpu: seconds of a processor that it may use up.
+        asks: it first reads a message of the parent."""
         child = os.fork()
         if child:
             self._started.append(child)
@@ -204,7 +208,7 @@ class _Keeper:
             for place, each in enumerate(moved):
                 os.dup2(each, place)
             os.closerange(len(moved), os.sysconf("SC_OPEN_MAX"))
-            self._apart.confine()
+            self._apart.confine(cpu)
             code = work()
         finally:
             os._exit(code)

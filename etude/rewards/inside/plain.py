@@ -1,8 +1,8 @@
 """Plain values as JSON and back: all that crosses between a program and those who examine it.
 
-None, truth, numbers, text, bytes, dates and times, lists, tuples, deques, sets, mappings and ranges become themselves
-again, whatever subclass they were of: so that a value compares as what it is, and not as a program would like it to.
-Anything else stays where it is, and is spoken of by a reference.
+None, truth, numbers, text, bytes, dates and times, lists, tuples, deques, sets, mappings, ranges and slices become
+themselves again, whatever subclass they were of: so that a value compares as what it is, and not as a program would
+like it to. Anything else stays where it is, and is spoken of by a reference.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def encode(value: Any, refer: Refer, depth: int = 0) -> Any:
         return {name: say(value)}
     if isinstance(value, deque):
         return {"deque": [[encode(each, refer, depth + 1) for each in value], value.maxlen]}
-    if isinstance(value, range):
-        return {"range": [encode(each, refer) for each in (value.start, value.stop, value.step)]}
+    if isinstance(value, range | slice):
+        ends = [encode(each, refer, depth + 1) for each in (value.start, value.stop, value.step)]
+        return {type(value).__name__: ends}
     if isinstance(value, dict):
         return {"dict": [[encode(each, refer, depth + 1) for each in pair] for pair in value.items()]}
     for kind in (list, tuple, set, frozenset):
@@ -88,6 +89,7 @@ _MADE: dict[str, Callable[[Any], Any]] = {
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
     "range": lambda parts: range(*parts),
+    "slice": lambda parts: slice(*parts),
     "dict": dict,
     "tuple": tuple,
     "deque": lambda held: deque(*held),
