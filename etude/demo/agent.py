@@ -79,7 +79,7 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float
     )
     warmed = time.perf_counter() - began
     console.print(Text(f"Warmed up in {warmed:.0f} s. Now {asked.steps} steps of GRPO over the agent's rollouts.\n"))
-    run = compose(Run, [*overrides, *places(world, directory)], file=file, preset=PRESET)
+    run = compose(Run, overrides, values=places(world, directory), file=file, preset=PRESET)
     with build(run) as parts:
         practise(parts)
         if parts.checkpoint.step == parts.checkpoint.steps:  # else it was stopped, which `build` tells and raises

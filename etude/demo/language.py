@@ -67,7 +67,7 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float
     heads = stage.head_dim(asked, HEAD_DIM)
     stage.warm_up(world, "warming up: imitating the teacher", STEPS, asked.seed, warm_up, console, head_dim=heads)
     warmed = time.perf_counter() - began
-    run = compose(Run, [*overrides, *places(world, directory)], file=file, preset=PRESET)
+    run = compose(Run, overrides, values=places(world, directory), file=file, preset=PRESET)
     with build(run) as parts:
         parts.publish(parts.checkpoint.step)
         before = _scored(parts, console)

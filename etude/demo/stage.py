@@ -73,11 +73,11 @@ def warm_up(
     made.write_text(told, encoding="utf-8")
 
 
-def places(world: Path, directory: Path) -> list[str]:
+def places(world: Path, directory: Path) -> dict[str, Any]:
     """The options that say where all of it is."""
-    return [
-        f"model.path='{world / 'model'}'",
-        f"data.train=['{world / 'train.jsonl'}']",
-        f"data.val=['{world / 'held_out.jsonl'}']",
-        f"directory='{directory}'",
-    ]
+    return {
+        "model.path": world / "model",
+        "data.train": [world / "train.jsonl"],
+        "data.val": [world / "held_out.jsonl"],
+        "directory": directory,
+    }
