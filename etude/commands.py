@@ -42,6 +42,7 @@ TASKS = """\
 examples:
   etude data show data/gsm8k/train.parquet
   etude data show data/gsm8k/train.parquet --model Qwen3-0.6B -n 1 chat.variables.enable_thinking=false
+  etude data show openai/gsm8k/main:test columns.prompt=question
   etude data show mine.jsonl columns.prompt=question columns.answer=result"""
 
 
@@ -202,7 +203,7 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
     prepare.add_argument("--json", action="store_true", help="print what was written as JSON, on the last line")
     prepare.set_defaults(command=_data_prepare)
     roots = {"": "etude.tools.tasks:Shown"}
-    show = of_a_run(data, "show", "look at tasks as a model would be asked them", TASKS, debug, "FILE ", roots)
+    show = of_a_run(data, "show", "look at tasks as a model would be asked them", TASKS, debug, "FILE|NAME ", roots)
     show.add_argument("-n", type=int, default=3, metavar="N", help="how many (default 3)")
     show.add_argument("--row", type=int, default=0, metavar="K", help="from which row on (default 0)")
     show.add_argument("--model", type=Path, metavar="DIRECTORY", help="a model, whose template and tokens are shown")
