@@ -291,8 +291,10 @@ def test_a_card_may_name_a_directory_alone(allowed: Hub, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "text",
-    ["data_files: [{split: train}]", "data_files: 3", "data_files: [3]", "data_files: {train: [[a]]}", "data_dir: [a]"]
-    + ["data_files: [{split: [a], path: b}]"],
+    [
+        *("data_files: [{split: train}]", "data_files: 3", "data_files: [3]", "data_files: {train: [[a]]}"),
+        *("data_files: [{split: [a], path: b}]", "data_dir: [a]"),
+    ],
 )
 def test_a_card_that_cannot_be_read_is_named(text: str, allowed: Hub, tmp_path: Path) -> None:
     allowed.repositories["datasets/owner/odd"] = root = written(tmp_path / "odd", "train.jsonl")
