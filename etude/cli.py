@@ -231,12 +231,12 @@ def _config_show(arguments: argparse.Namespace) -> None:
 
 def _train(arguments: argparse.Namespace) -> None:
     from etude.config.env import role
+    from etude.recipes.presets import split
+
+    preset, overrides = split(arguments.overrides) if arguments.resume is None else (None, arguments.overrides)
     from etude.recipes.commands import asked
     from etude.recipes.folder import read_run
-    from etude.recipes.loop import train
-    from etude.recipes.presets import split
     from etude.recipes.run import Run
-    from etude.recipes.sweep import sweep
 
     if arguments.resume is not None:
         _goes_on_as_it_was(arguments)
@@ -244,10 +244,11 @@ def _train(arguments: argparse.Namespace) -> None:
     elif arguments.multirun:
         if role() is not None:
             raise ConfigError(f"--multirun is many runs, and ETUDE_ROLE={role()} a part of one. Leave one of them out.")
-        preset, overrides = split(arguments.overrides)
+        from etude.recipes.loop import train
+        from etude.recipes.sweep import sweep
+
         sweep(Run, train, overrides, arguments.config, preset)
     else:
-        preset, overrides = split(arguments.overrides)
         _train_or_play(asked(Run, overrides, arguments.config, preset))
 
 
@@ -303,19 +304,28 @@ def _goes_on_as_it_was(arguments: argparse.Namespace) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> None:
-    from etude.recipes.ask import evaluate
+    from etude.recipes.named import named_run
 
-    told = evaluate(arguments.overrides, arguments.config, best=arguments.best, answers=arguments.answers)
+    run, _ = named_run(arguments.overrides, arguments.config, "eval")
+    with loading():
+        from etude.recipes.ask import evaluate
+
+    told = evaluate(run, best=arguments.best, answers=arguments.answers)
     if arguments.json:
         print(json.dumps(told))
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    from etude.recipes.ask import generate
+    from etude.recipes.named import question
 
-    told = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin
-    asked = arguments.overrides
-    generate(asked, arguments.config, answers=arguments.n, best=arguments.best, raw=arguments.raw, typed=told)
+    if arguments.n < 1:
+        raise ConfigError(f"-n {arguments.n} asks for no answer. Ask for 1 or more.")
+    typed = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin
+    run, prompt = question(arguments.overrides, arguments.config, typed)
+    with loading():
+        from etude.recipes.ask import generate
+
+    generate(run, prompt, answers=arguments.n, best=arguments.best, raw=arguments.raw)
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -337,7 +347,11 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _demo_language(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
-    from etude.demo.language import demonstrate
+    from etude.demo.stage import LANGUAGE_DEMO, checked
+
+    checked(LANGUAGE_DEMO, arguments.overrides, arguments.config)
+    with loading():
+        from etude.demo.language import demonstrate
 
     told = demonstrate(arguments.overrides, arguments.config, began)
     if arguments.json:
@@ -347,9 +361,12 @@ def _demo_language(arguments: argparse.Namespace) -> None:
 def _demo_agent(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     from etude.agents import openai_clients
+    from etude.demo.stage import AGENT_DEMO, checked
 
+    checked(AGENT_DEMO, arguments.overrides, arguments.config)
     openai_clients()  # without it no attempt would come to anything, which is better known at once
-    from etude.demo.agent import demonstrate
+    with loading():
+        from etude.demo.agent import demonstrate
 
     told = demonstrate(arguments.overrides, arguments.config, began)
     if arguments.json:

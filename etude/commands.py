@@ -17,6 +17,7 @@ from typing import Any
 from etude import __version__
 from etude.config.near import meant
 from etude.errors import ConfigError
+from etude.lazy import loading
 
 __all__ = ["Parser", "add", "add_rollouts", "of_a_run"]
 
@@ -42,6 +43,7 @@ TASKS = """\
 examples:
   etude data show data/gsm8k/train.parquet
   etude data show data/gsm8k/train.parquet --model Qwen3-0.6B -n 1 chat.variables.enable_thinking=false
+  etude data show openai/gsm8k/main:test columns.prompt=question
   etude data show mine.jsonl columns.prompt=question columns.answer=result"""
 
 
@@ -202,7 +204,7 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
     prepare.add_argument("--json", action="store_true", help="print what was written as JSON, on the last line")
     prepare.set_defaults(command=_data_prepare)
     roots = {"": "etude.tools.tasks:Shown"}
-    show = of_a_run(data, "show", "look at tasks as a model would be asked them", TASKS, debug, "FILE ", roots)
+    show = of_a_run(data, "show", "look at tasks as a model would be asked them", TASKS, debug, "FILE|NAME ", roots)
     show.add_argument("-n", type=int, default=3, metavar="N", help="how many (default 3)")
     show.add_argument("--row", type=int, default=0, metavar="K", help="from which row on (default 0)")
     show.add_argument("--model", type=Path, metavar="DIRECTORY", help="a model, whose template and tokens are shown")
@@ -313,26 +315,32 @@ def _data_show(arguments: argparse.Namespace) -> None:
 
 
 def _chat(arguments: argparse.Namespace) -> None:
-    from etude.tools.converse import converse
+    from etude.recipes.named import named_run, without_secrets
+
+    run, source = named_run(arguments.overrides, arguments.config, "chat", masked=without_secrets)
+    with loading():
+        from etude.tools.converse import converse
 
     with suppress(ImportError):  # what is typed can be edited where the system has it
         import readline  # noqa: F401
     typed = None if sys.stdin is not None and sys.stdin.isatty() else sys.stdin
-    converse(arguments.overrides, arguments.config, best=arguments.best, typed=typed)
+    converse(run, source, best=arguments.best, typed=typed)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     from etude.recipes.commands import asked
     from etude.recipes.presets import split
-    from etude.tools.plan import plan, tree
     from etude.tools.plan_options import KINDS
-    from etude.tools.plan_shown import show
 
     word = next((word for word in arguments.overrides if word in KINDS), "")
     preset, overrides = split([each for each in arguments.overrides if each != word])
     if word and preset is not None:
         raise ConfigError(f"The preset {preset.stem} is one of `etude train`, and `etude {word}` takes none.")
     run = asked(KINDS[word], overrides, arguments.config, preset)
+    with loading():
+        from etude.tools.plan import plan, tree
+        from etude.tools.plan_shown import show
+
     found = (plan if arguments.json else show)(run, knobs=not arguments.quick)
     if arguments.json:
         print(json.dumps(tree(found)))

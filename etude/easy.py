@@ -18,14 +18,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-import threading
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -44,6 +43,7 @@ from etude.errors import ConfigError, DataError, RewardError, UnknownChoiceError
 from etude.models import Model
 from etude.models.adopt import adopt, with_score_head
 from etude.recipes import checks
+from etude.recipes.apart import apart
 from etude.recipes.models import worker_of
 from etude.recipes.parts import Learners
 from etude.recipes.presets import PRESETS
@@ -58,8 +58,6 @@ from etude.train import Frozen
 from etude.train.optim import PRECISIONS
 
 __all__ = ["PPOTrainer", "RLConfig", "Trajectories"]
-
-T = TypeVar("T")
 
 SHORT = 64
 """The longest answer unless another is asked for: what a first program wants to wait for."""
@@ -154,9 +152,13 @@ class RLConfig:
                     f"`{option}` has no effect on a model that a program holds and drives itself. Leave it out, or "
                     f"start the run with `etude train {option}=…`."
                 )
+        for name, options in self.STANDS_FOR.items():
+            twice = [option for option in options if option in self.options]
+            if twice and getattr(self, name) != getattr(type(self), name):
+                raise ConfigError(f"`{twice[0]}` is in `options`, and is given as `{name}=…` too. Give it once.")
         asked = {option: getattr(self, name) for name, options in self.STANDS_FOR.items() for option in options}
         given = {option: value for option, value in asked.items() if value is not None} | dict(self.options) | more
-        return compose(Run, [f"{option}={value}" for option, value in given.items()], preset=PRESETS[self.algorithm])
+        return compose(Run, values=given, preset=PRESETS[self.algorithm])
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +190,7 @@ class PPOTrainer:
     """Collects, judges and optimises, each when it is told to. Named after what people look for first, it runs
     every preset that learns from answers and one reward of each.
 
-    Works inside a notebook as well: what waits, waits in a thread of the trainer's own. `close` it, or use it in a
+    Works inside a notebook as well: what waits there, waits in a thread of its own. `close` it, or use it in a
     `with`, to have engine and threads ended before the program is.
     """
 
@@ -221,7 +223,8 @@ class PPOTrainer:
         self._engine = self._ends.enter_context(closing(TorchEngine(model, self._tokenizer, self.run.rollout)))
         crew = self._ends.enter_context(closing(LocalCrew(_worker(self.run, model, self._engine))))
         self._learners = Learners(crew, checks.from_the_models(self.run), self.run.updates, self.run.loss.split_unit)
-        self._loop = _Loop(self._ends)
+        self._runner = asyncio.Runner()  # one for all calls, as what a reward keeps may belong to its event loop
+        self._ends.callback(apart, self._runner.close)
         self._judge: Judge | None = None
         self._step = self._collected = 0
         weakref.finalize(self, self._ends.close)
@@ -249,7 +252,8 @@ class PPOTrainer:
             )
         if self._judge is None:
             self._judge = self._ends.enter_context(Judge(_judged(self._reward, self._device), self.run.judging))
-        verdicts = self._loop.run(self._verdicts(self._judge, trajectories))
+        judged = self._verdicts(self._judge, trajectories)
+        verdicts = apart(lambda: self._runner.run(judged))
         for verdict in verdicts:
             if verdict.outcome is not Outcome.SUCCEEDED:
                 raise RewardError(verdict.error)
@@ -273,7 +277,7 @@ class PPOTrainer:
         metrics = self._learners.update(batch)
         self._step += 1
         publish = asyncio.to_thread(self._learners.crew.call, PolicyWorker.publish, self._step)
-        metrics.merge(self._loop.run(publish))
+        metrics.merge(apart(lambda: self._runner.run(publish)))
         return metrics.reduce()
 
     def close(self) -> None:
@@ -311,25 +315,6 @@ class PPOTrainer:
     async def _verdicts(judge: Judge, trajectories: Trajectories) -> list[Verdict]:
         pairs = zip(trajectories.tasks, trajectories.answers, strict=True)
         return await asyncio.gather(*(judge.judge(task, answer) for task, answer in pairs))
-
-
-class _Loop:
-    """An event loop in a thread of its own, for a program that may stand in one already."""
-
-    def __init__(self, ends: ExitStack) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="etude-trainer", daemon=True)
-        self._thread.start()
-        ends.callback(self._end)
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a coroutine's end; what bounds it is its own."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 def _follows(option: str) -> ConfigError:

@@ -32,6 +32,8 @@ A mistake of Etude's own is an `assert`, never one of these.
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 __all__ = [
     "AgentError",
@@ -58,6 +60,7 @@ __all__ = [
     "UnknownChoiceError",
     "UnknownError",
     "UnknownKeyError",
+    "memory_in_words",
     "out_of_memory",
     "refusal_of",
 ]
@@ -160,15 +163,33 @@ class MissingPackageError(EtudeError, ImportError):
 
 
 def out_of_memory(error: BaseException) -> str:
-    """Return a sentence on an error that says that the system gave no more memory; empty for any other."""
+    """Return a sentence on an error that says that the system or a GPU gave no more memory; empty for any other."""
+    if "CUDA out of memory" in str(error):
+        return (
+            f"The GPU has no more memory ({str(error).splitlines()[0]}). `etude plan` says how much a run takes, and "
+            "which option lowers that; `nvidia-smi` shows whether another process holds memory there."
+        )
     refused = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if not refused and "allocate memory" not in str(error):
         return ""
-    told = f" ({error})" if str(error) else ""
+    told = f" ({str(error).splitlines()[0]})" if str(error) else ""
     return (
         f"The system gave this process no more memory{told}. `etude plan` says how much a run takes; `ulimit -v` shows "
         "whether the address space of processes is bounded here, and `ulimit -v unlimited` lifts that."
     )
+
+
+@contextmanager
+def memory_in_words() -> Iterator[None]:
+    """Raise memory that is refused within as a `TrainingError`, which says so and what to do."""
+    try:
+        yield
+    except EtudeError:
+        raise
+    except (RuntimeError, OSError, MemoryError) as error:  # torch raises the first
+        if told := out_of_memory(error):
+            raise TrainingError(told) from error
+        raise
 
 
 def refusal_of(error: OSError | MemoryError) -> str:

@@ -9,19 +9,17 @@ Each argument is an option of the command line, and one that is left out leaves 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from etude.config.compose import compose
-from etude.errors import ConfigError
 from etude.recipes import folder
 from etude.recipes.apart import apart
 from etude.recipes.build import build
 from etude.recipes.loop import practise
-from etude.recipes.presets import split
 from etude.recipes.run import Run
-from etude.trainer import as_files, as_text
+from etude.trainer import as_files, preset_of, refuse_twice
 
 if TYPE_CHECKING:
     from etude.trainer import Tasks
@@ -49,6 +47,8 @@ STANDS_FOR = {
     "seed": "seed",
 }
 """The option that each argument sets."""
+PLACES = {"train": "data.train", "val": "data.val", "directory": "directory"}
+"""The options that follow from an argument, which may be other than the option's value."""
 
 
 def train(
@@ -112,11 +112,10 @@ def train(
 
 
 def _composed(given: Mapping[str, Any]) -> tuple[Run, dict[str, str]]:
-    asked = {option: given[name] for name, option in STANDS_FOR.items() if given[name] is not None}
     options = given["options"] or {}
-    twice = sorted(asked.keys() & options.keys())
-    if twice:
-        raise ConfigError(f"`{twice[0]}` is given by an argument and in `options`. Give it once.")
+    arguments = {**STANDS_FOR, **PLACES}
+    refuse_twice({arguments[name]: f"`{name}=…`" for name in arguments if given[name] is not None}, options)
+    asked = {option: given[name] for name, option in STANDS_FOR.items() if given[name] is not None}
     places = (given[name] for name in ("train", "val", "directory", "config"))
     return _asked(given["preset"], {**asked, **options}, *places)
 
@@ -136,19 +135,14 @@ def _asked(
     config: str | Path | None,
 ) -> tuple[Run, dict[str, str]]:
     """The run that the arguments ask for, and the tasks that lie in no file yet."""
-    found, _ = split([] if preset is None else [preset])
-    place = Path(directory or options.get("directory") or folder.new_directory(Path("runs"), "train"))
+    file, found = None if config is None else Path(config), preset_of(preset)
+    named = directory or options.get("directory")
+    if named is None and file is not None:
+        named = compose(Run, values=options, file=file, preset=found).directory
+    place = Path(named or folder.new_directory(Path("runs"), "train"))
     written: dict[str, str] = {}
     for name, tasks in {"train": train, "val": val}.items():
         if tasks is not None:
             options[f"data.{name}"], text = as_files(tasks, place / folder.TASKS / f"{name}.jsonl")
             written |= {} if text is None else {name: text}
-    texts = [f"{name}={as_text(_plain(value))}" for name, value in {**options, "directory": place}.items()]
-    return compose(Run, texts, file=None if config is None else Path(config), preset=found), written
-
-
-def _plain(value: Any) -> Any:
-    """A path as text, and a sequence as a list."""
-    if isinstance(value, Path):
-        return str(value)
-    return [_plain(each) for each in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return compose(Run, values={**options, "directory": place}, file=file, preset=found), written

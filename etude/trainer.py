@@ -56,6 +56,11 @@ class Given:
     agent: Agent
     options: Mapping[str, Any]
 
+    def over(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of an algorithm and these, none of them twice."""
+        refuse_twice(dict.fromkeys(self.options, "an argument of `etude.Trainer`, or its agent,"), options)
+        return {**options, **self.options}
+
 
 @dataclass
 class Algorithm(ABC):
@@ -92,8 +97,8 @@ class Algorithm(ABC):
                 f"{type(self).__name__} has no agent to serve a model to: it is given one by `etude.Trainer(…).fit`, "
                 "which calls `run`."
             )
-        asked = {**options, **self.given.options}
-        run = compose(Run, [f"{name}={as_text(value)}" for name, value in asked.items()], preset=_preset(preset))
+        asked = self.given.over(options)
+        run = compose(Run, values=asked, preset=preset_of(preset))
         with hosted(run, self.given.agent, None if directory is None else Path(directory)) as served:
             self.desks = served.client
             try:
@@ -127,6 +132,8 @@ class RL(Algorithm):
         """Train, and return the last step's numbers."""
         if train is None:
             raise ConfigError("There is nothing to train on: give tasks, `trainer.fit(agent, train=tasks)`.")
+        tasks = {"data.train": "tasks of `fit`"} | ({} if val is None else {"data.val": "tasks of `fit`"})
+        refuse_twice(tasks, self.options)
         with self._parts(train, val) as parts:
             practise(parts)
             return folder.read_metrics(parts.directory)[-1]
@@ -153,16 +160,18 @@ class RL(Algorithm):
         self, train: Tasks, val: Tasks | None, directory: Path | None = None, more: Mapping[str, Any] | None = None
     ) -> Iterator[Parts]:
         assert self.given is not None, "a trainer gives an agent"
+        if self.directory is not None:
+            refuse_twice({"directory": f"`directory` of {type(self).__name__}"}, self.options)
         named = directory or self.directory or self.options.get("directory")
         directory = Path(named) if named else folder.new_directory(Path("runs"), "train")
-        options = {**self.options, **self.given.options, **(more or {}), "directory": directory}
+        options = {**self.given.over(self.options), **(more or {}), "directory": directory}
         written: dict[str, str] = {}
         for name, tasks in {"train": train, "val": val}.items():
             if tasks is not None:
                 files, text = as_files(tasks, directory / folder.TASKS / f"{name}.jsonl")
                 options[f"data.{name}"] = files
                 written |= {} if text is None else {name: text}
-        run = compose(Run, [f"{name}={as_text(value)}" for name, value in options.items()], preset=_preset(self.preset))
+        run = compose(Run, values=options, preset=preset_of(self.preset))
         with build(run, agent=self.given.agent, tasks=written) as parts:
             self.desks = parts.client
             try:
@@ -276,10 +285,22 @@ def _report(found: Mapping[str, float], directory: Path, console: Console) -> No
     console.print(Text(f"answers  {directory / 'evaluations'}"), soft_wrap=True)
 
 
-def _preset(name: str | None) -> Path | None:
+def preset_of(name: str | None) -> Path | None:
+    """The file of a preset; None where none is named."""
     if name is not None and name not in PRESETS:
-        raise ConfigError(f"There is no preset '{name}'.{meant(name, PRESETS)} There are: {', '.join(PRESETS)}.")
+        hint = " Options are given by their names: `steps=3`, or in `options`." if "=" in name else ""
+        raise UnknownChoiceError(
+            f"There is no preset '{name}'.{meant(name, PRESETS)}{hint} The presets are {', '.join(PRESETS)}."
+        )
     return None if name is None else PRESETS[name]
+
+
+def refuse_twice(arguments: Mapping[str, str], options: Mapping[str, Any]) -> None:
+    """Refuse an option that is also given as an argument; arguments: what each option is called as one."""
+    given = {option.removesuffix(".name"): option for option in options}
+    for option, name in arguments.items():
+        if option in given:
+            raise ConfigError(f"`{given[option]}` is in `options`, and is given as {name} too. Give it once.")
 
 
 def as_files(tasks: Tasks, place: Path) -> tuple[list[str], str | None]:
@@ -305,8 +326,3 @@ def as_files(tasks: Tasks, place: Path) -> tuple[list[str], str | None]:
 def _kept(tasks: Tasks | None) -> Tasks | None:
     """Tasks that can be gone through more than once."""
     return tasks if tasks is None or isinstance(tasks, str | Path | Sequence) else list(tasks)
-
-
-def as_text(value: Any) -> str:
-    """A value as an override writes it."""
-    return json.dumps(value) if isinstance(value, list | str | bool) or value is None else str(value)

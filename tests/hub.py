@@ -71,11 +71,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.asked.append(f"{self.command} /{path}")
         words = path.split("/")
         if words[0] == "api":
-            key, rest = "/".join(words[1:4]), words[4:]
+            size = 2 if "/".join(words[1:3]) in self.hub.repositories else 3  # a model's name may be one word
+            key, rest = "/".join(words[1 : 1 + size]), words[1 + size :]
         elif words[0] == "datasets":
             key, rest = "/".join(words[:3]), words[3:]
         else:
-            key, rest = "/".join(["models", *words[:2]]), words[2:]
+            size = 1 if f"models/{words[0]}" in self.hub.repositories else 2
+            key, rest = "/".join(["models", *words[:size]]), words[size:]
         if key in self.hub.gated:
             return self._answer(403, {"error": "gated"}, {"X-Error-Code": "GatedRepo"})
         if key not in self.hub.repositories:

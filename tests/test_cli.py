@@ -22,7 +22,7 @@ from etude.config import load_plugin
 from etude.data.prepare import PREPARATIONS
 from etude.demo.algorithms import DemoRun
 from etude.demo.demonstrate import NEXT
-from etude.errors import refusal_of
+from etude.errors import out_of_memory, refusal_of
 from etude.recipes.commands import SUPERVISED
 from etude.recipes.run import Run
 from tests.commands import composed, root_of
@@ -438,6 +438,9 @@ def test_the_demonstration_brings_its_own_world(capsys: Captured) -> None:
 def test_memory_that_the_system_refuses_is_told_as_such(error: MemoryError | OSError) -> None:
     told = refusal_of(error)
     assert told.startswith("The system gave this process no more memory") and "`ulimit -v unlimited`" in told
+    on_a_gpu = out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore follows."))
+    assert on_a_gpu.startswith("The GPU has no more memory (CUDA out of memory. Tried to allocate 2.00 GiB.). `etude")
+    assert out_of_memory(RuntimeError("shapes do not fit")) == ""
     assert refusal_of(OSError(errno.EIO, "Input/output error", "x")) == (
         "The system refused to read or write at x: Input/output error."
     )

@@ -16,10 +16,15 @@ import pytest
 
 import etude
 from etude.cli import main
+from etude.config.compose import compose
+from etude.easy import RLConfig
 from etude.errors import ConfigError
+from etude.launch import _composed
 from etude.recipes.apart import apart
 from etude.recipes.folder import read_options
 from etude.recipes.interrupt import Interrupt
+from etude.recipes.run import Run
+from tests.learn.looking import looker
 from tests.worlds import make_model, make_tasks
 
 STANDS_FOR = {
@@ -31,6 +36,7 @@ ARGUMENTS: dict[str, Any] = {
     **{"reward": "exact", "steps": 1, "tasks": 2, "group_size": 2, "learning_rate": 1e-3, "precision": "fp32"},
     **{"max_prompt": 8, "max_tokens": 3, "temperature": 1.0, "seed": 3},
 }
+ODD = ["\n\n", "é 🌧", "C:\\x", "\\", "\\\\${x}", "${", "${oc.env:HOME}", "a'b\"c", "[1, 2", "null", "1e-3", "=\t:{}"]
 MORE = {"loss.clip_high": 0.3, "observe.console": "off", "threads": 1}
 
 
@@ -77,9 +83,62 @@ def test_it_is_the_function_also_when_the_package_of_that_name_is_loaded() -> No
     assert callable(etude.train) and Train.__module__ == "etude.train.config"
 
 
-def test_an_option_is_given_once() -> None:
-    with pytest.raises(ConfigError, match="`steps` is given by an argument and in `options`"):
-        etude.train("grpo", steps=3, options={"steps": 4})
+@pytest.mark.parametrize(
+    ("argument", "value", "option"),
+    [
+        ("steps", 3, "steps"),
+        ("loss", "gspo", "loss.name"),
+        ("train", [{"prompt": "a", "answer": "b"}], "data.train"),
+        ("val", "held_out.jsonl", "data.val"),
+        ("directory", "runs/one", "directory"),
+    ],
+)
+def test_an_option_is_given_once(argument: str, value: Any, option: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{option}` is in `options`, and is given as `{argument}=…` too"):
+        etude.train("grpo", **{argument: value}, options={option: value})
+
+
+@pytest.mark.parametrize("preset", ["steps=3", "gpro", "grpo loss=gspo", ""])
+def test_what_is_no_preset_is_refused(preset: str) -> None:
+    with pytest.raises(ConfigError, match=f"There is no preset '{preset}'"):
+        etude.train(preset, model="model")
+
+
+def test_the_directory_may_stand_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(f"directory: {tmp_path / 'kept'}\n")
+    run, _ = launched(config="mine.yaml", train=[{"prompt": "a", "answer": "b"}])
+    assert (run.directory, run.data.train) == (tmp_path / "kept", (str(tmp_path / "kept" / "tasks" / "train.jsonl"),))
+    assert launched(config="mine.yaml", directory="other")[0].directory == Path("other")
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine.yaml"]
+
+
+def launched(**given: Any) -> tuple[Run, dict[str, str]]:
+    """The run that `etude.train` composes of these arguments."""
+    return _composed(dict.fromkeys(inspect.signature(etude.train).parameters) | given)
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_a_value_reaches_the_run_as_it_is(text: str) -> None:
+    """By every way from a program: `etude.train`, `etude.Trainer`, `RLConfig`."""
+    free = {"said": text, "thinks": False, "share": 0.5, "count": 2, "place": Path("/tmp/josé")}
+    options = {"sampling.stop": ["a", text], "chat.variables": free, "sampling.temperature": 0.25, "kl": None}
+    run, _ = launched(preset="grpo", options=options, directory=Path("/tmp") / text)
+    assert run.directory == Path("/tmp") / text
+    runs = [run, RLConfig(options={"sampling.stop": ("a", text), "sampling.temperature": 0.25}).run()]
+
+    class Looks(etude.Algorithm):
+        def run(self, train: Any, val: Any) -> dict[str, float]:
+            assert self.given is not None
+            runs.append(compose(Run, values=self.given.over(options)))
+            return {}
+
+    etude.Trainer(Looks()).fit(looker, [])
+    for each in runs:
+        assert (each.sampling.stop, each.sampling.temperature) == (("a", text), 0.25)
+    for each in (runs[0], runs[2]):
+        assert each.kl is None and each.chat.variables == {**free, "place": "/tmp/josé"}
+    assert runs[2].agent.path == "tests.learn.looking:looker"
 
 
 def interrupted(work: Any) -> Any:
@@ -91,23 +150,62 @@ def interrupted(work: Any) -> Any:
     return asyncio.run(notebook())
 
 
-def test_the_first_ctrl_c_in_a_notebook_lets_the_step_end() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("runs", ["asyncio", "a bare loop"])
+def test_the_first_ctrl_c_in_a_running_loop_lets_the_step_end(runs: str, number: signal.Signals) -> None:
     said: list[str] = []
 
     def work() -> bool:
         with Interrupt(said.append) as interrupt:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             until = time.monotonic() + 10
             while not interrupt.asked and time.monotonic() < until:
                 time.sleep(0.01)
             return interrupt.asked
 
+    before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert (interrupted if runs == "asyncio" else apart_in_a_loop)(work) is True
+        assert all(signal.getsignal(each) is signal.default_int_handler for each in before)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert "Stopping after this step" in said[0]
+
+
+def test_the_second_ctrl_c_in_a_running_loop_stops_at_once() -> None:
+    def work() -> None:
+        with Interrupt(lambda _: None) as interrupt:
+            until = time.monotonic() + 10
+            while time.monotonic() < until:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
+            raise AssertionError(f"It goes on, though Ctrl-C was pressed: {interrupt.asked}")
+
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert apart_in_a_loop(work) is True
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(work)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "Stopping after this step" in said[0]
+
+
+def test_ctrl_c_before_the_work_began_begins_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    start = threading.Thread.start
+
+    def pressed(thread: threading.Thread) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        start(thread)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(threading.Thread, "start", pressed)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(lambda: done.append(1))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not done
 
 
 def apart_in_a_loop(work: Any) -> Any:

@@ -206,6 +206,14 @@ def test_an_algorithm_of_ones_own_serves_a_model_and_has_a_client(options: dict[
         (lambda o: trainer(o).fit(looker, [3]), "Tasks are mappings"),
         (lambda o: trainer(o).fit(looker), "trainer.fit(agent, train=tasks)"),
         (lambda o: trainer(o).fit(3, rows(2, 0)), "an agent is a function"),
+        (lambda o: trainer(o | {"data.train": "x.jsonl"}).fit(looker, rows(2, 0)), "`data.train` is in `options`, and"),
+        (lambda o: trainer(o | {"agent.runners": 2}).fit(looker, rows(2, 0)), "an argument of `etude.Trainer`"),
+        (lambda o: trainer(o | {"reward.path": print}).fit(looker, rows(2, 0)), "`reward.path` was given a value of"),
+        (
+            lambda o: etude.Trainer(etude.RL("grpo", o | {"directory": "a"}, "b")).fit(looker, rows(2, 0)),
+            "`directory` is in `options`, and is given as `directory` of RL too. Give it once.",
+        ),
+        (lambda o: etude.Trainer(etude.RL("steps=3", o)).fit(looker, rows(2, 0)), "There is no preset 'steps=3'"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_a_remedy(

@@ -1,6 +1,7 @@
 """Compose a run: defaults, then a file, then overrides become one frozen, validated object; a sweep becomes jobs.
 
     run = compose(Run, ["loss=gspo", "loss.clip_high=3e-4", "kl.controller=adaptive"], file=Path("mine.yaml"))
+    run = compose(Run, values={"loss": "gspo", "sampling.stop": ["\\n\\n"]})
     jobs = multirun(Run, ["loss=ppo,gspo", "seed=range(1,4)"], train, directory=Path("sweeps/first"))
 
 One run is put together here, in a few milliseconds, by Hydra's grammar and OmegaConf's references. A sweep is Hydra's:
@@ -32,7 +33,7 @@ from omegaconf.grammar_parser import parse
 from pydantic import BaseModel, ValidationError
 
 from etude.config.check import problem, told_together
-from etude.config.override import read
+from etude.config.override import held, read
 from etude.config.plan import ROOT, Plan
 from etude.config.secrets import MASK, mask_text
 from etude.config.tree import join
@@ -71,18 +72,21 @@ def compose(
     root: type[R],
     overrides: Sequence[str] = (),
     *,
+    values: Mapping[str, Any] | None = None,
     file: Path | None = None,
     preset: Path | None = None,
     below: Mapping[str, Any] | None = None,
     masked: Callable[[str], object] | None = None,
 ) -> R:
-    """The run that defaults, `preset`, `file` and `overrides` ask for, each over the one before.
+    """The run that defaults, `preset`, `file`, `overrides` and `values` ask for, each over the one before.
 
+    `values`: options by their dotted paths, as a program has them. Unlike overrides, which are texts, they are taken as
+    they are: a `${` in them is no reference, and a backslash no escape.
     `below`: a tree of options, shaped like the run, that stands over the defaults and below all else. `masked`: what is
     to stand at a path where the file holds a secret that was masked when it was written. Where neither this nor an
     override gives it, such a file is refused.
     """
-    composer = _Composer(root, overrides, (preset, file), masked, below)
+    composer = _Composer(root, overrides, (preset, file), masked, below, values)
     for each in composer.asked:
         if each.is_hydra:
             raise ConfigError(
@@ -169,10 +173,12 @@ class _Composer(Generic[R]):
         files: Sequence[Path | None],
         masked: Callable[[str], object] | None = None,
         below: Mapping[str, Any] | None = None,
+        values: Mapping[str, Any] | None = None,
     ) -> None:
         self._root = root
-        self.asked = [read(text, example=next(iter(root.model_fields), "key")) for text in overrides]
-        self._hydra = [text for text, each in zip(overrides, self.asked, strict=True) if each.is_hydra]
+        texts = [read(text, example=next(iter(root.model_fields), "key")) for text in overrides]
+        self._hydra = [text for text, each in zip(overrides, texts, strict=True) if each.is_hydra]
+        self.asked = [*texts, *(held(path, value) for path, value in (values or {}).items())]
         own = [each for each in self.asked if not each.is_hydra]
         given: dict[str, Any] = dict(below or {})
         self._origins: dict[str, str] = {}

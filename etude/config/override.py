@@ -1,18 +1,28 @@
-"""One override of the command line, read by Hydra's own grammar: `loss=gspo`, `seed=range(1,4)`, `betas=[0.9,0.95]`."""
+"""One override: a text of the command line, read by Hydra's own grammar (`loss=gspo`, `seed=range(1,4)`), or a value.
+
+A program has values, not texts: `held` takes them as they are, so that no escape, quote or `${` in them is read.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from enum import Enum
+from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, QuotedString
 from hydra.errors import HydraException
+from pydantic import BaseModel
 
 from etude.config.secrets import mask_text
+from etude.config.tree import escaped, plain
 from etude.errors import ConfigError
 
-__all__ = ["Asked", "read"]
+__all__ = ["Asked", "held", "read"]
 
 _PARSER = OverridesParser.create()
 
@@ -57,6 +67,31 @@ def read(text: str, example: str) -> Asked:
         text=text.partition("=")[2],
         values=_values(override),
         is_sweep=override.is_sweep_override(),
+    )
+
+
+def held(path: str, value: Any) -> Asked:
+    """The override that sets a path to a value of Python's, which stands for itself."""
+    return Asked(path=path, text=repr(value), values=[escaped(_plain(path, value))], is_sweep=False)
+
+
+def _plain(path: str, value: Any) -> Any:
+    """A value as plain data; refused where an option can hold nothing of its type."""
+    if isinstance(value, Enum | Path | BaseModel):
+        return plain(value)
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral | Real):  # numpy's too
+        return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, Mapping):
+        return {plain(key): _plain(f"{path}.{key}", item) for key, item in value.items()}
+    if isinstance(value, AbstractSet):
+        return sorted(_plain(path, item) for item in value)
+    if isinstance(value, list | tuple):
+        return [_plain(path, item) for item in value]
+    raise ConfigError(
+        f"`{path}` was given a value of type {type(value).__name__}. An option is text, a number, True or False, None, "
+        "a path, or a list or a mapping of those."
     )
 
 

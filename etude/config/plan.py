@@ -8,7 +8,6 @@ switches away from takes its part of the file with it, and a plug-in is imported
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,10 +16,10 @@ from pydantic import BaseModel
 from etude.config.check import Place, placed, told_together, unknown_key
 from etude.config.choice import NONE, Options, options_of
 from etude.config.override import Asked
-from etude.config.tree import REQUIRED, default_of, fields_within, join, model_of, plain
+from etude.config.tree import REQUIRED, default_of, escaped, fields_within, join, model_of, plain
 from etude.errors import ConfigError
 
-__all__ = ["ROOT", "Plan", "escaped"]
+__all__ = ["ROOT", "Plan"]
 
 ROOT = "run"
 """The name under which Hydra finds the root node."""
@@ -194,12 +193,3 @@ class Plan:
     def _replaced(self, path: str) -> bool:
         """Whether an override gives a whole mapping for a path; Hydra would merge it with the default."""
         return path in self._asked and any(isinstance(value, dict) for value in self._asked[path].values)
-
-
-def escaped(value: Any) -> Any:
-    """A plain value in which OmegaConf finds no interpolation."""
-    if isinstance(value, dict):
-        return {key: escaped(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [escaped(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

@@ -13,9 +13,8 @@ from pydantic.fields import FieldInfo
 from rich.text import Text
 
 from etude.config.choice import Choice, options_of
-from etude.config.plan import escaped
 from etude.config.secrets import mask, telling_name
-from etude.config.tree import REQUIRED, Entry, entries, fields_within, model_of, plain, to_tree, words
+from etude.config.tree import REQUIRED, Entry, entries, escaped, fields_within, model_of, plain, to_tree, words
 
 __all__ = ["Leaf", "all_paths", "free_form", "leaves", "rendered", "show", "to_tree", "to_yaml", "undocumented"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ __all__ = [
     "Entry",
     "default_of",
     "entries",
+    "escaped",
     "fields_within",
     "item_of",
     "join",
@@ -148,6 +150,15 @@ def plain(value: Any, annotation: Any = None, metadata: list[Any] | None = None)
     if isinstance(value, list | tuple):
         return [plain(item, item_of(annotation, index)) for index, item in enumerate(value)]
     return str(value) if isinstance(value, Path) else value
+
+
+def escaped(value: Any) -> Any:
+    """A plain value in which OmegaConf finds no interpolation."""
+    if isinstance(value, dict):
+        return {key: escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [escaped(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def to_tree(run: BaseModel) -> dict[str, Any]:

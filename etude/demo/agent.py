@@ -23,7 +23,7 @@ from rich.text import Text
 from etude.config.compose import compose
 from etude.config.env import etude_command
 from etude.demo import novice, storeroom
-from etude.demo.stage import head_dim, make_world, places, refuse_another_world, warm_up
+from etude.demo.stage import AGENT_DEMO, checked, head_dim, make_world, places, warm_up
 from etude.observe import format_seconds, make_console
 from etude.recipes.build import build
 from etude.recipes.folder import new_directory, read_metrics
@@ -31,11 +31,8 @@ from etude.recipes.loop import practise
 from etude.recipes.run import Run
 from etude.tools.plot import plot
 
-__all__ = ["PRESET", "Scored", "demonstrate", "lines"]
+__all__ = ["Scored", "demonstrate", "lines"]
 
-PRESET = Path(__file__).with_name("agent.yaml")
-OWN = ("model", "data.train", "data.val", "data.columns", "reward", "chat", "env", "agent.path")
-"""What the demonstration brings itself."""
 TASKS, HELD_OUT = 2_000, 200
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 BY_TOOL = {"find": "shelf {}", "count": "{} of them"}
@@ -63,10 +60,7 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float
 
     began: a reading of `time.perf_counter` from which its seconds count, what was loaded before included.
     """
-    refuse_another_world(
-        overrides, OWN, "agent, model and tasks", "agent.path=my_agent.py:solve model.path=… data.train=[…]"
-    )
-    asked = compose(Run, overrides, file=file, preset=PRESET)
+    asked = checked(AGENT_DEMO, overrides, file)
     directory = asked.directory or new_directory(Path("runs"), "demo-agent")
     console = make_console(asked.observe.console)
     began = time.perf_counter() if began is None else began
@@ -79,7 +73,7 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float
     )
     warmed = time.perf_counter() - began
     console.print(Text(f"Warmed up in {warmed:.0f} s. Now {asked.steps} steps of GRPO over the agent's rollouts.\n"))
-    run = compose(Run, [*overrides, *places(world, directory)], file=file, preset=PRESET)
+    run = compose(Run, overrides, values=places(world, directory), file=file, preset=AGENT_DEMO.preset)
     with build(run) as parts:
         practise(parts)
         if parts.checkpoint.step == parts.checkpoint.steps:  # else it was stopped, which `build` tells and raises

@@ -22,7 +22,7 @@ from etude.config.compose import compose
 from etude.config.env import etude_command
 from etude.demo import digits, stage
 from etude.demo.beginner import HEAD_DIM, STEPS, warm_up
-from etude.demo.stage import make_world, places, refuse_another_world
+from etude.demo.stage import LANGUAGE_DEMO, checked, make_world, places
 from etude.observe import make_console, progress
 from etude.recipes.build import build
 from etude.recipes.evaluate import Answer
@@ -32,11 +32,8 @@ from etude.recipes.parts import Parts
 from etude.recipes.run import Run
 from etude.tools.plot import plot
 
-__all__ = ["PRESET", "Scores", "demonstrate"]
+__all__ = ["Scores", "demonstrate"]
 
-PRESET = Path(__file__).with_name("language.yaml")
-OWN = ("model", "data.train", "data.val", "data.columns", "reward", "chat")
-"""What the demonstration brings itself."""
 TASKS, HELD_OUT, SHOWN = 20_000, 500, 5
 
 
@@ -56,8 +53,7 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float
 
     began: a reading of `time.perf_counter` from which its seconds count, what was loaded before included.
     """
-    refuse_another_world(overrides, OWN, "model, tasks and reward", "model.path=… data.train=[…]")
-    asked = compose(Run, overrides, file=file, preset=PRESET)
+    asked = checked(LANGUAGE_DEMO, overrides, file)
     directory = asked.directory or new_directory(Path("runs"), "demo")
     console = make_console(asked.observe.console)
     began = time.perf_counter() if began is None else began
@@ -67,7 +63,7 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float
     heads = stage.head_dim(asked, HEAD_DIM)
     stage.warm_up(world, "warming up: imitating the teacher", STEPS, asked.seed, warm_up, console, head_dim=heads)
     warmed = time.perf_counter() - began
-    run = compose(Run, [*overrides, *places(world, directory)], file=file, preset=PRESET)
+    run = compose(Run, overrides, values=places(world, directory), file=file, preset=LANGUAGE_DEMO.preset)
     with build(run) as parts:
         parts.publish(parts.checkpoint.step)
         before = _scored(parts, console)

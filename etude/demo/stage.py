@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from etude.config.compose import compose
 from etude.config.env import etude_command
 from etude.errors import ConfigError
 from etude.observe import progress
@@ -16,7 +18,32 @@ from etude.recipes.folder import claim
 from etude.recipes.run import Run
 from etude.rollout import ServerConfig
 
-__all__ = ["head_dim", "make_world", "places", "refuse_another_world", "warm_up"]
+__all__ = ["AGENT_DEMO", "LANGUAGE_DEMO", "Demo", "checked", "head_dim", "make_world", "places", "warm_up"]
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A demonstration's run, as far as its options go."""
+
+    preset: Path
+    own: tuple[str, ...]
+    """The options that it brings itself."""
+    what: str
+    """These in words."""
+    yours: str
+    """The options with which one trains one's own."""
+
+
+BROUGHT = ("model", "data.train", "data.val", "data.columns", "reward", "chat")
+LANGUAGE_DEMO = Demo(
+    Path(__file__).with_name("language.yaml"), BROUGHT, "model, tasks and reward", "model.path=… data.train=[…]"
+)
+AGENT_DEMO = Demo(
+    Path(__file__).with_name("agent.yaml"),
+    (*BROUGHT, "env", "agent.path"),
+    "agent, model and tasks",
+    "agent.path=my_agent.py:solve model.path=… data.train=[…]",
+)
 
 SERVED = 32
 """The size of the smallest heads that servers have kernels for."""
@@ -27,15 +54,16 @@ def head_dim(run: Run, own: int) -> int:
     return max(own, SERVED) if isinstance(run.rollout, ServerConfig) else own
 
 
-def refuse_another_world(overrides: Sequence[str], own: Sequence[str], what: str, yours: str) -> None:
-    """Refuse options that a demonstration brings itself. what: these, in words. yours: how one trains one's own."""
+def checked(demo: Demo, overrides: Sequence[str], file: Path | None) -> Run:
+    """The run of a demonstration; an option that it brings itself is refused."""
     for option in overrides:
         name = option.partition("=")[0].strip("+ ")
-        if any(name == each or name.startswith(f"{each}.") for each in own):
+        if any(name == each or name.startswith(f"{each}.") for each in demo.own):
             raise ConfigError(
-                f"The demonstration brings its own {what}: `{name}` has no place in it. To train yours: "
-                f"`{etude_command()} train grpo {yours}`."
+                f"The demonstration brings its own {demo.what}: `{name}` has no place in it. To train yours: "
+                f"`{etude_command()} train grpo {demo.yours}`."
             )
+    return compose(Run, overrides, file=file, preset=demo.preset)
 
 
 def make_world(
@@ -73,11 +101,11 @@ def warm_up(
     made.write_text(told, encoding="utf-8")
 
 
-def places(world: Path, directory: Path) -> list[str]:
+def places(world: Path, directory: Path) -> dict[str, Any]:
     """The options that say where all of it is."""
-    return [
-        f"model.path='{world / 'model'}'",
-        f"data.train=['{world / 'train.jsonl'}']",
-        f"data.val=['{world / 'held_out.jsonl'}']",
-        f"directory='{directory}'",
-    ]
+    return {
+        "model.path": world / "model",
+        "data.train": [world / "train.jsonl"],
+        "data.val": [world / "held_out.jsonl"],
+        "directory": directory,
+    }

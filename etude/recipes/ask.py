@@ -6,14 +6,13 @@ Each takes either the directory of a run, whose checkpoint it reads, or a model 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,10 +21,7 @@ from rich.text import Text
 
 from etude.chat import Chat, Tokenizer
 from etude.checkpoint import Checkpoint, Checkpoints, export, export_adapter
-from etude.config.compose import compose
-from etude.config.env import etude_command
-from etude.config.secrets import MASK, mask_text
-from etude.config.tree import to_tree
+from etude.config.secrets import mask_text
 from etude.errors import ConfigError, RunError
 from etude.models import Model, adapter_config
 from etude.observe import configure, make_console, progress
@@ -35,7 +31,7 @@ from etude.recipes.apart import apart
 from etude.recipes.build import agents_evaluator, episodes_of, evaluator_of, policy
 from etude.recipes.device import device_of
 from etude.recipes.evaluate import scores, write_answers
-from etude.recipes.hub import located, model_at
+from etude.recipes.named import without_secrets
 from etude.recipes.placement import gpus_of_servers
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
@@ -48,49 +44,18 @@ from etude.rollout import EngineConfig, Served, ServerConfig, TorchEngine
 from etude.rollout.engines import serve
 from etude.train import load_weights, read_weights
 
-__all__ = ["evaluate", "export_run", "generate", "loaded", "named_run", "without_secrets"]
-
-SHARED = (
-    *("model.path", "model.tokenizer", "lora.path", "lora.publish", "chat", "rollout", "train.precision", "seed"),
-    *("device", "threads", "observe.console", "observe.level"),
-)
-READ = {
-    "eval": (
-        *(
-            "data.val",
-            "data.columns",
-            "data.max_prompt",
-            "data.overlong",
-            "reward",
-            "judging",
-            "env",
-            "evaluate.samples",
-        ),
-        *("evaluate.limit", "evaluate.sampling", "sampling.max_tokens", "collect.timeout", "collect.retries"),
-        *("agent.path", "agent.strategy", "agent.runners", "agent.at_once", "agent.timeout", "agent.silence"),
-        *("agent.failed", "agent.parameters", "agent.strict", "agent.calls", *SHARED),
-    ),
-    "generate": ("sampling", *SHARED),
-    "chat": ("sampling", *SHARED),
-    "serve": ("sampling", *SHARED),
-}
-"""The options that each command reads; any other would do nothing there."""
-ALIKE = ("model", "lora", "chat", "train", "checkpoint", "observe", "seed", "device", "threads")
-"""The options that runs of all recipes have."""
-OPTION = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
-"""How an option of the run begins; a prompt such as `2 + 2 =` does not."""
+__all__ = ["evaluate", "export_run", "generate", "loaded"]
 
 
-def evaluate(overrides: Sequence[str], file: Path | None, *, best: bool, answers: Path | None = None) -> dict[str, Any]:
+def evaluate(run: Run, *, best: bool, answers: Path | None = None) -> dict[str, Any]:
     """Score a model on `data.val` and show how; returns the scores, and what was scored.
 
     The answers are written to the file `answers`, or beside those of the run.
     """
-    return apart(lambda: _evaluated(overrides, file, best=best, answers=answers))
+    return apart(lambda: _evaluated(run, best=best, answers=answers))
 
 
-def _evaluated(overrides: Sequence[str], file: Path | None, *, best: bool, answers: Path | None) -> dict[str, Any]:
-    run, _ = named_run(overrides, file, "eval")
+def _evaluated(run: Run, *, best: bool, answers: Path | None) -> dict[str, Any]:
     if not run.data.val:
         raise ConfigError("There is nothing to score on: give tasks with `data.val=[tasks.parquet]`.")
     checks.of_agents(run)
@@ -145,26 +110,11 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def generate(
-    overrides: Sequence[str], file: Path | None, *, answers: int, best: bool, raw: bool, typed: TextIO | None
-) -> None:
+def generate(run: Run, prompt: str, *, answers: int, best: bool, raw: bool) -> None:
     """Ask the model and print what it answers, as it is written where there is one answer.
 
     The prompt is a user's message where the model has a chat template; `raw` has it continued as it stands.
     """
-    if answers < 1:
-        raise ConfigError(f"-n {answers} asks for no answer. Ask for 1 or more.")
-    options = [word for word in overrides if OPTION.match(word)]
-    words = [word for word in overrides if not OPTION.match(word)]
-    named = any(option.startswith("model.path=") for option in options)
-    first = [] if named and not (words and Path(words[0]).is_dir()) else words[:1]
-    if not (first or named):
-        raise ConfigError('Name a model or a run\'s directory first: `etude generate runs/mine "2 + 2 ="`.')
-    run, _ = named_run([*first, *options], file, "generate", masked=without_secrets)
-    source = first[0] if first else str(run.model.path)
-    prompt = " ".join(words[len(first) :]) or (typed.read().strip() if typed is not None else "")
-    if not prompt:
-        raise ConfigError(f'There is no prompt. Write it after {source}: `etude generate {source} "What is 2 + 2?"`.')
     console = make_console(run.observe.console)
     with loaded(run, best=best) as (_, chat, engine, _):
         asked = chat.prompt_ids(prompt if raw or not chat.tokenizer.template else [Message("user", prompt)])
@@ -219,88 +169,6 @@ def _described(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 # -- what they share --------------------------------------------------------------------------------------------------
-
-
-def without_secrets(path: str) -> str:  # noqa: ARG001
-    """What stands for a secret that is not needed."""
-    return MASK
-
-
-def named_run(
-    words: Sequence[str], file: Path | None, command: str, masked: Callable[[str], object] | None = None
-) -> tuple[Run, str]:
-    """The run that is asked about: a run's directory, or a model's, may stand first.
-
-    How a run showed itself as it was trained is no matter of those who ask it.
-    """
-    run, source = _named(words, file, command, masked)
-    return located(run), source
-
-
-def _named(
-    words: Sequence[str], file: Path | None, command: str, masked: Callable[[str], object] | None
-) -> tuple[Run, str]:
-    if not words or OPTION.match(words[0]):
-        run = compose(Run, words, file=file)
-        _refuse_unread(run, words, command)
-        return run.model_copy(update={"directory": None}), "model.path"
-    where, options = Path(words[0]), list(words[1:])
-    if (where / folder.OPTIONS).exists():
-        if file is not None:
-            raise ConfigError(
-                f"{where} is a run, whose options lie in its own {folder.OPTIONS}: --config has no place beside it. "
-                f"Write what is to be otherwise as key=value."
-            )
-        shown = [] if any(option.startswith("observe.console=") for option in options) else ["observe.console=auto"]
-        run = _asking(where, [*options, *shown], masked)
-        _refuse_unread(run, options, command)
-        return run, words[0]
-    where = model_at(where, "model.path")
-    if not where.is_dir():
-        raise RunError(f"There is no directory {where}. Give the directory of a run or of a model.")
-    run = compose(Run, options, file=file)
-    _refuse_unread(run, options, command)
-    if run.model.path is not None:
-        raise ConfigError(f"Two models were named: {where} and `model.path={run.model.path}`. Keep one of them.")
-    model = run.model.model_copy(update={"path": where})
-    return run.model_copy(update={"model": model, "directory": None}), words[0]
-
-
-def _asking(where: Path, options: Sequence[str], masked: Callable[[str], object] | None) -> Run:
-    """The run in a directory as one that asks its model. Of another recipe it has what both have; the rest is given, or
-    by default."""
-    kind = folder.kind_of(where)
-    if kind is Run:
-        run = folder.read_run(where, options, masked=masked)
-        return run.model_copy(update={"cluster": "local"})  # whoever asks computes here
-    if kind.head != "language":
-        raise ConfigError(
-            f"The run in {where} trains a model that scores, and cannot be asked for words. Write it with "
-            f"`{etude_command()} export {where} my-judge`, and judge answers by it: `reward=model "
-            f"reward.path=my-judge`."
-        )
-    held = to_tree(folder.read_kind(kind, where, masked=masked))
-    run = compose(Run, options, below={name: held[name] for name in ALIKE})
-    return run.model_copy(update={"directory": where})
-
-
-def _refuse_unread(run: Run, options: Sequence[str], command: str) -> None:
-    """An option that the command does not look at is no option of it: what it was meant to do would not happen."""
-    for option in options:
-        name = option.partition("=")[0].strip("+ ")
-        hidden = name == "sampling.max_tokens" and command == "eval" and run.evaluate.sampling.max_tokens is not None
-        if not hidden and any(name == read or name.startswith(f"{read}.") for read in READ[command]):
-            continue
-        remedy = "Leave it out."
-        if command == "eval" and name.startswith("sampling."):
-            remedy = f"How answers are drawn for scoring is said by `evaluate.{name}`."
-        elif command == "eval" and name == "data.train":
-            remedy = "Tasks to score on are given by `data.val`."
-        elif command == "generate" and name.startswith("evaluate."):
-            remedy = "How answers are drawn is said by `sampling`, how many by -n."
-        elif name.startswith("evaluate."):
-            remedy = "How answers are drawn is said by `sampling`."
-        raise ConfigError(f"`etude {command}` does not read `{name}`: it would change nothing here. {remedy}")
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Models and data sets of the Hugging Face hub: from the name that a run gives to the files on this machine.
 
-    model.path=Qwen/Qwen3-0.6B           data.train=[openai/gsm8k/main:train]
+    model.path=Qwen/Qwen3-0.6B   model.path=gpt2   data.train=[openai/gsm8k/main:train]
 
 A file or directory of that name here is taken first. Then the hub's cache is read, without the network. What is not in
 it is downloaded only where ETUDE_DOWNLOAD=1 allows that; else the error says the command that downloads it. The run
@@ -30,20 +30,24 @@ from etude.rewards import Combined, RewardFunction, ScoredByModel
 if TYPE_CHECKING:
     import httpx2
     import huggingface_hub as hf
+    import huggingface_hub.constants as hf_constants
     import huggingface_hub.errors as hf_errors
 
     from etude.data.table import Source
 else:
     hf, hf_errors, httpx2 = map(Lazy, ("huggingface_hub", "huggingface_hub.errors", "httpx2"))
+    hf_constants = Lazy("huggingface_hub.constants")
 
-__all__ = ["check_push", "data_at", "located", "model_at", "push"]
+__all__ = ["check_push", "data_at", "data_files", "located", "model_at", "push"]
 
 R = TypeVar("R", bound=Recipe)
 Kind = Literal["model", "dataset"]
 
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+ONE_WORD = re.compile(r"\w[\w.-]*")
+"""The names of the hub's oldest models."""
 DESCRIBES = ("*.json", "*.jinja", "*.txt", "*.model")
-"""The files that say what a model is and how it is spoken to."""
+"""The files that hold a model's configuration, its tokenizer and its chat template."""
 WEIGHTS = "*.safetensors"
 CARD = ("README.md", ".gitattributes")
 """The file that says what a data set holds, and one that every data set has."""
@@ -67,7 +71,7 @@ def located(run: R, *, weights: bool = True) -> R:
         run = replaced(run, "reward", _reward(run.reward, weights=weights))
     for option in ("data.train", "data.val") if weights else ():
         names = getattr(run.data, option.partition(".")[2])
-        run = replaced(run, option, tuple(file for name in names for file in _data_files(name, option)))
+        run = replaced(run, option, tuple(file for name in names for file in data_files(name, option)))
     if run.model.path is not None:
         check_model(run.model.path)
     return run
@@ -76,7 +80,7 @@ def located(run: R, *, weights: bool = True) -> R:
 def model_at(path: Path, option: str, *, weights: bool = True) -> Path:
     """The directory of a model: the path itself, or the snapshot of the model of that name on the hub."""
     name = str(path)
-    if path.exists() or not NAME.fullmatch(name):
+    if path.exists() or not (NAME.fullmatch(name) or _is_one_word(name)):
         return path
 
     def lacks(snapshot: Path) -> str:
@@ -84,6 +88,14 @@ def model_at(path: Path, option: str, *, weights: bool = True) -> Path:
 
     wanted = (*DESCRIBES, WEIGHTS) if weights else DESCRIBES
     return _snapshot(name, "model", option, wanted, lacks, ignored=OTHER_LAYOUTS) or path
+
+
+def _is_one_word(name: str) -> bool:
+    """Whether a word may name a model of the hub: one in the cache, or any, where it may be downloaded. Else it is a
+    directory's."""
+    if not ONE_WORD.fullmatch(name):
+        return False
+    return may_download() or (Path(hf_constants.HF_HUB_CACHE) / f"models--{name}").is_dir()
 
 
 def _reward(reward: RewardFunction, *, weights: bool) -> RewardFunction:
@@ -100,7 +112,10 @@ def _lacking_weights(snapshot: Path) -> str:
     """The first weight file that a snapshot ought to have and has not; empty where it has all."""
     index = snapshot / "model.safetensors.index.json"
     if index.is_file():
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"{index.name} that can be read"
         return next((shard for shard in shards if not (snapshot / shard).is_file()), "")
     return "" if any(snapshot.glob(WEIGHTS)) else "model.safetensors"
 
@@ -109,12 +124,15 @@ def data_at(data: Source, option: str) -> Source:
     """Data with files in place of the names of data sets on the hub; rows as they are."""
     given = [data] if isinstance(data, str | Path) else data
     if isinstance(given, Sequence) and all(isinstance(each, str | Path) for each in given):
-        return [file for name in given for file in _data_files(str(name), option)]
+        return [file for name in given for file in data_files(str(name), option)]
     return given
 
 
-def _data_files(name: str, option: str) -> tuple[str, ...]:
-    """The files of a data set, or the name itself where it is a file or made by Python."""
+def data_files(name: str, option: str = "") -> tuple[str, ...]:
+    """The files of a data set, or the name itself where it is a file or made by Python.
+
+    option: the option that the name was given for, if it was; `data.train` takes the split of that name.
+    """
     wanted = parse(name)
     if wanted is None:
         return (name,)
@@ -132,7 +150,7 @@ def _split_files(wanted: Wanted, card: Path, option: str) -> Sequence[Path]:
     def lacks(snapshot: Path) -> str:
         return lacking_shards(wanted, patterns, snapshot)
 
-    snapshot = _snapshot(wanted.name, "dataset", option, patterns.downloaded, lacks)
+    snapshot = _snapshot(wanted.name, "dataset", option, patterns.downloaded, lacks, ignored=patterns.ignored)
     return patterns.files(wanted, snapshot or card, option)
 
 
@@ -178,10 +196,14 @@ def _snapshot(
     missing = lacks(fetched)
     if missing:
         raise ConfigError(
-            f"`{option}={name}` names a {_WORD[kind]} of the Hugging Face hub that has no {missing}"
+            f"{_asked_as(option, name)} names a {_WORD[kind]} of the Hugging Face hub that has no {missing}"
             + (": Etude reads weights from .safetensors files alone. Choose another." if kind == "model" else ".")
         )
     return fetched
+
+
+def _asked_as(option: str, name: str) -> str:
+    return f"`{option}={name}`" if option else f"`{name}`"
 
 
 _WORD = {"model": "model", "dataset": "data set"}
@@ -194,9 +216,9 @@ def _not_here(name: str, kind: Kind, option: str, missing: str) -> str:
     command = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
     what = "directory" if kind == "model" else "file"
     return (
-        f"`{option}={name}` is no {what} (seen from {Path.cwd()}), and the {_WORD[kind]} of that name {kept}. Give a "
-        f"{what} that is there; or download it once, by `{command}`, or by this command with ETUDE_DOWNLOAD=1 set in "
-        f"the environment."
+        f"{_asked_as(option, name)} is no {what} (seen from {Path.cwd()}), and the {_WORD[kind]} of that name "
+        f"{kept}. Give a {what} that is there; or download it once, by `{command}`, or by this command with "
+        f"ETUDE_DOWNLOAD=1 set in the environment."
     )
 
 
@@ -217,7 +239,11 @@ def _downloaded(snapshot: Callable[..., Path], name: str, kind: Kind, option: st
         cause = error
     except (hf_errors.LocalEntryNotFoundError, hf_errors.HfHubHTTPError, httpx2.HTTPError, OSError) as error:
         why, cause = f"the hub could not be reached, or broke off: {_first_line(error)}", error
-    raise ConfigError(f"`{option}={name}` was to be downloaded from the Hugging Face hub, and {why}.") from cause
+    what = "directory" if kind == "model" else "file"
+    raise ConfigError(
+        f"{_asked_as(option, name)} is no {what} (seen from {Path.cwd()}). It was to be downloaded from the "
+        f"Hugging Face hub, and {why}."
+    ) from cause
 
 
 def _page(name: str, kind: Kind) -> str:

@@ -1,7 +1,8 @@
 """The splits of a data set on the Hugging Face hub: which of its files they are.
 
 A name is `owner/name`, `owner/name:split`, or `owner/name/config:split`. The card (the README.md) of most data sets
-lists the files of each split; where none does, a file belongs to the split whose name stands in its path.
+lists the files of each split; where none does, a file belongs to the split whose name stands in its path, in the
+file's own name before a directory's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stub
 from etude.data.files import READERS
 from etude.errors import ConfigError
 
-__all__ = ["Patterns", "Wanted", "lacking_shards", "parse", "patterns_of"]
+__all__ = ["NO_DATA", "Patterns", "Wanted", "asked_as", "lacking_shards", "parse", "patterns_of"]
 
 NAMED = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/([\w.-]+))?(?::([\w.-]+))?")
 WORDS = {
@@ -28,6 +29,10 @@ WORDS = {
 }
 """The words in a path that say which split a file belongs to."""
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..+)")
+NO_ROWS = ("dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
+"""The files beside the data that tell of it."""
+NO_DATA = (".*", "*/.*", *NO_ROWS, *(f"*/{name}" for name in NO_ROWS))
+"""The patterns of files that hold no data, whatever they end in."""
 NO_DATA_SETS = (*READERS, ".gz", ".py", ".txt", ".arrow")
 """Ends of names that are of files, whether they are there or not."""
 
@@ -51,27 +56,37 @@ class Patterns:
     """The files of a split: the patterns that the card lists, or none where the paths of the files say it."""
 
     listed: tuple[str, ...] | None
+    below: str = ""
+    """The directory of the table, where the card names that alone."""
 
     @property
     def downloaded(self) -> tuple[str, ...]:
         """The patterns of the files that are downloaded: all data, where the card lists none."""
-        return self.listed if self.listed is not None else tuple(f"*{suffix}" for suffix in READERS)
+        if self.listed is not None:
+            return self.listed
+        return tuple(f"{self.below}/*{suffix}" if self.below else f"*{suffix}" for suffix in READERS)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The patterns of the files that are none of the data, unless the card lists them."""
+        return () if self.listed is not None else NO_DATA
 
     def files(self, wanted: Wanted, snapshot: Path, option: str) -> list[Path]:
         """The files of the split in a snapshot; refused where there are none, or they cannot be read."""
         found = self.matching(snapshot)
         if self.listed is None:
-            below = [file for file in found if wanted.config in (None, file.relative_to(snapshot).parts[0])]
-            splits: dict[str, list[Path]] = {}
-            for file in below:
-                splits.setdefault(_split_of(file.relative_to(snapshot)), []).append(file)
+            root, splits = snapshot / self.below, dict[str, list[Path]]()
+            for file in found:
+                path = file.relative_to(root)
+                if self.below or wanted.config in (None, path.parts[0]):
+                    splits.setdefault(_split_of(path), []).append(file)
             found = splits[_chosen(wanted, sorted(splits), option)] if splits else []
         odd = next((file for file in found if not file.name.endswith(tuple(READERS))), None)
         if not found or odd is not None:
             what = "has no data files" if odd is None else f"keeps its data in files such as {odd.name}"
             raise ConfigError(
-                f"`{option}=[{wanted.text}]` names a data set of the Hugging Face hub that {what}; what can be read "
-                f"are {', '.join(READERS)}. Write it as such a file with the `datasets` library, and give that."
+                f"{asked_as(option, wanted.text)} names a data set of the Hugging Face hub that {what}; what can be "
+                f"read are {', '.join(READERS)}. Write it as such a file with the `datasets` library, and give that."
             )
         return found
 
@@ -79,7 +94,12 @@ class Patterns:
         """The files of a snapshot that match."""
         files = sorted(file for file in snapshot.rglob("*") if file.is_file())
         paths = [(file, file.relative_to(snapshot).as_posix()) for file in files]
-        return [file for file, path in paths if any(fnmatch(path, pattern) for pattern in self.downloaded)]
+        return [file for file, path in paths if _fits(path, self.downloaded) and not _fits(path, self.ignored)]
+
+
+def asked_as(option: str, text: str) -> str:
+    """What an error calls a name: the option that it was given for, if it was."""
+    return f"`{option}=[{text}]`" if option else f"`{text}`"
 
 
 def parse(text: str) -> Wanted | None:
@@ -101,11 +121,18 @@ def patterns_of(wanted: Wanted, card: Path, option: str) -> Patterns:
     if name not in names:
         listed = ", ".join(f"`{wanted.name}/{each}`" for each in names)
         asked = f"has no `{wanted.config}`" if wanted.config else "holds several tables"
-        raise ConfigError(f"`{option}=[{wanted.text}]`: the data set {asked}. Name one of them: {listed}.")
+        raise ConfigError(f"{asked_as(option, wanted.text)}: the data set {asked}. Name one of them: {listed}.")
     config = configs[names.index(name)]
-    splits = _listed(config.get("data_files"), str(config.get("data_dir", "")).strip("./"))
+    try:
+        below = _text(config.get("data_dir") or "").strip("./")
+        splits = _listed(config.get("data_files"), below)
+    except _MalformedError as odd:
+        raise ConfigError(
+            f"{asked_as(option, wanted.text)}: the data set's card, {card}, says where its files are in a way that "
+            f"cannot be read: {odd} stands under `{name}`. Give the files themselves, by their paths."
+        ) from None
     if not splits:
-        return Patterns(None)
+        return Patterns(None, below)
     return Patterns(splits[_chosen(wanted, list(splits), option)])
 
 
@@ -127,7 +154,7 @@ def _configs(card: Path) -> list[dict[str, Any]]:
     """The tables that a card lists."""
     if not card.is_file():
         return []
-    text = card.read_text(encoding="utf-8")
+    text = card.read_text(encoding="utf-8", errors="replace")
     head = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
     try:
         told = yaml.safe_load(head.group(1)) if head else None
@@ -143,14 +170,31 @@ def _listed(data_files: Any, below: str) -> dict[str, tuple[str, ...]]:
         return {}
     if isinstance(data_files, Mapping):
         data_files = [{"split": split, "path": path} for split, path in data_files.items()]
-    entries = [data_files] if isinstance(data_files, str) else list(data_files)
     splits: dict[str, tuple[str, ...]] = {}
-    for entry in entries:
-        split, path = ("train", entry) if isinstance(entry, str) else (str(entry["split"]), entry["path"])
-        paths: Sequence[str] = [path] if isinstance(path, str) else path
-        joined = tuple(f"{below}/{each}" if below else each for each in paths)
+    for entry in data_files if isinstance(data_files, list) else [data_files]:
+        told = entry if isinstance(entry, Mapping) else {"path": entry}
+        split, path = _text(told.get("split", "train")), told.get("path")
+        joined = tuple(f"{below}/{each}" if below else each for each in map(_text, _several(path)))
         splits[split] = splits.get(split, ()) + joined
     return splits
+
+
+class _MalformedError(Exception):
+    """Something in a card that is none of the ways in which files are listed."""
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _MalformedError(f"`{value!r}`")
+    return value
+
+
+def _several(path: Any) -> list[Any]:
+    return path if isinstance(path, list) else [path]
+
+
+def _fits(path: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(path, pattern) for pattern in patterns)
 
 
 def _chosen(wanted: Wanted, splits: Sequence[str], option: str) -> str:
@@ -161,17 +205,18 @@ def _chosen(wanted: Wanted, splits: Sequence[str], option: str) -> str:
         asked = f"has no `{wanted.split}`"
     elif len(splits) == 1:
         return splits[0]
-    elif option == "data.train" and "train" in splits:
+    elif option != "data.val" and "train" in splits:
         return "train"
     else:
         asked = "has several parts"
     name = wanted.text.partition(":")[0]
     raise ConfigError(
-        f"`{option}=[{wanted.text}]`: the data set {asked}. Name one: {', '.join(f'`{name}:{s}`' for s in splits)}."
+        f"{asked_as(option, wanted.text)}: the data set {asked}. Name one: "
+        f"{', '.join(f'`{name}:{split}`' for split in splits)}."
     )
 
 
 def _split_of(path: Path) -> str:
     """The split that a file's path names; `train` where it names none."""
-    words = re.split(r"[^A-Za-z]+", path.as_posix().lower())
+    words = (word for part in reversed(path.parts) for word in re.split(r"[^a-z]+", part.lower()))
     return next((WORDS[word] for word in words if word in WORDS), "train")

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["Interrupt", "interrupt_of"]
+__all__ = ["SIGNALS", "Interrupt", "interrupt_of"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _elsewhere: dict[int, Interrupt] = {}
 """Listeners of threads to which Python delivers no signals, by the thread."""
 
@@ -51,7 +51,7 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._caught) for number in _SIGNALS}
+            self._before = {number: signal.signal(number, self._caught) for number in SIGNALS}
         else:
             _elsewhere[threading.get_ident()] = self
         return self

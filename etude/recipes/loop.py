@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from etude.errors import memory_in_words
 from etude.recipes.apart import apart
 from etude.recipes.build import build
 
@@ -37,7 +38,7 @@ def practise(parts: Parts) -> None:
     """The loop itself, over parts that are ready."""
     parts.begin()
     for step in parts.checkpoint.remaining():
-        with parts.log.step(step) as at:
+        with memory_in_words(), parts.log.step(step) as at:
             with at.timer("collect"):
                 groups = parts.source.next(step)  # scored and filtered; every wait in it is bounded
             with at.timer("annotate"):

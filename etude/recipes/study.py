@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.batch import Batch
+from etude.errors import memory_in_words
 from etude.observe import Last, Mean, Metrics, RunLog, get_log
 from etude.recipes.lessons import Lessons
 from etude.recipes.pupil import Pupil
@@ -95,7 +96,7 @@ def learn(parts: Study) -> None:
     """The loop itself, over parts that are ready."""
     parts.begin()
     for step in parts.checkpoint.remaining():
-        with parts.log.step(step) as at:
+        with memory_in_words(), parts.log.step(step) as at:
             with at.timer("read"):
                 batch = parts.lessons.next()
             with at.timer("annotate"):

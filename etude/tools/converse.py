@@ -13,7 +13,6 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TextIO
 
 import numpy as np
@@ -26,7 +25,7 @@ from etude.chat.tokenizer import Ids
 from etude.chat.transcript import Transcript
 from etude.errors import ConfigError, EtudeError
 from etude.observe import make_console
-from etude.recipes.ask import loaded, named_run, without_secrets
+from etude.recipes.ask import loaded
 from etude.recipes.run import Run
 from etude.recipes.sampling import derived_seed
 from etude.records import Completion, Message
@@ -38,9 +37,9 @@ __all__ = ["converse"]
 HELP = "/new begins another conversation, /quit ends. Ctrl-C stops an answer."
 
 
-def converse(overrides: Sequence[str], file: Path | None, *, best: bool, typed: TextIO | None) -> None:
-    """Hold a conversation until it is ended. typed: where messages come from, a line each; None is the terminal."""
-    run, source = named_run(overrides, file, "chat", masked=without_secrets)
+def converse(run: Run, source: str, *, best: bool, typed: TextIO | None) -> None:
+    """Hold a conversation until it is ended. source: what the run is named by. typed: where messages come from, a line
+    each; None is the terminal."""
     if run.model.path is None:
         raise ConfigError("Name a run's directory or a model's first: `etude chat runs/mine`.")
     console = make_console(run.observe.console)

@@ -22,7 +22,8 @@ from etude.agents.proxy.endpoint import EndpointConfig
 from etude.errors import ConfigError
 from etude.observe import make_console
 from etude.recipes.agency import endpoint_of, swept
-from etude.recipes.ask import loaded, named_run, without_secrets
+from etude.recipes.ask import loaded
+from etude.recipes.named import named_run, without_secrets
 from etude.records import SamplingParams, Task, Turn
 from etude.store import open_store
 from etude.store.desk import Key, Limits, Wanted

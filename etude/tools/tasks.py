@@ -18,6 +18,7 @@ from etude.data import Columns, Dataset, spoken
 from etude.data.prepare import Preparation, Prepared, prepared
 from etude.errors import ConfigError
 from etude.observe import make_console
+from etude.recipes.hub import data_files, model_at
 
 __all__ = ["Shown", "prepare", "show", "told"]
 
@@ -68,15 +69,18 @@ def show(
     model: Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """Show some tasks of a file; given a model's directory, as its chat template has them, counted in its tokens."""
-    dataset = Dataset.load(file, shown.columns)
+    """Show some tasks of a file, or of a data set on the hub.
+
+    model: a model's directory or its name, whose chat template shows the tasks and whose tokens are counted.
+    """
+    dataset = Dataset.load(list(data_files(file)), shown.columns)
     if tasks < 1 or not 0 <= first < len(dataset):
         raise ConfigError(
             f"{file} has rows 0 to {len(dataset) - 1}, and {tasks} from row {first} on were asked for. Ask for 1 or "
             f"more, from one of these on: -n 3 --row 0."
         )
     console = make_console() if console is None else console
-    chat = None if model is None else shown.chat.chat(Tokenizer.load(model))
+    chat = None if model is None else shown.chat.chat(Tokenizer.load(model_at(model, "--model", weights=False)))
     for row in range(first, min(first + tasks, len(dataset))):
         task = dataset.task(row, row)
         source = f", {task.source}" if task.source else ""

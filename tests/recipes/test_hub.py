@@ -150,6 +150,30 @@ def test_a_path_in_a_directory_that_is_here_stays_a_path(served: Hub) -> None:
     assert served.asked == []
 
 
+def test_a_name_of_one_word_is_a_models_where_it_is_cached_or_may_be_downloaded(
+    served: Hub, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused("model.path=tiny").startswith("`model.path=tiny` is no directory (seen from")
+    served.repositories["models/tiny"] = published / "tiny"
+    monkeypatch.setenv("ETUDE_DOWNLOAD", "1")
+    assert run_of("model.path=tiny").model.path == cached("models", "tiny")
+    assert "is no directory (seen from" in (told := refused("model.path=tyni")) and "no model of that name" in told
+    monkeypatch.setenv("ETUDE_DOWNLOAD", "0")
+    asked = len(served.asked)
+    assert run_of("model.path=tiny").model.path == cached("models", "tiny")
+    assert main(["generate", "tiny", "1+1=", "sampling.max_tokens=2", "device=cpu"]) == 0
+    shutil.copytree(published / "tiny", tmp_path / "tiny")
+    assert run_of("model.path=tiny").model.path == Path("tiny")
+    assert len(served.asked) == asked
+
+
+def test_an_index_that_cannot_be_read_is_told(served: Hub, published: Path) -> None:
+    place = prepared(published / "tiny", "models", "owner/tiny")
+    for text in ("{", "[]", "{}", '{"weight_map": 3}'):
+        (place / "model.safetensors.index.json").write_text(text)
+        assert "without model.safetensors.index.json that can be read" in refused("model.path=owner/tiny")
+
+
 def test_every_model_that_a_run_names_is_located(served: Hub, published: Path) -> None:
     place = prepared(published / "tiny", "models", "owner/tiny")
     names = ("model.path", "model.tokenizer", "reference.path", "teacher.path", "critic.path")
@@ -220,6 +244,82 @@ def test_only_the_split_that_is_wanted_is_downloaded(allowed: Hub) -> None:
 def test_files_without_a_card_are_told_apart_by_their_names(allowed: Hub) -> None:
     assert names_of(run_of("data.train=[owner/bare]").data.train) == ["data/train.jsonl"]
     assert names_of(run_of("data.val=[owner/bare:validation]").data.val) == ["data/validation.jsonl"]
+
+
+def card(text: str, place: Path) -> Path:
+    place.write_text(f"---\nconfigs:\n- config_name: main\n  {text}\n---\n", encoding="utf-8")
+    return place
+
+
+def written(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text('{"prompt": "a", "answer": "b"}\n')
+    return root
+
+
+def test_what_tells_of_the_data_is_none_of_it(allowed: Hub, tmp_path: Path) -> None:
+    beside = ("dataset_infos.json", "data/state.json", "data/dataset_dict.json", "config.json", ".cache/x.json")
+    root = written(tmp_path / "told", "data/train.jsonl", *beside)
+    allowed.repositories["datasets/owner/told"] = root
+    assert names_of(run_of("data.train=[owner/told]").data.train) == ["data/train.jsonl"]
+    kept = cached("datasets", "owner/told")
+    assert sorted(file.name for file in kept.rglob("*") if file.is_file()) == ["train.jsonl"]
+    card("data_files: config.json", root / "README.md")
+    allowed.repositories["datasets/owner/listed"] = root
+    assert names_of(run_of("data.train=[owner/listed]").data.train)[0].endswith("/config.json"), "a card may list it"
+
+
+def test_a_files_own_name_says_its_split_before_its_directory_does(allowed: Hub, tmp_path: Path) -> None:
+    names = ("test-set/train-0.jsonl", "test-set/valid/part.jsonl", "test-set/part.jsonl")
+    allowed.repositories["datasets/owner/nested"] = written(tmp_path / "nested", *names)
+    found = {
+        split: run_of(f"data.train=[owner/nested:{split}]").data.train for split in ("train", "validation", "test")
+    }
+    assert [Path(files[0]).name for files in found.values()] == ["train-0.jsonl", "part.jsonl", "part.jsonl"]
+    assert {len(files) for files in found.values()} == {1}
+
+
+def test_a_card_may_name_a_directory_alone(allowed: Hub, tmp_path: Path) -> None:
+    root = written(tmp_path / "below", "data/main/train.jsonl", "data/main/test.jsonl", "data/other/train.jsonl")
+    card("data_dir: data/main", root / "README.md")
+    allowed.repositories["datasets/owner/below"] = root
+    for name in ("owner/below", "owner/below/main:train"):
+        assert names_of(run_of(f"data.train=[{name}]").data.train) == ["main/train.jsonl"]
+    assert not (cached("datasets", "owner/below") / "data" / "other").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("data_files: [{split: train}]", "data_files: 3", "data_files: [3]", "data_files: {train: [[a]]}"),
+        *("data_files: [{split: [a], path: b}]", "data_dir: [a]"),
+    ],
+)
+def test_a_card_that_cannot_be_read_is_named(text: str, allowed: Hub, tmp_path: Path) -> None:
+    allowed.repositories["datasets/owner/odd"] = root = written(tmp_path / "odd", "train.jsonl")
+    card(text, root / "README.md")
+    told = refused("data.train=[owner/odd]")
+    assert told.startswith("`data.train=[owner/odd]`: the data set's card, ") and "README.md, says where its" in told
+
+
+def test_a_card_that_names_no_split_means_train(allowed: Hub, tmp_path: Path) -> None:
+    allowed.repositories["datasets/owner/one"] = root = written(tmp_path / "one", "x.jsonl")
+    card("data_files: [{path: x.jsonl}]", root / "README.md").write_bytes((root / "README.md").read_bytes() + b"\xe9")
+    assert names_of(run_of("data.train=[owner/one]").data.train)[0].endswith("/x.jsonl")
+
+
+def test_the_tasks_of_a_data_set_are_shown_by_its_name(
+    served: Hub, published: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(published / "sums", "datasets", "owner/sums")
+    prepared(published / "tiny", "models", "owner/tiny")
+    assert main(["data", "show", "owner/sums/main:train", "-n", "1", "--model", "owner/tiny"]) == 0
+    assert "8 rows; the longest prompt" in capsys.readouterr().out
+    assert main(["data", "show", "owner/others"]) == 2
+    told = capsys.readouterr().err
+    assert "`owner/others` is no file" in told and "`hf download owner/others --repo-type dataset`" in told
+    assert served.asked == []
 
 
 def test_what_is_meant_must_be_plain(allowed: Hub) -> None:

@@ -7,7 +7,11 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from etude.algorithms import View
+from etude.algorithms.advantages.group import GRPO
 from etude.cli import main
 from etude.recipes.folder import read_metrics
 from etude.store import Admitted, Evaluated, open_store
@@ -77,6 +81,20 @@ def test_a_run_whose_groups_teach_nothing_says_so(world: Path, tmp_path: Path, c
     run = train(world, tmp_path / "run", steps=1, reward__path="tests.recipes.rewards:level")
     assert "earned the same" in capsys.readouterr().err
     assert measured(run)[0]["level_groups"] == 1 and measured(run)[0]["loss"] == 0
+
+
+class Greedy(GRPO):
+    """Wants more memory than there is, where no other part speaks of memory."""
+
+    def advantage(self, reward: Tensor, view: View) -> Tensor:
+        return torch.empty(1 << 60) + super().advantage(reward, view)
+
+
+def test_memory_that_is_refused_in_a_step_is_told_in_a_sentence(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    words = options(world, directory=tmp_path / "run", steps=1, advantage="tests.recipes.test_loop:Greedy")
+    assert main(["train", *words]) == 2
+    told = capsys.readouterr().err
+    assert "etude: The system gave this process no more memory (" in told and "`etude plan` says how much" in told
 
 
 # -- presets ----------------------------------------------------------------------------------------------------------

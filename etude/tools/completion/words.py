@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from etude.config import load_plugin
 from etude.config.choice import NONE, options_of
 from etude.config.tree import default_of, join, model_of
-from etude.recipes.ask import READ
+from etude.recipes.named import READ
 from etude.recipes.presets import PRESETS
 from etude.tools.completion.offers import kept
 
