@@ -42,6 +42,8 @@ def random_batch(sequences: int, longest: int, seed: int = 0) -> Batch:
         return scale * torch.randn(*shape, generator=chance)
 
     behavior = -normal(tokens).abs()
+    old = (behavior + normal(tokens, scale=0.05)).clamp(max=0.0)
+    pi = old.double().exp()
     turn_ends = (place % TURN == TURN - 1) & action
     return Batch(
         offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
@@ -54,11 +56,11 @@ def random_batch(sequences: int, longest: int, seed: int = 0) -> Batch:
         turn=(place // TURN).int(),
         version=torch.zeros(tokens, dtype=torch.int32),
         behavior_logp=behavior,
-        old_logp=behavior + normal(tokens, scale=0.05),
+        old_logp=old,
         ref_logp=behavior + normal(tokens, scale=0.2),
         teacher_logp=behavior + normal(tokens, scale=0.2),
         entropy=normal(tokens).abs(),
-        sum_pi_squared=torch.rand(tokens, generator=chance),
+        sum_pi_squared=(pi.square() + torch.rand(tokens, generator=chance) * (1 - pi).square()).float(),
         value=normal(tokens),
         token_reward=torch.where(turn_ends, torch.rand(tokens, generator=chance), 0.0),
         advantage=normal(sequences).repeat_interleave(lengths),

@@ -85,7 +85,7 @@ def test_what_is_preferred_becomes_likelier(
     before, control = learned("dpo", lessons, warmed, tmp_path / "control", 0.0, steps=2)
     assert before["eval/margin"] == 0 and before["eval/accuracy"] == 0, "the policy is its reference"
     assert after["eval/margin"] > 1 and after["eval/accuracy"] > 0.95, after
-    assert accuracy(run, lessons, capsys) > 0.6 > 0.3 > accuracy(control, lessons, capsys)
+    assert accuracy(run, lessons, capsys) > 0.4 > 0.25 > accuracy(control, lessons, capsys)
 
 
 def test_a_judge_learns_what_is_preferred(warmed: Path, lessons: Path, tmp_path: Path) -> None:
