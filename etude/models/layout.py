@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 
 from etude.observe import get_log
 
-__all__ = ["Layout", "Multiplied", "is_laid_out", "product"]
+__all__ = ["Layout", "Multiplied", "is_laid_out", "multiplies_bf16", "product"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class Layout:
 
 def is_laid_out(weight: Tensor) -> bool:
     """Whether the kernels of where a weight lies have an order of their own for it."""
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _gains()
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and multiplies_bf16()
 
 
 _USED: ContextVar[dict[int, Tensor] | None] = ContextVar("layout", default=None)
@@ -106,7 +106,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @cache
-def _gains() -> bool:
+def multiplies_bf16() -> bool:
     """Whether this processor multiplies bfloat16 itself, and torch was built to have it do so. Elsewhere the kernels
     widen it first: nothing is gained, and sums are rounded otherwise."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

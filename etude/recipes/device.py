@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from etude.errors import ConfigError
-from etude.lazy import torch
+from etude.lazy import Lazy, torch
 from etude.observe import get_log
 
 if TYPE_CHECKING:
+    from etude.models import layout
     from etude.recipes.recipe import Recipe
+else:
+    layout = Lazy("etude.models.layout")
 
 __all__ = ["announce", "device_of"]
 
@@ -42,4 +45,10 @@ def announce(run: Recipe) -> None:
         get_log("recipes").warning(
             "Computing on %s, where Etude's own tests have not been run yet. `device=cpu` is the processor.",
             torch.cuda.get_device_name() if here else "GPUs of Ray's nodes (this machine has none)",
+        )
+    elif run.train.precision in ("bf16", "fp16") and not layout.multiplies_bf16():
+        get_log("recipes").warning(
+            "This processor does not multiply %s itself, and is many times slower in it than in fp32: train with "
+            "`train.precision=fp32`, where memory allows.",
+            run.train.precision,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from etude.errors import ConfigError
 from etude.integrity import read_text, write_text
 from etude.models import create, save, tiny
+from etude.recipes import device
 from etude.recipes.build import policy
 from etude.recipes.device import announce, device_of
 from etude.recipes.placement import ROLES, refuse
@@ -23,6 +25,22 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_the_processor_computes(world: Path) -> None:
     assert device_of(run_of(world)) == device_of(run_of(world, device="cpu")) == torch.device("cpu")
     assert policy(run_of(world))[0].device == torch.device("cpu")
+
+
+@NO_GPU
+@pytest.mark.parametrize(("precision", "itself", "told"), [("bf16", False, 1), ("bf16", True, 0), ("fp32", False, 0)])
+def test_a_processor_that_is_slow_in_half_precision_is_told_of(
+    precision: str,
+    itself: bool,
+    told: int,
+    world: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "layout", SimpleNamespace(multiplies_bf16=lambda: itself))
+    announce(run_of(world, train__precision=precision))
+    assert caplog.text.count("does not multiply bf16 itself") == told
+    assert caplog.text.count("train with `train.precision=fp32`") == told
 
 
 @NO_GPU

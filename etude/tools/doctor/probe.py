@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from etude.models.layout import multiplies_bf16
+
 __all__ = ["found"]
 
 SIZE, SECONDS = 512, 0.04
@@ -34,7 +36,7 @@ def found() -> dict[str, Any]:
         "gpus": [_gpu(number) for number in range(torch.cuda.device_count())] if reaches else [],
         "mps": torch.backends.mps.is_available(),
         "threads": torch.get_num_threads(),
-        "multiplies_bf16": _multiplies_bf16(),
+        "multiplies_bf16": multiplies_bf16(),
         "rates": {str(dtype).removeprefix("torch."): _rate(dtype) for dtype in (torch.float32, torch.bfloat16)},
     }
 
@@ -43,11 +45,6 @@ def _gpu(number: int) -> dict[str, Any]:
     about = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
     return {"name": about.name, "capability": [about.major, about.minor], "free": free, "total": total}
-
-
-def _multiplies_bf16() -> bool:
-    """Whether the processor multiplies bfloat16 itself, and this torch has it do so."""
-    return bool(torch.cpu._is_avx512_bf16_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _rate(dtype: torch.dtype) -> float:
