@@ -17,11 +17,9 @@ from rich.table import Table
 
 from etude import __version__
 from etude.tools.versions import devices, installed
+from etude.train import matmul_rate
 
 __all__ = ["Case", "Measured", "machine", "matrix_rate", "measure", "table", "versions", "write_json", "written"]
-
-ENOUGH_S = 0.05
-"""Seconds of a matrix product that is long enough to be timed."""
 
 
 def nothing() -> None:
@@ -89,22 +87,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def matrix_rate(size: int = 2048, times: int = 4) -> float:
-    """Operations a second of the best of a few bf16 matrix products.
-
-    size: the largest product; a smaller one is timed where a processor takes long, as without bf16 instructions.
-    """
-    side = min(size, 256)
-    while True:
-        a, b = (torch.randn(side, side, dtype=torch.bfloat16) for _ in range(2))
-        taken = []
-        for _ in range(times):
-            began = time.perf_counter()
-            torch.mm(a, b)
-            taken.append(time.perf_counter() - began)
-        if side == size or min(taken) > ENOUGH_S:
-            return 2 * side**3 / min(taken)
-        side = min(size, 2 * side)
+def matrix_rate() -> float:
+    """Operations a second in the best bf16 matrix product of this processor."""
+    return matmul_rate(torch.bfloat16, torch.device("cpu"))
 
 
 def versions() -> dict[str, str | None]:

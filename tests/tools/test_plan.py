@@ -31,10 +31,14 @@ from etude.tools.rehearsed import policy
 from tests.components import require
 from tests.recipes.runs import Captured, refused
 
-SMALL: dict[str, Any] = {**SIZES, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocabulary": 2048}
+SMALL: dict[str, Any] = {**SIZES, "layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocabulary": 2048}
 QUICK = ("fp32", "lora", "one micro-batch", "checkpointing", "weights laid out", "sft", "dpo")
 CPU = torch.device("cpu")
-OPTIONS = tuple(option for option in (*COMMON, *ENGINE) if option != "device=cpu")
+MANY = tuple(option for option in COMMON if option != "device=cpu")
+FEW = (*(option for option in MANY if not option.startswith("collect.tasks")), "collect.tasks=1")
+"""A step of four rollouts: one micro-batch."""
+OPTIONS = (*FEW, *ENGINE)
+PLAIN = ("ranks=1", "train.precision=fp32")
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +49,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def asked(model: Path, *options: str) -> PlanRun:
-    return compose(PlanRun, [f"model.path={model}", *OPTIONS, *options])
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Ledger:
+    """What a run takes that turns no knob."""
+    return rehearse(asked(model, *PLAIN), CPU).ledger
+
+
+@pytest.fixture(scope="module")
+def deeper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two layers."""
+    place = tmp_path_factory.mktemp("plan") / "model"
+    run_of(place, "fp32", {**SMALL, "layers": 2})
+    return place
+
+
+def asked(model: Path, *options: str, step: tuple[str, ...] = FEW) -> PlanRun:
+    return compose(PlanRun, [f"model.path={model}", *step, *ENGINE, *options])
 
 
 # -- the ledger --------------------------------------------------------------------------------------------------------
@@ -164,7 +182,7 @@ def test_what_is_foreseen_is_what_is_taken(name: str, tmp_path: Path) -> None:
 
 
 def test_every_kind_of_memory_has_its_name(model: Path) -> None:
-    run = asked(model, "ranks=1", "train.precision=bf16", "kl=reverse")
+    run = asked(model, "ranks=1", "train.precision=bf16", "kl=reverse", step=MANY)
     played = rehearse(run, CPU)
     elements = sum(weight.numel() for weight in played.model.parameters())
     held = played.ledger.peak("updating").kinds
@@ -183,13 +201,11 @@ def test_every_kind_of_memory_has_its_name(model: Path) -> None:
         ("rollout.kv_gib=0.0015", "kv"),
     ],
 )
-def test_knobs_move_what_they_are_for(option: str, kind: str, model: Path) -> None:
+def test_knobs_move_what_they_are_for(option: str, kind: str, model: Path, plain: Ledger) -> None:
     if "lora" in option:
         require("lora")
-    peaks = []
-    for options in ((), (option,)):
-        ledger = rehearse(asked(model, "ranks=1", "train.precision=fp32", *options), CPU).ledger
-        peaks.append(max(ledger.peak(phase).kinds.get(kind, 0) for phase in ledger.phases))
+    turned = rehearse(asked(model, *PLAIN, option), CPU).ledger
+    peaks = [max(each.peak(phase).kinds.get(kind, 0) for phase in each.phases) for each in (plain, turned)]
     assert peaks[1] < 0.8 * peaks[0]
 
 
@@ -229,9 +245,9 @@ def test_more_ranks_keep_less_each(model: Path) -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_divided_weights_are_whole_as_they_are_loaded_and_while_an_engine_samples(model: Path) -> None:
+def test_divided_weights_are_whole_as_they_are_loaded_and_while_an_engine_samples(deeper: Path) -> None:
     options = ("train.precision=bf16", "gpus=2", "ranks=2", "train.weights=divided", "sampling.max_tokens=8")
-    found = plan(asked(model, *options), knobs=False)
+    found = plan(asked(deeper, *options), knobs=False)
     phases, every = found.devices[0].phases, found.parameters
     assert list(phases) == ["loading", "sampling", "asking", "updating"]
     weights = [phases[phase].kinds["weights"] for phase in phases]
@@ -241,9 +257,9 @@ def test_divided_weights_are_whole_as_they_are_loaded_and_while_an_engine_sample
     assert phases["updating"].kinds["masters"] == pytest.approx(4 * every / 2, rel=0.01)
 
 
-def test_divided_weights_are_nowhere_while_servers_sample(model: Path) -> None:
+def test_divided_weights_are_nowhere_while_servers_sample(deeper: Path) -> None:
     common = ("train.precision=fp32", "gpus=2", "ranks=2", "train.weights=divided", "rollout.url=http://127.0.0.1:1")
-    found = served(model, *common, "rollout=vllm", "updates=2", "sampling.max_tokens=8")
+    found = served(deeper, *common, "rollout=vllm", "updates=2", "sampling.max_tokens=8")
     phases, every = found.devices[0].phases, found.parameters
     assert phases["sampling"].kinds.get("weights", 0) < 0.01 * 4 * every
     assert phases["sampling"].kinds["masters"] == pytest.approx(4 * every / 2, rel=0.01)
@@ -281,7 +297,8 @@ def test_as_many_ranks_as_were_asked_for_are_planned_and_else_as_many_as_there_i
 def test_ranks_that_divide_a_pack_hold_a_part_of_its_activations(model: Path) -> None:
     common = ("train.precision=bf16", "gpus=2", "ranks=2")
     shapes: tuple[tuple[str, ...], ...] = ((), ("mesh.tensor=2",), ("mesh.sequence=2",))
-    held = [plan(asked(model, *common, *shape), knobs=False).devices[0].phases["updating"].kinds for shape in shapes]
+    plans = [plan(asked(model, *common, *shape, step=MANY), knobs=False) for shape in shapes]
+    held = [found.devices[0].phases["updating"].kinds for found in plans]
     for divided in held[1:]:
         assert divided["activations"] < 0.8 * held[0]["activations"]
         assert divided["optimizer"] == held[0]["optimizer"] and divided["weights"] == held[0]["weights"]
@@ -332,7 +349,7 @@ def test_a_pace_is_an_estimate_by_rates_that_were_given(model: Path, capsys: Cap
 
 
 def test_a_run_that_learns_from_examples_is_planned(model: Path, capsys: Captured) -> None:
-    told = ["dpo", f"model.path={model}", "data.max_tokens=128", "gpus=2", "gpu_gib=1"]
+    told = ["dpo", f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=2", "gpu_gib=1"]
     assert main(["plan", *told, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (device,) = found["devices"]
@@ -347,7 +364,7 @@ def test_a_run_that_learns_from_examples_is_planned(model: Path, capsys: Capture
 
 
 def test_what_rests_while_others_work_is_away(model: Path) -> None:
-    options = [f"model.path={model}", "data.max_tokens=128", "gpus=1", "train.offload=true"]
+    options = [f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=1", "train.offload=true"]
     (device,) = plan(compose(PlanDPO, options), knobs=False).devices
     asking, updating = (device.phases[phase].kinds for phase in ("asking", "updating"))
     assert "reference" in asking and not {"optimizer", "masters"} & asking.keys()
@@ -358,8 +375,7 @@ def test_what_rests_while_others_work_is_away(model: Path) -> None:
 
 
 def served(model: Path, *options: str) -> Plan:
-    common = [option for option in COMMON if option != "device=cpu"]
-    return plan(compose(PlanRun, [f"model.path={model}", *common, *options]), knobs=False)
+    return plan(compose(PlanRun, [f"model.path={model}", *FEW, *options]), knobs=False)
 
 
 def test_servers_hold_weights_and_their_share_of_memory(model: Path) -> None:
@@ -425,9 +441,9 @@ class Other(VllmConfig):
 
 
 def test_servers_that_cannot_be_planned_are_refused(model: Path, capsys: Captured) -> None:
-    command = ("plan", f"model.path={model}", "gpus=2", "gpu_gib=1")
+    command = ("plan", f"model.path={model}", *FEW, "gpus=2", "gpu_gib=1")
     assert "Give `rollout.memory=…`" in refused(capsys, *command, "rollout=sglang")
-    assert "Give `gpu_gib=…`" in refused(capsys, *command[:3], "rollout=vllm")
+    assert "Give `gpu_gib=…`" in refused(capsys, *command[:-1], "rollout=vllm")
     assert "its share of memory is" in refused(capsys, *command, "rollout=vllm", "rollout.memory=0.0001")
     assert "of its servers up to number 5" in refused(
         capsys, *command, "rollout=vllm", "rollout.devices=[5]", "ranks=2"
