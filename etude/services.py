@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 from etude.commands import Parser, of_a_run
+from etude.errors import ConfigError
+from etude.lazy import loading
 
 __all__ = ["add_services"]
 
@@ -69,9 +71,17 @@ def _serve(arguments: argparse.Namespace) -> None:
     from etude.store import serving_installed
 
     serving_installed()
-    from etude.tools.hosting import host
+    from etude.recipes.named import named_run, without_secrets
 
-    host(arguments.overrides, arguments.config, best=arguments.best, listen=arguments.listen)
+    run, source = named_run(arguments.overrides, arguments.config, "serve", masked=without_secrets)
+    if run.model.path is None:
+        raise ConfigError("Name a run's directory or a model's first: `etude serve runs/mine`.")
+    if not any(word.startswith("observe.level=") for word in arguments.overrides):
+        run = run.model_copy(update={"observe": run.observe.model_copy(update={"level": "warning"})})
+    with loading():
+        from etude.tools.hosting import host
+
+    host(run, source, best=arguments.best, listen=arguments.listen)
 
 
 def _add_serve(commands: Any, debug: argparse.ArgumentParser) -> None:

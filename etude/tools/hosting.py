@@ -9,9 +9,7 @@ unblocked by   one of these: no new calls are taken, those under way have two se
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,11 +17,10 @@ from rich.text import Text
 
 from etude.agents.proxy.app import router
 from etude.agents.proxy.endpoint import EndpointConfig
-from etude.errors import ConfigError
 from etude.observe import make_console
 from etude.recipes.agency import endpoint_of, swept
 from etude.recipes.ask import loaded
-from etude.recipes.named import named_run, without_secrets
+from etude.recipes.run import Run
 from etude.records import SamplingParams, Task, Turn
 from etude.store import open_store
 from etude.store.desk import Key, Limits, Wanted
@@ -39,13 +36,8 @@ KEY_S = 3650 * 86400.0
 """Seconds that the key is good: longer than any server runs."""
 
 
-def host(overrides: Sequence[str], file: Path | None, *, best: bool, listen: str) -> None:
+def host(run: Run, source: str, *, best: bool, listen: str) -> None:
     """Serve a model until SIGINT or SIGTERM."""
-    run, source = named_run(overrides, file, "serve", masked=without_secrets)
-    if run.model.path is None:
-        raise ConfigError("Name a run's directory or a model's first: `etude serve runs/mine`.")
-    if not any(word.startswith("observe.level=") for word in overrides):
-        run = run.model_copy(update={"observe": run.observe.model_copy(update={"level": "warning"})})
     address, port = heard_at(listen)
     console = make_console(run.observe.console)
     with ExitStack() as stack:

@@ -29,6 +29,7 @@ COMMANDS = {
     "eval of a model": ["eval", "nowhere", "data.val=[tasks.parquet]"],
     "generate": ["generate", "nowhere", "What is 2 + 2?", "sampling.temprature=0"],
     "chat": ["chat", "nowhere", "sampling.temprature=0"],
+    "serve": ["serve", "nowhere", "sampling.temprature=0"],
     "plan": ["plan", "grpo", "model.pth=nowhere"],
     "demo": ["demo", "learning_rte=3"],
     "demo agent": ["demo", "agent", "learning_rte=3"],
