@@ -6,6 +6,7 @@ import ctypes
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -56,6 +57,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[RECORD] = Record.read()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs behind: tests press Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(Watch(config.stash[RECORD]))
 
 

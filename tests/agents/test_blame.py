@@ -39,7 +39,7 @@ class Answers(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def root() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever).start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()

@@ -22,8 +22,8 @@ from etude.algorithms.kl import Adaptive
 from etude.batch import Batch, Column, Kind
 from tests.batches import random_batch
 
-few = settings(max_examples=6)
-"""Random batches for each algorithm: there are seventy algorithms, so a law is tried four hundred times."""
+few = settings(max_examples=4)
+"""Random batches for each algorithm: there are seventy algorithms, so a law is tried nearly three hundred times."""
 
 LENGTHS = (4, 2, 3, 5)
 """Group sizes of the fixture: no group of one, so that every estimator accepts it."""

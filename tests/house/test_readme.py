@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from etude.cli import parser, spelled_out
 from etude.errors import EtudeError
 from etude.recipes.presets import PRESETS
@@ -43,6 +45,7 @@ def test_the_readme_shows_an_example() -> None:
     assert "README.md" in {page for page, _ in EXAMPLES}
 
 
+@pytest.mark.integration
 def test_every_example_runs(tmp_path: Path) -> None:
     """Each as a program of its own, in a folder of its own, forked from one process that has loaded what is large."""
     folders = [tmp_path / f"{place}-{page}" for place, (page, _) in enumerate(EXAMPLES)]

@@ -70,7 +70,7 @@ async def _arriving(
 def test_what_a_request_gets_does_not_depend_on_what_shares_its_batch(family: str) -> None:
     """Mixed arrivals, lengths and parameters, with many preemptions, bit for bit as one by one."""
     model = model_of(family)
-    prompts, samplings = mixed(48)
+    prompts, samplings = mixed(32)
     with engine_of(model, blocks=24, block_size=8, max_running=16, prefill_tokens=64) as engine:
         together = asyncio.run(_arriving(engine, prompts, samplings))
         happened = engine.stats().reduce()

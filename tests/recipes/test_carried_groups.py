@@ -80,7 +80,7 @@ def takers(count: int) -> Iterator[list[Taker]]:
     with ExitStack() as stack:
         made = [stack.enter_context(Taker()) for _ in range(count)]
         for each in made:
-            threading.Thread(target=each.serve_forever, daemon=True).start()
+            threading.Thread(target=each.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
             stack.callback(each.shutdown)
         yield made
 

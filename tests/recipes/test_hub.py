@@ -355,6 +355,7 @@ def test_a_model_is_asked_by_its_name(served: Hub, published: Path, capsys: pyte
     assert "`hf download owner/other`" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 def test_a_run_is_trained_from_names_and_goes_on_with_the_same_snapshot(served: Hub, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "etude", "train", "grpo", "model.path=owner/tiny"]

@@ -95,7 +95,7 @@ class Holding:
 def holding() -> Iterator[Holding]:
     """Such a server, for a while."""
     found = Holding()
-    thread = threading.Thread(target=found.server.serve_forever)
+    thread = threading.Thread(target=found.server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
         yield found

@@ -352,6 +352,7 @@ def killed_again_and_again(path: Path, times: int) -> None:
         assert journal.rollouts(Phase.QUEUED, Phase.RUNNING) == []
 
 
+@pytest.mark.integration
 def test_nothing_acknowledged_is_lost_by_kill_9_under_load(tmp_path: Path) -> None:
     killed_again_and_again(tmp_path / "journal.db", 2)
 
@@ -406,6 +407,7 @@ def test_a_journal_that_is_gone_stops_the_desk_in_a_sentence(tmp_path: Path) -> 
     at_a_desk(journal, story)
 
 
+@pytest.mark.integration
 def test_silence_is_held_against_nobody_while_the_process_stood_still(tmp_path: Path) -> None:
     """Stopped for longer than a runner may be silent, and let go on: the runner, which is in that process too, was
     never heard, and has its work still."""

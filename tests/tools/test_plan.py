@@ -32,7 +32,8 @@ from tests.components import require
 from tests.recipes.runs import Captured, refused
 
 SMALL: dict[str, Any] = {**SIZES, "layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocabulary": 2048}
-QUICK = ("fp32", "lora", "one micro-batch", "checkpointing", "weights laid out", "sft", "dpo")
+QUICK = ("fp32", "lora", "one micro-batch", "sft", "dpo")
+SLOWER = ("checkpointing", "weights laid out")
 CPU = torch.device("cpu")
 MANY = tuple(option for option in COMMON if option != "device=cpu")
 FEW = (*(option for option in MANY if not option.startswith("collect.tasks")), "collect.tasks=1")
@@ -173,7 +174,14 @@ def test_what_another_thread_lets_go_of_is_no_longer_held() -> None:
     assert 1 << 20 <= measured(exchange) < 2 << 20
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.soak) for n in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.integration) for name in SLOWER),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in CASES if name not in (*QUICK, *SLOWER)),
+    ],
+)
 def test_what_is_foreseen_is_what_is_taken(name: str, tmp_path: Path) -> None:
     if name == "lora":
         require("lora")
@@ -192,6 +200,7 @@ def test_every_kind_of_memory_has_its_name(model: Path) -> None:
     assert held["kv"] == pytest.approx(run.rollout.kv_gib * GIB, rel=0.02)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("option", "kind"),
     [
@@ -209,6 +218,7 @@ def test_knobs_move_what_they_are_for(option: str, kind: str, model: Path, plain
     assert peaks[1] < 0.8 * peaks[0]
 
 
+@pytest.mark.integration
 def test_what_is_laid_out_is_counted_where_it_would_be(model: Path) -> None:
     run = asked(model, "ranks=1", "train.precision=bf16", "rollout.prepack=true")
     expected = sum(each.weight.nbytes for each in Resident(policy(run), merge=False, prepack=False).products())
@@ -285,6 +295,7 @@ def test_files_that_are_as_coarse_as_what_computes_leave_nothing_finer(model: Pa
         assert kept == (sum(4 * each.numel() for each in made.parameters()) if dtype == "float32" else 0)
 
 
+@pytest.mark.integration
 def test_as_many_ranks_as_were_asked_for_are_planned_and_else_as_many_as_there_is_room_for(model: Path) -> None:
     many, one, here = (
         plan(asked(model, *options), knobs=False)
@@ -294,6 +305,7 @@ def test_as_many_ranks_as_were_asked_for_are_planned_and_else_as_many_as_there_i
     assert "`ranks=4`" in many.notes[-1] and not one.notes and not here.notes
 
 
+@pytest.mark.integration
 def test_ranks_that_divide_a_pack_hold_a_part_of_its_activations(model: Path) -> None:
     common = ("train.precision=bf16", "gpus=2", "ranks=2")
     shapes: tuple[tuple[str, ...], ...] = ((), ("mesh.tensor=2",), ("mesh.sequence=2",))
@@ -304,6 +316,7 @@ def test_ranks_that_divide_a_pack_hold_a_part_of_its_activations(model: Path) ->
         assert divided["optimizer"] == held[0]["optimizer"] and divided["weights"] == held[0]["weights"]
 
 
+@pytest.mark.integration
 def test_each_device_holds_what_is_placed_on_it(model: Path) -> None:
     layout = ("placement.layout=split", "kl=reverse", "placement.reference=cuda:2")
     trains, samples, asks = plan(asked(model, "gpus=3", "ranks=1", *layout), knobs=False).devices
@@ -336,6 +349,7 @@ def test_what_cannot_be_planned_is_refused(model: Path, capsys: Captured, tmp_pa
     assert "does not fit into this model's context" in refused(capsys, "plan", "sft", path, "data.max_tokens=100000")
 
 
+@pytest.mark.integration
 def test_a_pace_is_an_estimate_by_rates_that_were_given(model: Path, capsys: Captured) -> None:
     given = ("gpu_tflops=100", "gpu_gbs=1000")
     slow, fast = (plan(asked(model, "gpus=1", *given, f"collect.tasks={tasks}"), knobs=False).pace for tasks in (32, 8))
@@ -393,6 +407,7 @@ def test_servers_hold_weights_and_their_share_of_memory(model: Path) -> None:
     assert served(model, *options).devices[1].total == pytest.approx(0.92 * 2 * GIB)
 
 
+@pytest.mark.integration
 def test_servers_that_share_a_gpu_are_added_to_what_is_there(model: Path) -> None:
     common = ("gpus=1", "gpu_gib=2", "rollout=sglang")
     (alone,) = served(model, *common, "rollout.url=http://127.0.0.1:1").devices
@@ -413,6 +428,7 @@ def test_servers_that_share_a_gpu_are_added_to_what_is_there(model: Path) -> Non
     assert part.total - resting == pytest.approx(0.5 * (2 * GIB - resting)), "a share of what was free"
 
 
+@pytest.mark.integration
 def test_replicas_are_where_they_are_started(model: Path) -> None:
     replicas = ("gpu_gib=2", "rollout=vllm", "rollout.kv_gib=0.1", "rollout.replicas=2")
     first, second = served(model, "gpus=5", *replicas).devices

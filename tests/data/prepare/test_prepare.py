@@ -41,6 +41,7 @@ for words in sys.argv[2:]:
 """
 
 
+@pytest.mark.integration
 def test_the_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
     """In processes that hash differently; and another seed draws something else."""
     lines(tmp_path / "raw" / "train.jsonl", MANY)
