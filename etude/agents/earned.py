@@ -31,7 +31,10 @@ def _number(value: Any, what: str) -> float:
     plain = value.item() if getattr(value, "shape", None) == () else value  # a scalar of numpy, torch or the like
     if not isinstance(plain, numbers.Real):
         raise AgentError(f"{what} {plain!r} of type {type(value).__name__}; a reward is a number, or named numbers.")
-    number = float(plain)
+    try:
+        number = float(plain)
+    except OverflowError:  # a whole number beyond all that a float holds
+        number = math.inf
     if not math.isfinite(number):
         raise AgentError(f"{what} {number}; a reward is finite.")
     return number

@@ -230,7 +230,7 @@ def _python_number(text: str) -> str | None:
         number = float(text) if set(text) & set(".eE") else int(text)
     except ValueError:
         return None  # of more digits than are read
-    return json.dumps(number) if math.isfinite(number) else None
+    return json.dumps(number) if isinstance(number, int) or math.isfinite(number) else None
 
 
 _CONSTANTS = {word: word for word in ("true", "false", "null")}

@@ -43,6 +43,8 @@ def earned(reward: Any, key: Key, turn: int | None = None) -> tuple[float, dict[
     try:
         parts = {str(name): float(value) for name, value in reward.items()} if isinstance(reward, Mapping) else {}
         total = sum(parts.values()) if isinstance(reward, Mapping) else float(reward)
+    except OverflowError as error:
+        raise RewardError(f"{where} is beyond ±{LARGEST:g}: what is so large cannot be added up.") from error
     except (TypeError, ValueError) as error:
         raise RewardError(f"{where} is {reward!r}; it must be a number, or numbers by name.") from error
     if isinstance(reward, Mapping) and not parts:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import etude
+from etude.agents.earned import earned
 from etude.agents.runner import Runner
 from etude.errors import AgentError, ConfigError
 from etude.records import Completion, Task, Turn
@@ -125,6 +126,11 @@ def test_a_thread_that_outlived_its_attempt_rewards_no_other() -> None:
 
     assert played(agent, wanted(2), max_concurrency=1).rewards == [0.5, 0.5]
     assert "began before the attempt" in errors[0] and "copy_context" in errors[0]
+
+
+def test_a_number_that_no_float_holds_is_no_reward() -> None:
+    with pytest.raises(AgentError, match="it returned inf; a reward is finite"):
+        earned(10**400, "it returned")
 
 
 def test_a_final_reward_is_said_once() -> None:

@@ -256,7 +256,7 @@ def test_malformed_calls_of_mistral_stay_text(text: str) -> None:
         ("'a\nb'", "a\nb"), (r"'a\nb'", "a\nb"), (r"'\d\x41\u00e9\101\q'", r"\dAéA\q"), ("'a\\\nb'", "ab"), ("''", ""),
         ('"""a"b"""', 'a"b'), ("[]", []), ("{}", {}), ("[1, 'a', [None,],]", [1, "a", [None]]), (r"'\x4'", r"\x4"),
         ("{'a': {\"b\": 2}, 'c': [],}", {"a": {"b": 2}, "c": []}), (" \n1 ", 1), ("'é🎉'", "é🎉"),
-        (r"'\U0010ffff\U00110000'", "\U0010ffff\\U00110000"),
+        (r"'\U0010ffff\U00110000'", "\U0010ffff\\U00110000"), ("+1" + 400 * "0", 10**400),
     ],
 )  # fmt: skip
 def test_python_in_calls_says_what_it_says_in_python(written: str, meant: Any) -> None:

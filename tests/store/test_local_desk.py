@@ -159,6 +159,8 @@ def test_a_reward_that_is_no_number_is_named() -> None:
         for bad in ("good", None, {"right": "yes"}, [1.0]):
             with pytest.raises(RewardError, match=r"Attempt 0 of rollout 0: its reward is .*; it must be a number"):
                 await desk.reward(got.key, bad)
+        with pytest.raises(RewardError, match=r"its reward is beyond ±.*: what is so large cannot be added up"):
+            await desk.reward(got.key, 10**400)
         with pytest.raises(RewardError, match="its reward of turn 3 has no parts"):
             await desk.reward(got.key, {}, turn=3)
 

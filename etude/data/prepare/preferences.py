@@ -180,5 +180,10 @@ def _says(spoken: Spoken) -> bool:
 
 def _score(value: Any) -> float | None:
     """A score that is a finite number."""
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if known else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        score = float(value)
+    except OverflowError:  # a whole number beyond all that a float holds
+        return None
+    return score if math.isfinite(score) else None

@@ -291,6 +291,12 @@ def test_every_shape_becomes_a_prompt_and_two_answers(shape: str, form: str, tmp
     assert done.command == f"etude dpo model.path=MODEL data.train=[{done.files['train']}]"
 
 
+def test_a_score_that_no_float_holds_is_none(tmp_path: Path) -> None:
+    raw = lines(tmp_path / "a.jsonl", [{**SHAPES["hh"][0], "score_chosen": 10**400, "score_rejected": 1}])
+    (row,) = rows(run("preferences", tmp_path / "out", f"raw='{raw}'"))
+    assert row["extra_info"]["score_chosen"] is None
+
+
 def test_text_stays_as_it_is(tmp_path: Path) -> None:
     raw = lines(tmp_path / "a.jsonl", [SHAPES["hh"][0], {"prompt": "Joke:\n", "chosen": " Ha. ", "rejected": " No"}])
     found = rows(run("preferences", tmp_path / "out", f"raw='{raw}'", "form=text"))
