@@ -142,3 +142,50 @@ def test_a_program_that_plays_is_given_nothing_that_opens_the_store(monkeypatch:
     given = env.for_a_program({"ETUDE_ROLLOUT": "3"})
     assert {name: value for name, value in given.items() if name.startswith("ETUDE_")} == {"ETUDE_ROLLOUT": "3"}
     assert given["PATH"] == "/somewhere" and env.for_a_runner()["ETUDE_ROLE"] == "runner"
+
+
+@pytest.mark.parametrize(("said", "may"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_downloads_are_allowed_by_the_environment(said: str | None, may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ETUDE_DOWNLOAD", raising=False)
+    if said is not None:
+        monkeypatch.setenv("ETUDE_DOWNLOAD", said)
+    assert env.may_download() is may
+    monkeypatch.setenv("ETUDE_DOWNLOAD", "yes")
+    with pytest.raises(ConfigError, match="ETUDE_DOWNLOAD is 'yes'; it may be 1"):
+        env.may_download()
+
+
+def test_a_key_is_read_from_the_variable_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", " abc \n")
+    assert (env.key_from(None, "the judge"), env.key_from("MY_KEY", "the judge")) == ("", "abc")
+    monkeypatch.delenv("MY_KEY")
+    with pytest.raises(ConfigError, match="The key for the judge is to be read from MY_KEY, which is not set"):
+        env.key_from("MY_KEY", "the judge")
+
+
+def test_ranks_speak_through_the_interface_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    env.meet_through("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    env.meet_through("192.0.2.1")  # an address for documents, which no machine has
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    env.meet_through("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+
+def test_kernel_caches_are_bounded_unless_the_environment_bounds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    env.bound_kernel_caches(64)
+    assert (os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"], os.environ["LRU_CACHE_CAPACITY"]) == ("64", "7")
+
+
+def test_a_server_has_nothing_of_this_python_and_of_etude(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTHONPATH", "VIRTUAL_ENV", "ETUDE_STORE_KEY", "ELSE"):
+        monkeypatch.setenv(name, "x")
+    given = env.for_a_server({"CUDA_VISIBLE_DEVICES": "1"})
+    assert given["ELSE"] == "x" and given["CUDA_VISIBLE_DEVICES"] == "1"
+    assert not {"PYTHONPATH", "VIRTUAL_ENV", "ETUDE_STORE_KEY"} & given.keys()

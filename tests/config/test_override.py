@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from etude.config.override import read
+from etude.config.override import held, read
 from etude.errors import ConfigError
 
 
@@ -76,3 +80,39 @@ def test_secrets_are_masked() -> None:
     with pytest.raises(ConfigError) as caught:
         read("api_key==hunter2", "seed")
     assert "hunter2" not in str(caught.value)
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        (None, None),
+        (True, True),
+        ("${a}", r"\${a}"),
+        (3, 3),
+        (np.int64(3), 3),
+        (np.float32(0.5), 0.5),
+        (Path("a/b"), "a/b"),
+        (Colour.RED, "red"),
+        ((1, (2.5,)), [1, [2.5]]),
+        ({"b", "a"}, ["a", "b"]),
+        ({"x": {"y": (1,)}}, {"x": {"y": [1]}}),
+    ],
+)
+def test_a_value_of_a_program_stands_for_itself(value: Any, meant: Any) -> None:
+    asked = held("a.b", value)
+    assert (asked.path, asked.is_sweep) == ("a.b", False) and asked.values is not None
+    (found,) = asked.values
+    assert found == meant and type(found) is type(meant)
+
+
+@pytest.mark.parametrize("value", [object(), [1, b"x"], {"x": {"y": 1j}}])
+def test_a_value_that_no_option_holds_is_refused(value: Any) -> None:
+    place = r"a\.x\.y" if isinstance(value, Mapping) else "a"
+    with pytest.raises(
+        ConfigError, match=rf"`{place}` was given a value of type (object|bytes|complex)\. An option is"
+    ):
+        held("a", value)
