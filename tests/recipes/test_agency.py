@@ -19,7 +19,7 @@ def test_what_is_there_is_left_out_of_collections_and_let_go_of_afterwards() -> 
     before, there = gc.get_freeze_count(), Knot()
     seen = weakref.ref(there)
     with swept():
-        assert gc.get_freeze_count() > before + 1000
+        assert gc.get_freeze_count() > before
         del there
         gc.collect()
         assert seen() is not None
