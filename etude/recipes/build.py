@@ -115,7 +115,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     longest = crew.call(PolicyWorker.longest)
     order = run.data.sampler.start(len(train), run.seed, train.sources)
     common: dict[str, Any] = {"seed": run.seed, "dataset": train, "order": order, "judge": judge, "store": store}
-    common |= {"runner": runner, "keep": crew.keep}
+    common |= {"runner": runner, "keep": crew.keep} | _lenience(run, directory)
     source: AgentSource | EngineSource
     client: Callable[[], Desk] | None = None
     if agentic:
@@ -151,6 +151,14 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
         learners.make_room = asleep
     beside = (chat.tokenizer.decode, client, publisher)
     return Parts(directory, log, source, learners, scoring, saver, engine, store, runner, overlong, *beside)
+
+
+def _lenience(run: Run, directory: Path) -> dict[str, Any]:
+    """What a source makes of rollouts that failed."""
+    from etude.recipes import inputs
+    from etude.recipes.groups import fewest
+
+    return {"fewest": fewest(run), "mended": inputs.mended(directory, run)}
 
 
 def _tell(placement: Sequence[str], replays: int) -> None:

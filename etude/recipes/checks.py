@@ -5,21 +5,18 @@ from __future__ import annotations
 import math
 import os
 
-import numpy as np
 import torch
 
-from etude.algorithms import Advantage, State, View
-from etude.batch import Batch
 from etude.dispatch import CrewConfig
-from etude.errors import BatchError, ConfigError, DataError
+from etude.errors import ConfigError
 from etude.models import Model
 from etude.observe import MlflowConfig, Observe, WandbConfig, get_log
 from etude.recipes.device import device_of
 from etude.recipes.evaluate import Evaluation
+from etude.recipes.groups import EARNED, tried
 from etude.recipes.placement import ROLES, refuse
 from etude.recipes.recipe import Recipe, Reference, Teacher
 from etude.recipes.run import Critic, Run
-from etude.records import Rollout, Sample
 from etude.rewards import Combined, Nothing, RewardFunction, ScoredByModel
 from etude.rollout import EngineConfig, ServerConfig
 from etude.rollout.kv import block_bytes
@@ -52,9 +49,6 @@ BY_MODELS = BY_THE_MODEL | BY_THE_REFERENCE | BY_THE_TEACHER | BY_THE_CRITIC
 
 BY_AN_ENVIRONMENT = frozenset({"anchor"})
 """Columns that an environment tells."""
-
-ALONE = [0.0, 1.0]
-"""What two rollouts earn in which an advantage is tried on groups of one."""
 
 
 def before(run: Run) -> None:
@@ -99,13 +93,13 @@ def algorithm(run: Run) -> None:
             f"alone may have {run.sampling.max_tokens}. Raise it to what a whole rollout may have."
         )
     if run.collect.group_size == 1:
-        alone = _alone(run.advantage)
+        alone = tried(run.advantage)
         if alone is not None and not any(alone):
             raise ConfigError(
                 "`collect.group_size=1` leaves this advantage nothing to compare a rollout with, so that nothing would "
                 "be learned. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
             )
-        if alone == ALONE:
+        if alone == EARNED:
             warnings.append(
                 "`collect.group_size=1` leaves this advantage nothing to compare a rollout with: its bare reward is "
                 "its advantage. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
@@ -425,20 +419,3 @@ def from_the_models(run: Run) -> frozenset[str]:
         return asked
     alone = run.updates * run.epochs == 1 and not asked & BY_THE_MODEL - {"old_logp"}
     return asked - {"old_logp"} if alone and "old_logp" not in run.needs_first() else asked | {"old_logp"}
-
-
-def _alone(advantage: Advantage) -> list[float] | None:
-    """What an advantage gives two rollouts that earn `ALONE` and have no group to be compared with.
-
-    None where it reads what only a run can give.
-    """
-    zeros = np.zeros(2, np.int32)
-    logp = np.array([0.0, -0.5], np.float32)
-    rows = [Sample(zeros, np.array([False, True]), logp, zeros, zeros, rollout=i) for i in range(2)]
-    batch = Batch.from_records(rows, [Rollout(i, i, i, earned) for i, earned in enumerate(ALONE)])
-    try:
-        return advantage(View(batch), State()).advantage.tolist()
-    except BatchError:
-        return [0.0, 0.0]
-    except DataError:
-        return None

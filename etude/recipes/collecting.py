@@ -84,14 +84,18 @@ class Collector(ABC):
         retries: int,
         episodic: bool,
         greedy: bool = False,
+        fewest: int = 1,
+        mended: bool = False,
         keep: Keep = tuple,
     ) -> None:
         """runner: the run's one event loop. retries: further attempts that the scheduler asks for. episodic: whether
         attempts may have several turns. greedy: whether each task is answered greedily too, for the others to be
-        compared with. keep: where the tokens of rollouts are laid that a step may train on; here, by default."""
+        compared with. fewest: the scored rollouts below which a group has failed. mended: whether the code that plays
+        or judges was changed since the run was started. keep: where the tokens of rollouts are laid that a step may
+        train on; here, by default."""
         self._config, self._seed, self._greedy, self._retries = collection, seed, greedy, retries
         self._dataset, self._order, self._store, self._judge = dataset, order, store, judge
-        self._episodic, self._lay = episodic, keep
+        self._episodic, self._fewest, self._mended, self._lay = episodic, fewest, mended, keep
         self._tasks: dict[int, Task] = {}
         self._scored: dict[int, Scored] = {}
         self._to_lay: list[int] = []
@@ -100,6 +104,8 @@ class Collector(ABC):
         """What the greedy answer to each open task earned."""
         self._replay: dict[int, tuple[int, ...]] = {}
         self._dropped: dict[int, list[int]] = {}
+        self._lost: list[int] = []
+        """Tasks that were left out by the step that was open when the run stopped."""
         self._left: list[TaskState] = []
         self._again: list[Issue] = []
         self._tally = Tally()
@@ -143,8 +149,10 @@ class Collector(ABC):
         if step in self._replay:
             return self._replayed(step, self._replay.pop(step))
         self._tally = Tally()
+        for task in (*map(self._store.task, self._lost), *self._left):
+            self._tally.lost(task, map(self._store.rollout, task.rollouts))
         self._ask_again(self._left)
-        self._left = []
+        self._lost, self._left = [], []
         wanted = self._config.tasks * self._stride
         with self.watch(f"step {step}: answers", wanted) as bar:
             admit = self._runner.run(self._collect(step, bar.advance))
@@ -195,8 +203,9 @@ class Collector(ABC):
         self._left = [task for task in self._store.tasks(Phase.OPEN) if task.id < SCORED]
         self._scheduler = self._fresh_scheduler(first)
         scored, again = self._open_work()
-        dropped = sum(len(tasks) for step, tasks in self._dropped.items() if step not in self._replay)
-        self._again = self._scheduler.resume(scored, again, dropped)
+        self._lost = [task for step, left in self._dropped.items() if step not in self._replay for task in left]
+        # What mended code failed at is not held against the step that it stopped: it may ask for as many tasks again.
+        self._again = self._scheduler.resume(scored, again, 0 if self._mended else len(self._lost))
 
     def _open_work(self) -> tuple[dict[int, dict[int, float]], dict[tuple[int, int], int]]:
         """Of the tasks that are open: what was scored, and what was not, with how often that has failed."""
@@ -270,10 +279,8 @@ class Collector(ABC):
         for end in ended:
             played, verdict = end.played, end.played.verdict
             self._tally.of(played)
-            if verdict.error:  # beside a success, `judging.error_score` stands for what it would have earned
-                failed = "given_error_score" if verdict.outcome is Outcome.SUCCEEDED else verdict.outcome.value
-                self._tally.failed[failed] += 1
-                self._tally.error = verdict.error
+            if verdict.error:
+                self._tally.failure(verdict.outcome, verdict.error)
             if verdict.outcome is Outcome.SUCCEEDED:
                 self._count(end)
                 metric = self._config.compared(end.task, verdict.parts, played.total, verdict.error)
@@ -329,6 +336,7 @@ class Collector(ABC):
             retries=self._retries,
             first=first,
             greedy=self._greedy,
+            fewest=self._fewest,
         )
 
     @property

@@ -19,7 +19,7 @@ from etude.observe import get_log
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
 
-__all__ = ["INPUTS", "check_base", "check_inputs", "is_module", "keep_inputs", "place_of", "yardstick"]
+__all__ = ["INPUTS", "check_base", "check_inputs", "is_module", "keep_inputs", "mended", "place_of", "yardstick"]
 
 INPUTS = "inputs.json"
 MENDED = ("reward", "environment", "tools", "agent", "external models")
@@ -59,6 +59,15 @@ def check_inputs(directory: Path, run: Recipe) -> None:
             f"would go on to train is another run. Bring the files back, say where they lie now (`model.path`, "
             f"`data.train`, …), or start a new run in another `directory`."
         )
+
+
+def mended(directory: Path, run: Recipe) -> bool:
+    """Whether code that judges or plays rollouts is another now than when the run was started."""
+    kept = directory / INPUTS
+    if not kept.exists():
+        return False
+    before, found = read_json(kept, REMEDY), _prints(run)
+    return any(before.get(name) != found.get(name) for name in MENDED)
 
 
 def check_base(directory: Path, run: Recipe) -> None:

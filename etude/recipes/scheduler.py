@@ -115,18 +115,26 @@ class Scheduler:
     """Decides for one run. Feed it events in the order they happen; do what it answers, in that order."""
 
     def __init__(
-        self, *, tasks: int, group_size: int, refill: int, retries: int, first: int = 0, greedy: bool = False
+        self,
+        *,
+        tasks: int,
+        group_size: int,
+        refill: int,
+        retries: int,
+        first: int = 0,
+        greedy: bool = False,
+        fewest: int = 1,
     ) -> None:
         """tasks: groups a step. refill: how many times `tasks` a step may issue in place of level groups; 0 keeps them.
-        Groups that failed whole are replaced within the same bound, or within `tasks` where it is 0.
+        Groups that failed are replaced within the same bound, or within `tasks` where it is 0.
         retries: attempts after the first. first: the ordinal to issue next. greedy: whether each task is answered
-        greedily too.
+        greedily too. fewest: the scored rollouts below which a group has failed.
         """
         self._tasks, self._size, self._refill, self._retries = tasks, group_size, refill, retries
         self.bound = tasks * (1 + max(refill, 1))
         """How many tasks a step may issue in all."""
         self._next = first
-        self._greedy = greedy
+        self._greedy, self._fewest = greedy, fewest
         self._groups: dict[int, _Group] = {}
         self._spare: dict[int, _Group] = {}
         self._step = 0
@@ -197,7 +205,7 @@ class Scheduler:
             group = self._groups[task]
             if group.running:
                 continue
-            failed = "every rollout failed" if not group.sampled(self._size) else self._without_greedy(group)
+            failed = self._failure(group)
             if failed:
                 del self._groups[task]
                 decisions.append(Drop(task, failed))
@@ -209,8 +217,13 @@ class Scheduler:
             decisions += self._admit()
         return decisions
 
-    def _without_greedy(self, group: _Group) -> str:
-        """Why a group that ended has nothing to be compared with; nothing where it has."""
+    def _failure(self, group: _Group) -> str:
+        """Why a group that ended cannot be trained on; nothing where it can."""
+        scored = len(group.sampled(self._size))
+        if not scored:
+            return "every rollout failed"
+        if scored < self._fewest:
+            return "too few rollouts are left"
         return "the greedy answer failed" if self._greedy and self._size not in group.metrics else ""
 
     def _issue(self) -> list[Decision]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from etude.observe import Mean, Metrics, Sum, format_seconds, get_log
 from etude.recipes.play import Played
-from etude.records import Rollout
+from etude.records import Outcome, Rollout
+from etude.store import Phase, RolloutState, TaskState
+from etude.store.ledger import INTERRUPTED
+from etude.store.states import LIVE, AttemptState
 
-__all__ = ["Notices", "Tally"]
+__all__ = ["Notices", "Tally", "over"]
 
 RARE = 0.05
 """The share of answers above the least reward, below which the model that a run begins with is said to fail."""
@@ -45,6 +48,20 @@ class Tally:
         self.calls += played.calls
         self.failed_calls += played.failed_calls
 
+    def lost(self, task: TaskState, rollouts: Iterable[RolloutState]) -> None:
+        """Count what failed of a task before the run was stopped."""
+        if task.phase is Phase.DROPPED:
+            self.dropped[task.cause] += 1
+        for attempt in (each for rollout in rollouts for each in over(rollout)):
+            self.attempts += 1
+            if attempt.error:
+                self.failure(Outcome(attempt.status.value), attempt.error)
+
+    def failure(self, outcome: Outcome, error: str) -> None:
+        """Count a failure of judging or playing; beside a success, a score stands for what it would have earned."""
+        self.failed["given_error_score" if outcome is Outcome.SUCCEEDED else outcome.value] += 1
+        self.error = error
+
     def metrics(self, level: int, groups: int, *, episodic: bool = False) -> Metrics:
         """The numbers; `level` is in how many of the admitted groups all earned the same. episodic: whether rollouts
         may have several turns."""
@@ -69,6 +86,11 @@ class Tally:
         for cause, count in self.dropped.items():
             metrics.add(f"dropped_tasks/{cause.replace(' ', '_')}", Sum.of(count))
         return metrics
+
+
+def over(state: RolloutState) -> list[AttemptState]:
+    """The attempts at a rollout that no stop of the run cut off."""
+    return [each for each in state.attempts if each.status not in LIVE and each.error != INTERRUPTED]
 
 
 class Notices:
@@ -126,11 +148,13 @@ class Notices:
 
     def _of_rewards(self, step: int, earned: Collection[float], *, level: bool) -> None:
         self._level = self._level + 1 if level else 0
-        if self._pays and step == 1 and not level:  # the first model's; a resumed run begins with another
+        low, high = min(earned), max(earned)
+        if (
+            self._pays and step == 1 and not level and (high > low or low <= 0)
+        ):  # the first model's, not a resumed one's
             self._of_a_base_that_fails(step, earned)
         if not self._pays or self._level.bit_count() != 1:  # 1, 2, 4, 8 … steps in a row
             return
-        low, high = min(earned), max(earned)
         said = f"all {low:g}" if low == high else f"from {low:g} to {high:g}"
         before = "" if self._level == 1 else f", as in the {self._level - 1} before"
         self._log.warning(

@@ -63,6 +63,7 @@ def served(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     with hub() as state:
         files = state.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("etude.recipes.hub.hf_constants", huggingface_hub.constants)  # else the first cache is kept
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", state.url)
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr(huggingface_hub.file_download, "HUGGINGFACE_CO_URL_TEMPLATE", files, raising=False)

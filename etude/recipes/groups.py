@@ -1,0 +1,48 @@
+"""What a group of rollouts is to an advantage: whether it compares, and how few rollouts it can compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from etude.algorithms import Advantage, State, View
+from etude.batch import Batch
+from etude.errors import BatchError, DataError
+from etude.recipes.run import Run
+from etude.records import Rollout, Sample
+
+__all__ = ["EARNED", "fewest", "tried"]
+
+EARNED = [0.0, 1.0]
+"""What two rollouts earn in which an advantage is tried; more earn 2, 3 and so on."""
+
+
+def tried(advantage: Advantage, groups: Sequence[int] = (0, 1)) -> list[float] | None:
+    """The advantages of rollouts of these groups that earn 0, 1, 2 and so on; zeros where it refuses such groups.
+
+    None where the advantage reads what only a run can give.
+    """
+    zeros = np.zeros(2, np.int32)
+    logp = np.array([0.0, -0.5], np.float32)
+    rows = [Sample(zeros, np.array([False, True]), logp, zeros, zeros, rollout=i) for i in range(len(groups))]
+    batch = Batch.from_records(rows, [Rollout(i, group, group, float(i)) for i, group in enumerate(groups)])
+    try:
+        return advantage(View(batch), State()).advantage.tolist()
+    except BatchError:
+        return [0.0] * len(groups)
+    except DataError:
+        return None
+
+
+def fewest(run: Run) -> int:
+    """The fewest rollouts of a group that a step trains on, where failures took the others.
+
+    One, unless the advantage would refuse a rollout that is left alone, or give it nothing, or its bare reward in place
+    of a comparison: then as many as it compares.
+    """
+    size, alone = run.collect.group_size, tried(run.advantage)
+    bare = alone == EARNED != tried(run.advantage, (0, 0))
+    if alone is None or (any(alone) and not bare):
+        return 1
+    return next((few for few in range(2, size + 1) if any(tried(run.advantage, (0,) * few) or ())), 1)
