@@ -132,6 +132,8 @@ def _add_exports(commands: Any, debug: Parser) -> None:
     export.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
     export.add_argument("to", type=Path, metavar="DIRECTORY", help="where to write; it must not be there yet")
     export.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    told = "where the newest checkpoint is damaged, the newest that is whole"
+    export.add_argument("--fall-back", action="store_true", help=told)
     export.add_argument("--adapter", action="store_true", help="a run's LoRA adapter alone, as peft loads it")
     told = "upload it as this model of the Hugging Face hub, too"
     export.add_argument("--push", metavar="OWNER/NAME", help=told)
@@ -145,7 +147,8 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
     words = list(argv) or ["--help"]
     if words[:1] == ["export"] and words[1:2] not in ([], [MODEL], ["rollouts"], ["-h"], ["--help"]):
         words.insert(1, MODEL)
-    if words[:1] == ["demo"] and words[1:2] not in (["agent"], ["algorithms"], [LANGUAGE], ["-h"], ["--help"]):
+    second = words[1] if len(words) > 1 else "-"
+    if words[0] == "demo" and (("=" in second) or second.startswith("-")) and second not in ("-h", "--help"):
         words.insert(1, LANGUAGE)
     return words
 
@@ -340,7 +343,9 @@ def _export(arguments: argparse.Namespace) -> None:
     with loading():
         from etude.recipes.ask import export_run
 
-    export_run(arguments.run, arguments.to, best=arguments.best, adapter=arguments.adapter)
+    export_run(
+        arguments.run, arguments.to, best=arguments.best, adapter=arguments.adapter, fall_back=arguments.fall_back
+    )
     if arguments.push is not None:
         print(f"Uploaded it to {push(arguments.to, arguments.push, private=arguments.private)}.")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from etude.config.compose import compose
+from etude.errors import ConfigError
 from etude.recipes import folder
 from etude.recipes.apart import apart
 from etude.recipes.build import build
@@ -113,6 +114,12 @@ def train(
 
 def _composed(given: Mapping[str, Any]) -> tuple[Run, dict[str, str]]:
     options = given["options"] or {}
+    if callable(given["reward"]):
+        title = getattr(given["reward"], "__name__", "score")
+        raise ConfigError(
+            "`reward` is given by name, so that a run that goes on, and processes beside it, find it again. Write the "
+            f'function into a file and name it: reward="function", options={{"reward.path": "my_reward.py:{title}"}}.'
+        )
     arguments = {**STANDS_FOR, **PLACES}
     refuse_twice({arguments[name]: f"`{name}=…`" for name in arguments if given[name] is not None}, options)
     asked = {option: given[name] for name, option in STANDS_FOR.items() if given[name] is not None}

@@ -167,6 +167,9 @@ def test_demo_alone_is_the_language_model(capsys: Captured) -> None:
         told = refused(capsys, *words, "train.learning_rat=0.1")
         assert "train.learning_rat is not an option" in told and "train.learning_rate" in told
     assert "Did you mean learning_rate" in refused(capsys, "demo", "algorithms", "learning_rat=0.1")
+    with pytest.raises(SystemExit):
+        main(["demo", "nosuch"])
+    assert "There are language, agent, algorithms." in capsys.readouterr().err
 
 
 def test_the_yaml_that_is_shown_can_be_read_again(tmp_path: Path, capsys: Captured) -> None:

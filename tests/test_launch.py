@@ -53,6 +53,11 @@ def told(run: Path) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.startswith("time") and "second" not in name}
 
 
+def test_a_function_in_place_of_a_rewards_name_is_told_where_it_goes(world: Path) -> None:
+    with pytest.raises(ConfigError, match=r'reward="function", options={"reward.path": "my_reward.py:told"}'):
+        etude.train("grpo", model=world / "model", train=[world / "tasks.jsonl"], reward=told)  # type: ignore[arg-type]
+
+
 def test_it_is_the_command_line_and_works_in_a_running_loop(world: Path, tmp_path: Path) -> None:
     places = {"model": world / "model", "train": [world / "tasks.jsonl"]}
 

@@ -271,7 +271,7 @@ def as_agent(found: Any, title: str) -> Agent:
         return made
     if callable(found):
         return FunctionAgent(found)
-    raise AgentError(f"{title} is a {type(found).__name__}; an agent is a function, or an etude.Agent.")
+    raise AgentError(f"{title} is of type {type(found).__name__}; an agent is a function, or an etude.Agent.")
 
 
 def load_agent(spec: str) -> Agent:

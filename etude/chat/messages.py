@@ -157,7 +157,9 @@ def _content_of(content: Any) -> str | tuple[Part, ...]:
         return content
     if isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content):
         return tuple(_part_of(part) for part in content)
-    raise ChatError(f"The content of a message is a text or a list of parts; a {type(content).__name__} was given.")
+    raise ChatError(
+        f"The content of a message is a text or a list of parts; a value of type {type(content).__name__} was given."
+    )
 
 
 def _part_of(form: Mapping[str, Any]) -> Part:

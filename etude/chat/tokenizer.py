@@ -236,7 +236,9 @@ def _json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}. Fetch the file again.") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} must hold a JSON object; it holds a {type(found).__name__}. Fetch the file again.")
+        raise ConfigError(
+            f"{path} must hold a JSON object; it holds a value of type {type(found).__name__}. Fetch the file again."
+        )
     return found
 
 

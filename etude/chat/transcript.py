@@ -29,7 +29,9 @@ def checked(shown: Any) -> Shown:
     elif isinstance(shown, Sequence) and all(isinstance(each, Message | Mapping) for each in shown):
         found = tuple(each if isinstance(each, Message) else message_of(each) for each in shown)
     else:
-        raise ChatError(f"What is shown is text or a list of messages; a {type(shown).__name__} was given.")
+        raise ChatError(
+            f"What is shown is text or a list of messages; a value of type {type(shown).__name__} was given."
+        )
     try:
         text_of_shown(found).encode()
     except UnicodeEncodeError as error:

@@ -92,7 +92,8 @@ class Checkpoints:
                 return found
             raise CheckpointError(
                 f"{complaint} The newest whole checkpoint before it is {found.path.name}, of step {found.step}. Bring "
-                f"the damaged file back from a copy, or set `checkpoint.fall_back=true`."
+                f"the damaged file back from a copy, or set `checkpoint.fall_back=true` (`etude export` takes "
+                f"--fall-back)."
             ) from complaint
         if complaint is not None:
             raise CheckpointError(

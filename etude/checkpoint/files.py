@@ -182,5 +182,7 @@ def _told(what: str) -> Iterator[None]:
     except DamagedFileError as error:
         raise CheckpointError(f"{what}: {error}") from error
     except CheckpointException as error:
+        if any(isinstance(reason, KeyboardInterrupt) for reason, _ in error.failures.values()):
+            raise KeyboardInterrupt from error  # which torch caught as if it were a failure of the disk
         reasons = "; ".join(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values())
         raise CheckpointError(f"{what} ({reasons}).") from error

@@ -61,7 +61,9 @@ class Demonstrations(Shown):
         text = lookup(row, columns.text)
         if columns.text in there or text is not None:
             if text is not None and not isinstance(text, str):
-                raise DataError(f"{where} has a {type(text).__name__} for its `{columns.text}`; it must be text.")
+                raise DataError(
+                    f"{where} has a value of type {type(text).__name__} for its `{columns.text}`; it must be text."
+                )
             return (of_text(chat, text or ""),)
         raise DataError(
             f"{where} has neither `{columns.messages}`, nor `{columns.prompt}` with `{columns.completion}`, nor "

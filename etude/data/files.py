@@ -160,7 +160,8 @@ def rows_of(items: Iterable[Any], name: str) -> Rows:
         for index, row in enumerate(items):
             if not isinstance(row, Mapping):
                 raise DataError(
-                    f"{name}, row {index} is a {type(row).__name__}; each row must be a mapping from column names."
+                    f"{name}, row {index} is of type {type(row).__name__}; each row must be a mapping from column "
+                    f"names."
                 )
             try:
                 yield json.dumps(dict(row), ensure_ascii=False, default=_as_json)
@@ -181,7 +182,7 @@ def _as_json(value: Any) -> Any:
         return str(value)
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    raise TypeError(f"it holds a {type(value).__name__}")
+    raise TypeError(f"it holds a value of type {type(value).__name__}")
 
 
 def _packed(texts: Iterable[str]) -> pa.ChunkedArray:
@@ -262,7 +263,9 @@ def _mapping(text: str, where: str) -> None:
     except json.JSONDecodeError as error:
         raise DataError(f"{where} is not JSON: {error}. Each line must hold one row, whole.") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where} holds a {type(row).__name__}; each line must hold a mapping from column names.")
+        raise DataError(
+            f"{where} holds a value of type {type(row).__name__}; each line must hold a mapping from column names."
+        )
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {

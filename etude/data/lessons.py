@@ -135,7 +135,9 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]]:
     if not value:
         return []
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
-        raise DataError(f"{where} has a {type(value).__name__} for its tools; they are a list of their schemas.")
+        raise DataError(
+            f"{where} has a value of type {type(value).__name__} for its tools; they are a list of their schemas."
+        )
     return [without_nulls(each) for each in value]
 
 

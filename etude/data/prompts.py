@@ -29,7 +29,7 @@ def plain_prompt(value: Any, where: str, what: str = "prompt") -> str | list[dic
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
-        found = repr(value) if value in (None, "", []) else f"a {type(value).__name__}"
+        found = repr(value) if value in (None, "", []) else f"a value of type {type(value).__name__}"
         raise DataError(f"{where} has {found} for a {what}; it must be text, or a list of messages.")
     for place, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):

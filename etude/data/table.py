@@ -113,7 +113,7 @@ def _open(data: str) -> Rows:
     items = found() if callable(found) else found
     if not isinstance(items, Iterable):
         raise ConfigError(
-            f"The data `{data}` is a {type(items).__name__}; it must be an iterable of mappings, or a function without "
-            f"arguments that returns one."
+            f"The data `{data}` is of type {type(items).__name__}; it must be an iterable of mappings, or a function "
+            f"without arguments that returns one."
         )
     return rows_of(items, data)

@@ -132,10 +132,12 @@ async def _answer(run: Run, asked: Ids, engine: TorchEngine | Served, console: C
         console.print(Text.assemble((f"{n:>3}  ", "dim"), completion.text), soft_wrap=True)
 
 
-def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False) -> None:
+def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False, fall_back: bool = False) -> None:
     """Write the model of a run's checkpoint as a directory that `from_pretrained` loads, with its adapters added in;
-    or, with `adapter`, these alone, as peft loads them."""
-    run = folder.read_kind(folder.kind_of(directory), directory, masked=without_secrets)
+    or, with `adapter`, these alone, as peft loads them. fall_back: where the newest checkpoint is damaged, write the
+    newest that is whole."""
+    options = ["checkpoint.fall_back=true"] if fall_back else []
+    run = folder.read_kind(folder.kind_of(directory), directory, options, masked=without_secrets)
     assert run.model.path is not None
     if adapter and (not run.lora.on or run.head != "language"):
         trained = "trained the model itself" if not run.lora.on else "trained a head besides, which is no adapter's"

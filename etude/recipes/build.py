@@ -392,17 +392,17 @@ def _judged(run: Run, dataset: Dataset, name: str) -> Dataset:
         return dataset
     wanted, why = np.ones(len(dataset), dtype=bool), ""
     for row in range(len(dataset)):
+        task = dataset.task(row, row)
         try:
-            run.reward.check(dataset.task(row, row))
+            run.reward.check(task)
         except DataError as error:
             wanted[row], why = False, why or f"{dataset.where(row)}: {error}"
     if wanted.all():
         return dataset
     if not wanted.any():
         remedy = " Where the environment pays, and nothing else is to be judged: `reward=environment`."
-        raise DataError(
-            f"None of the {len(dataset)} tasks in {name} can be judged. {why}{remedy if run.env.path else ''}"
-        )
+        none = f"None of the {len(dataset)} tasks in {name} can be judged."
+        raise DataError(f"{none} {why}{remedy if run.env.path else ''}")
     left = int((~wanted).sum())
     get_log("recipes").warning(f"{left} of {len(dataset)} tasks in {name} cannot be judged: left out. {why}")
     return dataset.only(wanted)

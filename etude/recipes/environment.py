@@ -73,7 +73,7 @@ class EnvConfig(Config):
         assert self.path is not None
         found = load_named(self.path, "environment", "env.path=my_game.py:Game")
         if not callable(found):
-            raise PlugInError(f"The environment '{self.path}' is a {type(found).__name__}. Name a class.")
+            raise PlugInError(f"The environment '{self.path}' is of type {type(found).__name__}. Name a class.")
         return found  # type: ignore[no-any-return]
 
     def toolbox(self) -> Toolbox | None:
@@ -83,7 +83,7 @@ class EnvConfig(Config):
         found = [load_named(path, "tool", "env.tools=[my_tools.py:search]") for path in self.tools]
         for path, tool in zip(self.tools, found, strict=True):
             if not callable(tool):
-                raise PlugInError(f"The tool '{path}' is a {type(tool).__name__}, which cannot be called.")
+                raise PlugInError(f"The tool '{path}' is of type {type(tool).__name__}, which cannot be called.")
         return Toolbox(found, self.timeout)
 
 

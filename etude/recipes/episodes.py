@@ -235,7 +235,7 @@ class _Partner:
 
     def _checked(self, method: str, told: Any) -> Observation:
         if not isinstance(told, Observation):
-            raise self._failed(f"`{method}` returned a {type(told).__name__}; it returns an Observation")
+            raise self._failed(f"`{method}` returned a value of type {type(told).__name__}; it returns an Observation")
         for name, kind in (("role", int), ("anchor", str | None), ("tools", Sequence)):
             if not isinstance(getattr(told, name), kind):
                 raise self._failed(f"`{method}` gave {getattr(told, name)!r} for `{name}`, which is no such thing")

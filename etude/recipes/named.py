@@ -23,7 +23,7 @@ __all__ = ["READ", "named_run", "question", "without_secrets"]
 
 SHARED = (
     *("model.path", "model.tokenizer", "lora.path", "lora.publish", "chat", "rollout", "train.precision", "seed"),
-    *("device", "threads", "observe.console", "observe.level"),
+    *("device", "threads", "observe.console", "observe.level", "checkpoint.fall_back"),
 )
 READ = {
     "eval": (

@@ -29,7 +29,7 @@ VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 VERL_NEEDS = frozenset({"solution_str", "ground_truth"})
 """By these verl's signature is recognised; a function may do without the other two."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_STARS: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
 class Adapted:
@@ -100,7 +100,7 @@ def _loaded(path: str) -> Adapted:
     """The function that a path names, loaded once in each process."""
     function = load_named(path, "reward function", "reward.path=my_reward.py:score")
     if not callable(function):
-        raise PlugInError(f"The reward function '{path}' is a {type(function).__name__}, which cannot be called.")
+        raise PlugInError(f"The reward function '{path}' is of type {type(function).__name__}, which cannot be called.")
     return Adapted(function, path)
 
 
@@ -118,12 +118,13 @@ def _names(function: Callable[..., Any], title: str) -> tuple[str, ...]:
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         given = tuple(name for name in VERL if name in named or takes_any)
     else:
-        taken = ", ".join(each.name for each in parameters)
+        taken = ", ".join(_STARS.get(each.kind, "") + each.name for each in parameters)
+        trl = " TRL's functions judge a list of completions; here one answer is judged at a time."
         raise PlugInError(
             f"The reward function {title} takes ({taken}), which is neither (task, answer) "
-            f"nor verl's ({', '.join(VERL)}). Name its parameters as in one of the two."
+            f"nor verl's ({', '.join(VERL)}).{trl * ('completions' in named)} Name its parameters as in one of the two."
         )
-    required = [each for each in parameters if each.default is inspect.Parameter.empty and each.kind not in _REST]
+    required = [each for each in parameters if each.default is inspect.Parameter.empty and each.kind not in _STARS]
     owed = [each.name for each in required if each.name not in given]
     if owed:
         raise PlugInError(

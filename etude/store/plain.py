@@ -37,6 +37,6 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, np.generic | np.ndarray) and not isinstance(value, np.longdouble | np.clongdouble):
         return plain(value.tolist(), where)
     raise DataError(
-        f"{where} is a {type(value).__name__}, which a journal cannot hold: it takes text, numbers, lists and "
+        f"{where} is of type {type(value).__name__}, which a journal cannot hold: it takes text, numbers, lists and "
         "mappings. Drop the column, or convert it."
     )

@@ -30,7 +30,8 @@ FAILURES: dict[int, str] = {
     "what was written before is safe",
     sqlite3.SQLITE_CORRUPT: "its contents are damaged, and nothing was changed: keep the file, and go on from a copy "
     "of it that is whole",
-    sqlite3.SQLITE_NOTADB: "it is not a database, and nothing was changed: give the path of a journal or a new file",
+    sqlite3.SQLITE_NOTADB: "it is not a database, or was overwritten, and nothing was changed: bring it back from a "
+    "copy that is whole, or give another path",
     sqlite3.SQLITE_READONLY: "it may not be written here: look at the permissions of the file and its directory",
     sqlite3.SQLITE_CANTOPEN: "its directory is missing or closed to us: look at the path and the permissions",
 }

@@ -165,7 +165,7 @@ def test_an_agent_is_found_by_its_name(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def plain(task):\n    return 1.0\nnumber = 3\n")
     assert isinstance(load_agent(f"{file}:plain"), FunctionAgent)
-    with pytest.raises(AgentError, match="is a int; an agent is a function"):
+    with pytest.raises(AgentError, match="is of type int; an agent is a function"):
         load_agent(f"{file}:number")
     with pytest.raises(PlugInError, match="Did you mean plain"):
         load_agent(f"{file}:plan")

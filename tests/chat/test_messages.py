@@ -55,7 +55,7 @@ def test_the_usual_ways_of_writing_a_message_are_read(form: dict[str, object], m
     ("form", "problem"),
     [
         ({"content": "x"}, "needs a text under 'role'; this one has the keys content"),
-        ({"role": "user", "content": 4}, "a text or a list of parts; a int was given"),
+        ({"role": "user", "content": 4}, "a text or a list of parts; a value of type int was given"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "needs the function's name"),
     ],
 )

@@ -142,6 +142,21 @@ def test_a_broken_checkpoint_is_told_and_the_one_before_is_offered(
     assert newest is not None and newest.facts == {"at": 3}
 
 
+def test_an_interrupt_within_a_save_is_no_failure_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, tensors(1), {})
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("etude.checkpoint.files.Writer.write_data", interrupted)
+        checkpoints.save(2, tensors(2), {})
+    newest = checkpoints.newest()
+    assert newest is not None and newest.step == 1
+    assert checkpoints.save(2, tensors(2), {}).step == 2
+
+
 def test_a_broken_checkpoint_alone_is_told(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     truncate(checkpoints.save(2, tensors(2), {}).path / "tensors.json")

@@ -102,11 +102,11 @@ def test_a_tables_nulls_are_keys_that_a_message_does_not_have(tmp_path: Path) ->
         ([{"prompt": "a"}], Columns(source="of"), "no column `of`"),
         ([{"prompt": ""}], Columns(), "row 0 has '' for a prompt; it must be text, or a list of messages"),
         ([{"prompt": None}], Columns(), "row 0 has None for a prompt"),
-        ([{"prompt": 7}], Columns(), "row 0 has a int for a prompt"),
+        ([{"prompt": 7}], Columns(), "row 0 has a value of type int for a prompt"),
         ([{"prompt": ["a"]}], Columns(), "row 0 has 'a' for message 0 of its prompt"),
         ([{"prompt": [{"content": "a"}]}], Columns(), "a mapping with a `role`"),
         (["a"], Columns(), "no such file"),
-        ([{"prompt": "a"}, "b"], Columns(), "row 1 is a str; each row must be a mapping"),
+        ([{"prompt": "a"}, "b"], Columns(), "row 1 is of type str; each row must be a mapping"),
         ([], Columns(), "No data was named"),
         (iter(()), Columns(), "has no rows"),
     ],
@@ -123,7 +123,7 @@ def test_an_empty_file_is_told(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_no_data_is_told() -> None:
-    with pytest.raises(ConfigError, match="is a int; it must be an iterable"):
+    with pytest.raises(ConfigError, match="is of type int; it must be an iterable"):
         Dataset.load("tests.data.tasks_for_tests:NUMBER")
     with pytest.raises(ConfigError, match=r"has no mode\. Did you mean made"):
         Dataset.load("tests.data.tasks_for_tests:mode")

@@ -122,9 +122,9 @@ def test_a_name_with_a_dot_is_not_a_path() -> None:
     ("name", "text", "message"),
     [
         ("a.jsonl", '{"prompt": 1}\n{"prompt', r"a\.jsonl, line 2 is not JSON"),
-        ("a.jsonl", '{"prompt": 1}\n\n[1]', r"a\.jsonl, line 3 holds a list"),
+        ("a.jsonl", '{"prompt": 1}\n\n[1]', r"a\.jsonl, line 3 holds a value of type list"),
         ("a.json", "[{]", r"a\.json is not JSON"),
-        ("a.json", "[1]", r"a\.json, row 0 is a int; each row must be a mapping"),
+        ("a.json", "[1]", r"a\.json, row 0 is of type int; each row must be a mapping"),
         ("a.json", '{\n"a": 1', r"a\.json is not JSON"),
         ("a.json", '{"a": 1}\n{"a"', r"a\.json, line 2 is not JSON"),
         ("a.jsonl.gz", '{"a": 1}', r"a\.jsonl\.gz cannot be read as \.jsonl\.gz: Not a gzipped file"),
@@ -168,5 +168,5 @@ def test_bytes_and_objects_have_no_place_in_a_task(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "image": {"bytes": b"png"}}]), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="row 0 has bytes in the column `image`"):
         read(tmp_path / "a.parquet").row(0)
-    with pytest.raises(DataError, match="given, row 1 cannot be written as JSON: it holds a set"):
+    with pytest.raises(DataError, match="given, row 1 cannot be written as JSON: it holds a value of type set"):
         rows_of([{"prompt": "a"}, {"prompt": "a", "tags": {"x"}}], "given")

@@ -111,6 +111,10 @@ def test_tools_are_a_list_or_its_json() -> None:
     assert tools_of(None, "row 0") == tools_of("", "row 0") == []
     assert tools_of('[{"type": "function"}]', "row 0") == [{"type": "function"}]
     assert tools_of([nulls, WEATHER], "row 0") == [{"type": "function", "function": {"name": "f"}}, WEATHER]
-    for value, told in (("{", "not JSON"), ({"a": 1}, "a dict for its tools"), ([1], "a list for its tools")):
+    for value, told in (
+        ("{", "not JSON"),
+        ({"a": 1}, "a value of type dict for its tools"),
+        ([1], "a value of type list for its tools"),
+    ):
         with pytest.raises(DataError, match=f"row 0 has .*{told}"):
             tools_of(value, "row 0")

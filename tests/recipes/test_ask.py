@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,23 @@ def test_an_export_is_loaded_by_transformers_and_says_the_same(
         assert torch.allclose(said, ours.logits(hidden), atol=1e-5 if precision == "fp32" else 0.05)
     asked = ["1+1=", "sampling.max_tokens=12", f"train.precision={precision}"]
     assert answers(capsys, str(run), *asked[:2]) == answers(capsys, str(tmp_path / "out"), *asked)
+
+
+def test_where_the_newest_checkpoint_is_damaged_the_one_before_can_be_asked_and_exported(
+    trained: Path, world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    newest, step = sorted((run / "checkpoints").glob("step-*"))[-1], 0
+    os.truncate(newest / "tensors.json", 3)
+    asked = ["generate", str(run), "1+1=", "sampling.max_tokens=2"]
+    for words in (asked, ["export", str(run), str(tmp_path / "out")]):
+        told = refused(capsys, *words)
+        assert "checkpoint.fall_back=true" in told and "--fall-back" in told
+        step = int(told.partition("of step ")[2].partition(".")[0])
+    assert main([*asked, "checkpoint.fall_back=true"]) == 0
+    capsys.readouterr()
+    assert main(["export", str(run), str(tmp_path / "out"), "--fall-back"]) == 0
+    assert f"of step {step}" in capsys.readouterr().out
 
 
 def test_an_export_writes_over_nothing(trained: Path, world: Path, capsys: Captured) -> None:

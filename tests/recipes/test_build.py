@@ -185,6 +185,13 @@ def test_single_tasks_without_a_right_answer_are_left_out_and_told(
     assert measured(run)[0]["rollouts"] == 12 and measured(run)[0]["failed_attempts"] == 0
 
 
+def test_a_row_without_a_prompt_is_no_matter_of_the_reward(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"answer": "2"}\n')
+    given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "exact", "reward.path": None}
+    told = refused_run(capsys, world, tmp_path / "run", **given)
+    assert "tasks.jsonl, row 1 has no column `prompt`" in told and "cannot be judged" not in told
+
+
 def test_a_reward_that_gives_now_these_parts_and_now_those_stops_nothing(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:

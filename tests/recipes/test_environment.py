@@ -23,7 +23,7 @@ PARTNERS = "tests.recipes.partners"
         ({"path": "partners"}, r"The environment 'partners' is not named whole.*`env\.path=my_game\.py:Game`"),
         ({"path": f"{PARTNERS}:Ecko"}, "has no Ecko. Did you mean Echo"),
         ({"path": "nowhere.py:Game"}, "there is no file nowhere.py"),
-        ({"path": f"{PARTNERS}:NOBODY"}, "is a int. Name a class"),
+        ({"path": f"{PARTNERS}:NOBODY"}, "is of type int. Name a class"),
         ({"path": f"{PARTNERS}:Deaf"}, r"has no `step`\. An environment has two methods"),
         (
             {"path": f"{PARTNERS}:Echo", "options": {"turnz": 3}},
@@ -32,7 +32,7 @@ PARTNERS = "tests.recipes.partners"
         ({"path": f"{PARTNERS}:Echo", "options": {"turns": 1, "more": 2}}, "unexpected keyword argument 'more'"),
         ({"path": f"{PARTNERS}:Picky"}, r"missing a required argument: 'taste'"),
         ({"tools": ["partners"]}, r"The tool 'partners' is not named whole"),
-        ({"tools": [f"{PARTNERS}:NOBODY"]}, "is a int, which cannot be called"),
+        ({"tools": [f"{PARTNERS}:NOBODY"]}, "is of type int, which cannot be called"),
         ({"tools": [f"{PARTNERS}:add", f"{PARTNERS}:add"]}, "Two tools are called `add`"),
         ({"tools": [f"{PARTNERS}:untold"]}, "`untold` has no docstring"),
     ],

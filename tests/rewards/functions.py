@@ -33,6 +33,11 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     return {"score": 1.0 if right else -1.0, "acc": right, "seen": bool(extra_info), "pred": solution_str + data_source}
 
 
+def many(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+    """TRL's."""
+    return [0.0 for _ in completions]
+
+
 def process(task: Task, answer: str) -> int:
     return os.getpid()
 

@@ -74,12 +74,13 @@ def test_what_waits_is_known_before_it_is_called(function: Any) -> None:
         ("nowhere_at_all:f", r"there is no module nowhere_at_all"),
         ("no_colon", r"is not named whole\. .* `reward\.path=my_reward\.py:score`"),
         ("mine.py", r"is not named whole\. .* `reward\.path=my_reward\.py:score`"),
-        (f"{MODULE}:NO_FUNCTION", r"is a int, which cannot be called"),
+        (f"{MODULE}:NO_FUNCTION", r"is of type int, which cannot be called"),
         ("nowhere/mine.py:f", r"there is no file nowhere/mine\.py \(seen from /"),
         (
             f"{MODULE}:no_known_names",
             r"takes \(question, reply\), which is neither \(task, answer\) nor verl's",
         ),
+        (f"{MODULE}:many", r"takes \(prompts, completions, \*\*kwargs\).* TRL's functions judge a list of completions"),
         (f"{MODULE}:owes_more", r"also takes tokenizer, which nobody gives"),
     ],
 )

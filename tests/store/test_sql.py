@@ -247,7 +247,8 @@ def test_what_is_not_a_database_is_left_alone(tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("to do\n" * 2000)
     with pytest.raises(
-        StoreError, match=r"notes\.txt could not be opened: it is not a database, and nothing was chang"
+        StoreError,
+        match=r"notes\.txt could not be opened: it is not a database, or was overwritten, and nothing was chang",
     ):
         open_store(notes)
     assert notes.read_text() == "to do\n" * 2000

@@ -200,7 +200,11 @@ def text_of(values: Mapping[str, Any], column: str, where: str) -> str:
     found = values.get(column)
     if not isinstance(found, str):
         have = (
-            f"a {type(found).__name__} in it" if found is not None else "none" if column in values else "no such column"
+            f"a value of type {type(found).__name__} in it"
+            if found is not None
+            else "none"
+            if column in values
+            else "no such column"
         )
         raise DataError(
             f"{where} should have text in the column `{column}`, and it has {have}; its columns are "

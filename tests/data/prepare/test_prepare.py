@@ -131,7 +131,10 @@ def test_what_cannot_be_prepared_is_refused(
             {"question": "1?"},
             r"train\.jsonl, row 1 should have text in the column `answer`, and it has no such column; ",
         ),
-        ({"question": 7, "answer": ""}, r"row 1 should have text in the column `question`, and it has a int in it"),
+        (
+            {"question": 7, "answer": ""},
+            r"row 1 should have text in the column `question`, and it has a value of type int in it",
+        ),
         (
             {"question": None, "answer": ""},
             r"in the column `question`, and it has none; its columns are question, answer",
