@@ -8,7 +8,7 @@ import numpy as np
 
 from etude.algorithms import Advantage, State, View
 from etude.batch import Batch
-from etude.errors import BatchError, DataError
+from etude.errors import BatchError
 from etude.recipes.run import Run
 from etude.records import Rollout, Sample
 
@@ -21,7 +21,7 @@ EARNED = [0.0, 1.0]
 def tried(advantage: Advantage, groups: Sequence[int] = (0, 1)) -> list[float] | None:
     """The advantages of rollouts of these groups that earn 0, 1, 2 and so on; zeros where it refuses such groups.
 
-    None where the advantage reads what only a run can give.
+    None where that cannot be told: it reads what only a run can give, or one of the user's own raises.
     """
     zeros = np.zeros(2, np.int32)
     logp = np.array([0.0, -0.5], np.float32)
@@ -31,7 +31,7 @@ def tried(advantage: Advantage, groups: Sequence[int] = (0, 1)) -> list[float] |
         return advantage(View(batch), State()).advantage.tolist()
     except BatchError:
         return [0.0] * len(groups)
-    except DataError:
+    except Exception:  # what is wrong with it, the first step says
         return None
 
 

@@ -115,7 +115,7 @@ def test_a_missing_directory_or_file_is_a_sentence(tmp_path: Path) -> None:
             "names '<gone>' as its end-of-sequence token, but its vocabulary has no such token",
         ),
         ("{", "is not valid JSON"),
-        ("[]", "must hold a JSON object; it holds a list"),
+        ("[]", "must hold a JSON object; it holds a value of type list"),
     ],
 )
 def test_a_configuration_that_says_too_little_is_a_sentence(tmp_path: Path, config: str, problem: str) -> None:

@@ -130,7 +130,7 @@ def test_what_is_shown_is_text_or_messages() -> None:
         Message("assistant", "", tool_calls=(call,)),
     )
     for wrong in (None, 3, ["a"], {"role": "user", "content": "a"}):
-        with pytest.raises(ChatError, match=f"a {type(wrong).__name__} was given"):
+        with pytest.raises(ChatError, match=f"a value of type {type(wrong).__name__} was given"):
             checked(wrong)
     with pytest.raises(ChatError, match="half a character"):
         checked([{"role": "user", "content": "\ud800"}])

@@ -129,10 +129,10 @@ def test_numpy_in_a_task_becomes_plain() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"a": {"image": b"png"}}, "Task 0: fields.a.image is a bytes, which a journal cannot hold"),
-        ({"a": [1, {2}]}, "Task 0: fields.a[1] is a set"),
+        ({"a": {"image": b"png"}}, "Task 0: fields.a.image is of type bytes, which a journal cannot hold"),
+        ({"a": [1, {2}]}, "Task 0: fields.a[1] is of type set"),
         ({"a": {1: "x"}}, "Task 0: fields.a has the key 1, which is not text"),
-        ({"a": np.longdouble(1)}, "Task 0: fields.a is a longdouble"),
+        ({"a": np.longdouble(1)}, "Task 0: fields.a is of type longdouble"),
     ],
 )
 def test_what_json_cannot_hold_is_named(fields: dict[str, object], sentence: str) -> None:
