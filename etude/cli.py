@@ -147,9 +147,10 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
     words = list(argv) or ["--help"]
     if words[:1] == ["export"] and words[1:2] not in ([], [MODEL], ["rollouts"], ["-h"], ["--help"]):
         words.insert(1, MODEL)
-    second = words[1] if len(words) > 1 else "-"
-    if words[0] == "demo" and (("=" in second) or second.startswith("-")) and second not in ("-h", "--help"):
-        words.insert(1, LANGUAGE)
+    if words[0] == "demo" and words[1:2] not in (["-h"], ["--help"]):
+        names_no_demo = len(words) == 1 or "=" in words[1] or words[1].startswith("-")
+        if names_no_demo:
+            words.insert(1, LANGUAGE)
     return words
 
 

@@ -115,7 +115,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     longest = crew.call(PolicyWorker.longest)
     order = run.data.sampler.start(len(train), run.seed, train.sources)
     common: dict[str, Any] = {"seed": run.seed, "dataset": train, "order": order, "judge": judge, "store": store}
-    common |= {"runner": runner, "keep": crew.keep} | _lenience(run, directory)
+    common |= {"runner": runner, "keep": crew.keep} | _failure_rules(run, directory)
     source: AgentSource | EngineSource
     client: Callable[[], Desk] | None = None
     if agentic:
@@ -153,12 +153,12 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     return Parts(directory, log, source, learners, scoring, saver, engine, store, runner, overlong, *beside)
 
 
-def _lenience(run: Run, directory: Path) -> dict[str, Any]:
-    """What a source makes of rollouts that failed."""
+def _failure_rules(run: Run, directory: Path) -> dict[str, Any]:
+    """The options of a source for rollouts that failed."""
     from etude.recipes import inputs
-    from etude.recipes.groups import fewest
+    from etude.recipes.groups import min_group
 
-    return {"fewest": fewest(run), "mended": inputs.mended(directory, run)}
+    return {"min_group": min_group(run), "code_changed": bool(inputs.code_changed(directory, run))}
 
 
 def _tell(placement: Sequence[str], replays: int) -> None:

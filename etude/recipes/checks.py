@@ -13,7 +13,7 @@ from etude.models import Model
 from etude.observe import MlflowConfig, Observe, WandbConfig, get_log
 from etude.recipes.device import device_of
 from etude.recipes.evaluate import Evaluation
-from etude.recipes.groups import EARNED, tried
+from etude.recipes.groups import TRIAL_REWARDS, trial_advantages
 from etude.recipes.placement import ROLES, refuse
 from etude.recipes.recipe import Recipe, Reference, Teacher
 from etude.recipes.run import Critic, Run
@@ -93,13 +93,13 @@ def algorithm(run: Run) -> None:
             f"alone may have {run.sampling.max_tokens}. Raise it to what a whole rollout may have."
         )
     if run.collect.group_size == 1:
-        alone = tried(run.advantage)
+        alone = trial_advantages(run.advantage)
         if alone is not None and not any(alone):
             raise ConfigError(
                 "`collect.group_size=1` leaves this advantage nothing to compare a rollout with, so that nothing would "
                 "be learned. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
             )
-        if alone == EARNED:
+        if alone == TRIAL_REWARDS:
             warnings.append(
                 "`collect.group_size=1` leaves this advantage nothing to compare a rollout with: its bare reward is "
                 "its advantage. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."

@@ -84,18 +84,18 @@ class Collector(ABC):
         retries: int,
         episodic: bool,
         greedy: bool = False,
-        fewest: int = 1,
-        mended: bool = False,
+        min_group: int = 1,
+        code_changed: bool = False,
         keep: Keep = tuple,
     ) -> None:
         """runner: the run's one event loop. retries: further attempts that the scheduler asks for. episodic: whether
         attempts may have several turns. greedy: whether each task is answered greedily too, for the others to be
-        compared with. fewest: the scored rollouts below which a group has failed. mended: whether the code that plays
-        or judges was changed since the run was started. keep: where the tokens of rollouts are laid that a step may
-        train on; here, by default."""
+        compared with. min_group: a group with fewer scored rollouts has failed. code_changed: the code that
+        plays or judges is not what it was when the run was started. keep: where the tokens of rollouts are laid that a
+        step may train on; here, by default."""
         self._config, self._seed, self._greedy, self._retries = collection, seed, greedy, retries
         self._dataset, self._order, self._store, self._judge = dataset, order, store, judge
-        self._episodic, self._fewest, self._mended, self._lay = episodic, fewest, mended, keep
+        self._episodic, self._min_group, self._code_changed, self._lay = episodic, min_group, code_changed, keep
         self._tasks: dict[int, Task] = {}
         self._scored: dict[int, Scored] = {}
         self._to_lay: list[int] = []
@@ -150,7 +150,7 @@ class Collector(ABC):
             return self._replayed(step, self._replay.pop(step))
         self._tally = Tally()
         for task in (*map(self._store.task, self._lost), *self._left):
-            self._tally.lost(task, map(self._store.rollout, task.rollouts))
+            self._tally.add_interrupted(task, map(self._store.rollout, task.rollouts))
         self._ask_again(self._left)
         self._lost, self._left = [], []
         wanted = self._config.tasks * self._stride
@@ -204,8 +204,8 @@ class Collector(ABC):
         self._scheduler = self._fresh_scheduler(first)
         scored, again = self._open_work()
         self._lost = [task for step, left in self._dropped.items() if step not in self._replay for task in left]
-        # What mended code failed at is not held against the step that it stopped: it may ask for as many tasks again.
-        self._again = self._scheduler.resume(scored, again, 0 if self._mended else len(self._lost))
+        # What the code failed at before it was changed does not count: the step may ask for as many tasks again.
+        self._again = self._scheduler.resume(scored, again, 0 if self._code_changed else len(self._lost))
 
     def _open_work(self) -> tuple[dict[int, dict[int, float]], dict[tuple[int, int], int]]:
         """Of the tasks that are open: what was scored, and what was not, with how often that has failed."""
@@ -336,7 +336,7 @@ class Collector(ABC):
             retries=self._retries,
             first=first,
             greedy=self._greedy,
-            fewest=self._fewest,
+            min_group=self._min_group,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""What a group of rollouts is to an advantage: whether it compares, and how few rollouts it can compare."""
+"""Tries an advantage on groups of one, two and more rollouts: how few of a group it can compare."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from etude.errors import BatchError
 from etude.recipes.run import Run
 from etude.records import Rollout, Sample
 
-__all__ = ["EARNED", "fewest", "tried"]
+__all__ = ["TRIAL_REWARDS", "min_group", "trial_advantages"]
 
-EARNED = [0.0, 1.0]
-"""What two rollouts earn in which an advantage is tried; more earn 2, 3 and so on."""
+TRIAL_REWARDS = [0.0, 1.0]
+"""The rewards of two rollouts on which an advantage is tried; further ones earn 2, 3 and so on."""
 
 
-def tried(advantage: Advantage, groups: Sequence[int] = (0, 1)) -> list[float] | None:
+def trial_advantages(advantage: Advantage, groups: Sequence[int] = (0, 1)) -> list[float] | None:
     """The advantages of rollouts of these groups that earn 0, 1, 2 and so on; zeros where it refuses such groups.
 
     None where that cannot be told: it reads what only a run can give, or one of the user's own raises.
@@ -35,14 +35,14 @@ def tried(advantage: Advantage, groups: Sequence[int] = (0, 1)) -> list[float] |
         return None
 
 
-def fewest(run: Run) -> int:
+def min_group(run: Run) -> int:
     """The fewest rollouts of a group that a step trains on, where failures took the others.
 
     One, unless the advantage would refuse a rollout that is left alone, or give it nothing, or its bare reward in place
     of a comparison: then as many as it compares.
     """
-    size, alone = run.collect.group_size, tried(run.advantage)
-    bare = alone == EARNED != tried(run.advantage, (0, 0))
+    size, alone = run.collect.group_size, trial_advantages(run.advantage)
+    bare = alone == TRIAL_REWARDS != trial_advantages(run.advantage, (0, 0))
     if alone is None or (any(alone) and not bare):
         return 1
-    return next((few for few in range(2, size + 1) if any(tried(run.advantage, (0,) * few) or ())), 1)
+    return next((few for few in range(2, size + 1) if any(trial_advantages(run.advantage, (0,) * few) or ())), 1)

@@ -19,12 +19,12 @@ from etude.observe import get_log
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import Run
 
-__all__ = ["INPUTS", "check_base", "check_inputs", "is_module", "keep_inputs", "mended", "place_of", "yardstick"]
+__all__ = ["INPUTS", "check_base", "check_inputs", "code_changed", "is_module", "keep_inputs", "place_of", "yardstick"]
 
 INPUTS = "inputs.json"
-MENDED = ("reward", "environment", "tools", "agent", "external models")
-"""The prints of files in which a run's own code lies, and whom its agents may ask. They may be mended under a run,
-unlike what lies in the others."""
+CODE = ("reward", "environment", "tools", "agent", "external models")
+"""The prints of files in which a run's own code lies, and whom its agents may ask. They may change under a run, unlike
+what lies in the others."""
 PART = 1 << 20
 """Bytes at either end of a model's file that are hashed."""
 REMEDY = (
@@ -45,13 +45,12 @@ def check_inputs(directory: Path, run: Recipe) -> None:
     kept = directory / INPUTS
     if not kept.exists():
         return
+    for name in code_changed(directory, run):
+        told = "The file of the %s changed since the run was started. What was collected stays as it is."
+        get_log("recipes").info(told, name)
     before, found = read_json(kept, REMEDY), _prints(run)
-    for name in MENDED:
-        if before.pop(name, None) != found.pop(name, None):
-            get_log("recipes").info(
-                "The file of the %s changed since the run was started. What was collected stays as it is.", name
-            )
-    changed = sorted(name for name in before.keys() | found.keys() if before.get(name) != found.get(name))
+    names = (before.keys() | found.keys()) - set(CODE)
+    changed = sorted(name for name in names if before.get(name) != found.get(name))
     if changed:
         listed = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
         raise RunError(
@@ -61,13 +60,13 @@ def check_inputs(directory: Path, run: Recipe) -> None:
         )
 
 
-def mended(directory: Path, run: Recipe) -> bool:
-    """Whether code that judges or plays rollouts is another now than when the run was started."""
+def code_changed(directory: Path, run: Recipe) -> list[str]:
+    """The parts of a run's own code, as in `CODE`, that are not what they were when the run was started."""
     kept = directory / INPUTS
     if not kept.exists():
-        return False
-    before, found = read_json(kept, REMEDY), _prints(run)
-    return any(before.get(name) != found.get(name) for name in MENDED)
+        return []
+    before, found = read_json(kept, REMEDY), _code_prints(run)
+    return [name for name in CODE if before.get(name) != found.get(name)]
 
 
 def check_base(directory: Path, run: Recipe) -> None:
@@ -118,12 +117,17 @@ def _prints(run: Recipe) -> dict[str, str]:
         name: _print_of(path, whole=name.startswith("data.")) if isinstance(path, Path) else path
         for name, path in _files(run)
     }
+    return prints | _code_prints(run)
+
+
+def _code_prints(run: Recipe) -> dict[str, str]:
     if not isinstance(run, Run):
-        return prints
+        return {}
+    prints = {}
     named = ((run.env.path or "",), run.env.tools, (run.agent.path or "",))
     lying = ({Path(path.rpartition(":")[0]) for path in paths} for paths in named)
     told = {run.agent.external} if run.agent.external else set()
-    for name, files in zip(MENDED, (run.reward.files(), *lying, told), strict=True):
+    for name, files in zip(CODE, (run.reward.files(), *lying, told), strict=True):
         there = sorted(file for file in files if file.is_file())
         if there:
             prints[name] = "; ".join(_print_of(file) for file in there)

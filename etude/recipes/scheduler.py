@@ -123,18 +123,18 @@ class Scheduler:
         retries: int,
         first: int = 0,
         greedy: bool = False,
-        fewest: int = 1,
+        min_group: int = 1,
     ) -> None:
         """tasks: groups a step. refill: how many times `tasks` a step may issue in place of level groups; 0 keeps them.
         Groups that failed are replaced within the same bound, or within `tasks` where it is 0.
         retries: attempts after the first. first: the ordinal to issue next. greedy: whether each task is answered
-        greedily too. fewest: the scored rollouts below which a group has failed.
+        greedily too. min_group: a group with fewer scored rollouts has failed.
         """
         self._tasks, self._size, self._refill, self._retries = tasks, group_size, refill, retries
         self.bound = tasks * (1 + max(refill, 1))
         """How many tasks a step may issue in all."""
         self._next = first
-        self._greedy, self._fewest = greedy, fewest
+        self._greedy, self._min_group = greedy, min_group
         self._groups: dict[int, _Group] = {}
         self._spare: dict[int, _Group] = {}
         self._step = 0
@@ -218,11 +218,11 @@ class Scheduler:
         return decisions
 
     def _failure(self, group: _Group) -> str:
-        """Why a group that ended cannot be trained on; nothing where it can."""
+        """The reason for which a group that ended cannot be trained on; empty where it can."""
         scored = len(group.sampled(self._size))
         if not scored:
             return "every rollout failed"
-        if scored < self._fewest:
+        if scored < self._min_group:
             return "too few rollouts are left"
         return "the greedy answer failed" if self._greedy and self._size not in group.metrics else ""
 

@@ -18,7 +18,7 @@ from etude.recipes.play import Player, PromptIds
 from etude.recipes.rows import Keep, Scored
 from etude.recipes.sampling import Sampling, derived_seed
 from etude.recipes.scheduler import Issue
-from etude.recipes.tally import over
+from etude.recipes.tally import ended_attempts
 from etude.records import Outcome, Sample, Turn
 from etude.rewards import Judge
 from etude.store import Journal, Phase, RolloutState, Status, events
@@ -50,8 +50,8 @@ class EngineSource(Collector):
         at_once: int,
         episodes: Episodes | None = None,
         greedy: bool = False,
-        fewest: int = 1,
-        mended: bool = False,
+        min_group: int = 1,
+        code_changed: bool = False,
         keep: Keep = tuple,
     ) -> None:
         """prompt_ids: the ids of a task's prompt, as it is asked. episodes: who plays rollouts of several turns."""
@@ -66,8 +66,8 @@ class EngineSource(Collector):
             retries=collection.retries,
             episodic=episodes is not None,
             greedy=greedy,
-            fewest=fewest,
-            mended=mended,
+            min_group=min_group,
+            code_changed=code_changed,
             keep=keep,
         )
         self._sampling = sampling
@@ -125,14 +125,14 @@ class EngineSource(Collector):
     def _lapsed(self, left: RolloutState) -> int | None:
         if left.phase is Phase.FINISHED:
             return None  # it failed for good, and its task was to be dropped
-        ended = over(left)
+        ended = ended_attempts(left)
         self._attempts[left.id] = [attempt.status for attempt in left.attempts]
         if left.status is Status.RUNNING:
             attempt = len(left.attempts) - 1
             cut = events.AttemptEnded(left.id, attempt, Outcome.INFRA_ERROR, INTERRUPTED, retry=True, at=time.time())
             self._store.append([cut])
             self._attempts[left.id][-1] = Status.INFRA_ERROR
-        return 0 if self._mended else len(ended)
+        return 0 if self._code_changed else len(ended)
 
     def _forget(self, task: int, but: Sequence[int] = ()) -> None:
         super()._forget(task, but)
@@ -161,8 +161,8 @@ class AgentSource(Collector):
         judge: Judge,
         store: Journal,
         runner: asyncio.Runner,
-        fewest: int = 1,
-        mended: bool = False,
+        min_group: int = 1,
+        code_changed: bool = False,
         keep: Keep = tuple,
     ) -> None:
         super().__init__(
@@ -175,8 +175,8 @@ class AgentSource(Collector):
             runner=runner,
             retries=0,
             episodic=True,
-            fewest=fewest,
-            mended=mended,
+            min_group=min_group,
+            code_changed=code_changed,
             keep=keep,
         )
         self._agents = agents

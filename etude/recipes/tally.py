@@ -14,7 +14,7 @@ from etude.store import Phase, RolloutState, TaskState
 from etude.store.ledger import INTERRUPTED
 from etude.store.states import LIVE, AttemptState
 
-__all__ = ["Notices", "Tally", "over"]
+__all__ = ["Notices", "Tally", "ended_attempts"]
 
 RARE = 0.05
 """The share of answers above the least reward, below which the model that a run begins with is said to fail."""
@@ -48,11 +48,11 @@ class Tally:
         self.calls += played.calls
         self.failed_calls += played.failed_calls
 
-    def lost(self, task: TaskState, rollouts: Iterable[RolloutState]) -> None:
+    def add_interrupted(self, task: TaskState, rollouts: Iterable[RolloutState]) -> None:
         """Count what failed of a task before the run was stopped."""
         if task.phase is Phase.DROPPED:
             self.dropped[task.cause] += 1
-        for attempt in (each for rollout in rollouts for each in over(rollout)):
+        for attempt in (each for rollout in rollouts for each in ended_attempts(rollout)):
             self.attempts += 1
             if attempt.error:
                 self.failure(Outcome(attempt.status.value), attempt.error)
@@ -88,8 +88,8 @@ class Tally:
         return metrics
 
 
-def over(state: RolloutState) -> list[AttemptState]:
-    """The attempts at a rollout that no stop of the run cut off."""
+def ended_attempts(state: RolloutState) -> list[AttemptState]:
+    """The attempts at a rollout that came to an end of their own, and were not cut off by a stop of the run."""
     return [each for each in state.attempts if each.status not in LIVE and each.error != INTERRUPTED]
 
 
@@ -149,9 +149,9 @@ class Notices:
     def _of_rewards(self, step: int, earned: Collection[float], *, level: bool) -> None:
         self._level = self._level + 1 if level else 0
         low, high = min(earned), max(earned)
-        if (
-            self._pays and step == 1 and not level and (high > low or low <= 0)
-        ):  # the first model's, not a resumed one's
+        with_the_first_model = step == 1
+        all_earned_alike = high == low > 0
+        if self._pays and with_the_first_model and not level and not all_earned_alike:
             self._of_a_base_that_fails(step, earned)
         if not self._pays or self._level.bit_count() != 1:  # 1, 2, 4, 8 … steps in a row
             return

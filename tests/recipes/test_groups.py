@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from etude.config.compose import compose
-from etude.recipes.groups import fewest
+from etude.recipes.groups import min_group
 from etude.recipes.run import Run
 
 
@@ -24,5 +24,5 @@ from etude.recipes.run import Run
 )
 def test_a_group_needs_as_many_as_its_advantage_compares(advantage: str, wanted: int) -> None:
     options = ["model.path=model", "data.train=[tasks.jsonl]", *f"advantage={advantage}".split()]
-    assert fewest(compose(Run, options)) == wanted
-    assert fewest(compose(Run, [*options, "collect.group_size=1"])) == 1, "what is asked for is not a failure"
+    assert min_group(compose(Run, options)) == wanted
+    assert min_group(compose(Run, [*options, "collect.group_size=1"])) == 1, "what is asked for is not a failure"

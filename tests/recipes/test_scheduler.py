@@ -104,7 +104,7 @@ def test_a_group_with_too_few_rollouts_left_is_replaced() -> None:
     def fails(task: int, sample: int) -> float | None:
         return None if task == 1 and sample != 2 else float(sample)
 
-    admit, dropped, _ = play(scheduler(fewest=2), 1, fails, random.Random(0))
+    admit, dropped, _ = play(scheduler(min_group=2), 1, fails, random.Random(0))
     assert list(admit.tasks) == [0, 2, 3, 4] and dropped == [Drop(1, "too few rollouts are left")]
     admit, dropped, _ = play(scheduler(), 1, fails, random.Random(0))
     assert admit.tasks[1] == (2,) and not dropped, "an advantage that compares with no group may learn from it"

@@ -101,7 +101,7 @@ def sourced(
     greedy: bool = False,
     env: EnvConfig | None = None,
     keep: Keep = tuple,
-    mended: bool = False,
+    code_changed: bool = False,
     **collection: Any,
 ) -> Iterator[EngineSource]:
     """A source over twelve tasks, two groups of three a step."""
@@ -122,7 +122,7 @@ def sourced(
             episodes=Episodes(env, CHAT, 200) if env is not None else None,
             greedy=greedy,
             keep=keep,
-            mended=mended,
+            code_changed=code_changed,
         )
         source.take_up(state, mark)
         yield source
@@ -207,9 +207,9 @@ def test_retries_are_counted_and_then_the_rollout_is_left_out() -> None:
     assert groups.metrics.reduce()["dropped_tasks/every_rollout_failed"] == 1
 
 
-@pytest.mark.parametrize("mended", [True, False])
-def test_what_failed_before_a_stop_is_counted_and_mended_code_has_the_whole_step_anew(
-    mended: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("code_changed", [True, False])
+def test_what_failed_before_a_stop_is_counted_and_changed_code_has_the_whole_step_anew(
+    code_changed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(task: Task, answer: str) -> float:
         while task.ordinal == 3 and len(list(store.read(kinds=(TaskDropped,)))) < 3:
@@ -220,12 +220,12 @@ def test_what_failed_before_a_stop_is_counted_and_mended_code_has_the_whole_step
     store = open_store()
     with sourced(Scripted(), store, never, retries=0) as source, pytest.raises(RewardError, match="10 in a row"):
         source.next(1)
-    with sourced(Scripted(), store, even, retries=0, mended=mended) as source:
+    with sourced(Scripted(), store, even, retries=0, code_changed=code_changed) as source:
         first, second = source.next(1), source.next(2)
     figures = first.metrics.reduce()
     assert figures["dropped_tasks/every_rollout_failed"] == 3 and figures["failed_attempts/failed"] >= 9
     assert 0 < figures["failed_share"] < 1
-    assert len({rollout.group for rollout in first.rollouts}) == (2 if mended else 1)
+    assert len({rollout.group for rollout in first.rollouts}) == (2 if code_changed else 1)
     assert not second.metrics.reduce()["failed_attempts"]
 
 

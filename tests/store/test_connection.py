@@ -46,7 +46,8 @@ def sent(place: Place, *parts: bytes, ends: bool = True) -> bytes:
         for part in parts:
             line.sendall(part)
         if ends:
-            line.shutdown(socket.SHUT_WR)
+            with suppress(OSError):  # it was answered and hung up already: what was said can still be read
+                line.shutdown(socket.SHUT_WR)
         while part := line.recv(2**16):
             heard += part
     return heard

@@ -121,14 +121,14 @@ def test_a_conversation_in_a_terminal_is_ended(ends: bytes, code: int, model: Pa
         _until(ours, "> ", process)
         os.write(ours, b"a\n")
         _until(ours, "> ", process)
-        assert _typed(ours, ends, process) == code
+        assert _press_until_ended(ours, ends, process) == code
     finally:
         process.kill()
         process.wait()
         os.close(ours)
 
 
-def _typed(terminal: int, keys: bytes, process: subprocess.Popen[bytes]) -> int:
+def _press_until_ended(terminal: int, keys: bytes, process: subprocess.Popen[bytes]) -> int:
     """Press keys until the process has ended; its exit code. What is pressed between a prompt and the moment at which
     readline takes the terminal over is lost."""
     for _ in range(12):
