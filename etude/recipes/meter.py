@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 
 import torch
 
@@ -29,12 +30,15 @@ class Meter:
 
 
 def peak_of(model: Model) -> float:
-    """Operations a second that the device can do in the model's precision, measured in a moment."""
+    """Operations a second that the device can do in the model's precision, measured in a moment, once a process."""
     size, seconds = (8192, 0.2) if model.device.type == "cuda" else (512, 0.05)
-    return matmul_rate(model.dtype, model.device, size, seconds)
+    return _rate(model.dtype, model.device, size, seconds)
 
 
 def sizes_of(model: Model) -> tuple[int, int]:
     """How many weights a model has, and how many of them are trained."""
     weights = list(model.parameters())
     return sum(w.numel() for w in weights), sum(w.numel() for w in weights if w.requires_grad)
+
+
+_rate = cache(matmul_rate)

@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from etude.recipes.meter import Meter
+from etude.models import create, tiny
+from etude.recipes.meter import Meter, peak_of
 
 
 def test_computing_is_told_from_waiting() -> None:
@@ -22,3 +23,13 @@ def test_computing_is_told_from_waiting() -> None:
 
 def test_nothing_is_told_of_a_device_that_keeps_no_count() -> None:
     assert not Meter(torch.device("meta")).read()
+
+
+def test_the_peak_of_a_device_is_measured_once_for_each_precision() -> None:
+    """Two measurements never come to the same number."""
+    config = tiny(8, layers=1, hidden=8, heads=1, kv_heads=1)
+    one, same, other = (
+        peak_of(create(config, seed=seed, dtype=dtype))
+        for seed, dtype in enumerate((torch.float32, torch.float32, torch.float64))
+    )
+    assert one == same != other and one > 1e6
