@@ -1,7 +1,7 @@
 """The tiers of the tests, by marker; CONTRIBUTING.md says which command runs which.
 
-A test without a marker is in `make check`. The markers `slow`, `integration`, `soak` and `gpu` are written at the test,
-except where one follows from the test's place, its needs or its recorded seconds: then it is given here.
+A test without a marker is in `make check`. The markers `slow`, `smoke`, `integration`, `soak` and `gpu` are written at
+the test, except where one follows from the test's place, its needs or its recorded seconds: then it is given here.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ INTEGRATION_PATHS = (
     "agents/execution/test_stubborn.py",
     "agents/proxy/test_unmodified.py",
     "demo/test_compare.py",
+    "demo/test_first_steps.py",
     "dispatch/test_processes.py",
     "dispatch/test_ray.py",
     "dispatch/test_ray_cluster.py",
@@ -59,14 +60,26 @@ INTEGRATION_PATHS = (
 )
 """Folders and files in which every test is integration. Where that marker is left out, they are not even imported."""
 
+SMOKE_PATHS = (
+    "chaos/test_agent_kills.py",
+    "chaos/test_kills.py",
+    "clients/test_clients.py",
+    "contracts/test_desk.py",
+    "demo/test_first_steps.py",
+    "house/test_readme.py",
+    "recipes/test_ray_run.py",
+    "recipes/test_served_runs.py",
+)
+"""The files with tests of the marker `smoke`. `make smoke` imports no others."""
+
 INTEGRATION_NEEDS = frozenset({"postgres", "ray", "vllm", "sglang"})
 """A test with one of these as a parameter, or as its group of `xdist_group`, is integration."""
 
 INTEGRATION_FIXTURES = frozenset({"a_ray", "vllm_server", "sglang_server"})
 """A test that uses one of these is integration."""
 
-WITHOUT_INTEGRATION = "not integration"
-"""The words of a marker expression that leave them out."""
+WITHOUT_INTEGRATION, ONLY_SMOKE = "not integration", "smoke"
+"""The words by which a marker expression leaves integration out, and by which it begins where it is of smoke alone."""
 
 
 def mark(items: Sequence[pytest.Item], record: Record) -> None:
@@ -95,6 +108,8 @@ def unit_of(item: pytest.Item) -> str:
 
 def is_left_out(path: Path, expression: str) -> bool:
     """Return whether a marker expression leaves out every test under a path."""
+    if expression.startswith(ONLY_SMOKE) and path.suffix == ".py":
+        return not any(path == TESTS / name for name in SMOKE_PATHS)
     return WITHOUT_INTEGRATION in expression and _is_integration_path(path)
 
 

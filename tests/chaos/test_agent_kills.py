@@ -61,6 +61,14 @@ def test_so_does_one_in_processes_whose_runners_are_killed_too(
     assert found.kills == 3 and found.falls >= 2 and same(found, whole)
 
 
+@pytest.mark.smoke
+def test_one_kill_of_a_run_in_processes(company: Company, world: Path, whole: Played, tmp_path: Path) -> None:
+    """The trainer is killed while it judges, and a runner as soon as an agent has its first answer."""
+    acts = [Act(Life("judging", 2), (0.0,))]
+    found = company.perform(tmp_path / "run", world, acts, **{"agent.strategy": "cs"})
+    assert found.kills == 1 and same(found, whole)
+
+
 @contextmanager
 def joined(directory: Path, count: int) -> Iterator[tuple[str, list[int]]]:
     """Runners that join a run from elsewhere, and the address at which they look for it."""

@@ -36,6 +36,16 @@ def test_the_run_itself_has_something_to_lose(whole: Story) -> None:
     assert len(whole.issued) > 36, "the filter dropped nothing, so that there is no refill to lose"
 
 
+@pytest.mark.smoke
+def test_one_kill_and_the_run_is_the_run_bit_for_bit(
+    theatre: Theatre, world: Path, whole: Story, tmp_path: Path
+) -> None:
+    """Killed between two checkpoints, after an update and before its publish."""
+    found = theatre.play(tmp_path / "run", world, [Life("updated", 6)])
+    assert found.kills == 1
+    assert (found.tasks, found.issued, found.weights) == (whole.tasks, whole.issued, whole.weights)
+
+
 def test_a_killed_run_is_the_run_bit_for_bit(theatre: Theatre, world: Path, whole: Story, tmp_path: Path) -> None:
     """Killed at every named point, and as often at any moment."""
     found = theatre.play(tmp_path / "run", world, some_ends(2 * len(POINTS), 1, whole))

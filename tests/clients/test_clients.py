@@ -111,6 +111,7 @@ def notes(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.smoke
 def test_claude_code(notes: Path) -> None:
     clients = require_clients()
     command = ["node", str(clients / "node_modules" / "@anthropic-ai" / "claude-code" / "cli-wrapper.cjs")]
@@ -142,6 +143,7 @@ env_key = "OPENAI_API_KEY"
 """
 
 
+@pytest.mark.smoke
 def test_codex(notes: Path) -> None:
     clients = require_clients()
     command = ["node", str(clients / "node_modules" / "@openai" / "codex" / "bin" / "codex.js"), "exec"]

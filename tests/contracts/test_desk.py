@@ -33,7 +33,10 @@ DONE = Ended(Outcome.SUCCEEDED)
 RUN = Keeper("run", "/runs/mine")
 
 
-@pytest.fixture(params=list(DESKS))
+KINDS = [pytest.param(kind, marks=pytest.mark.smoke) if kind == "postgres" else kind for kind in DESKS]
+
+
+@pytest.fixture(params=KINDS)
 def tell(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Story], None]:
     """Has a story happen at one of the desks."""
     return lambda story: play(request.param, tmp_path, story)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -57,15 +58,15 @@ MAKE = """#!/bin/sh
 echo "$1" >> "$CALLED"
 case "$1" in
   test) echo "FAILED tests/test_a.py"; echo "====== 1 failed, 7 passed in 12.34s ======"; echo "coverage  all of it" ;;
-  integration) echo "====== 3 passed in 345.67s (0:05:45) ======" ;;
-  environments) echo "vllm could not be made" ;;
+  smoke) echo "====== 3 passed in 345.67s (0:05:45) ======" ;;
+  environments) echo "environments: vllm is in a folder, after 9 s." ;;
 esac
 case " $FAILING " in *" $1 "*) exit 2 ;; esac
 """
 
 
-@pytest.mark.parametrize("failing", ["", "lint", "test", "integration", "environments"])
-def test_ci_runs_all_and_tells_what_failed(failing: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("failing", ["", "lint", "test", "smoke", "environments"])
+def test_ci_runs_all_and_tells_what_failed_and_how_long_each_took(failing: str, tmp_path: Path) -> None:
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
     (tmp_path / "make").write_text(MAKE)
@@ -73,12 +74,13 @@ def test_ci_runs_all_and_tells_what_failed(failing: str, tmp_path: Path) -> None
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "CALLED": str(tmp_path / "called"), "FAILING": failing}
     done = subprocess.run([tmp_path / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=60)
-    assert sorted((tmp_path / "called").read_text().split()) == ["environments", "integration", "lint", "test"]
-    assert (done.returncode != 0) == (failing in ("lint", "test", "integration"))
-    words = {each: "FAILED (exit 2)" if each == failing else "passed" for each in ("lint", "test", "integration")}
-    assert done.stdout.splitlines()[-3:] == [
-        "ci: make test         ====== 1 failed, 7 passed in 12.34s ======",
-        "ci: make integration  ====== 3 passed in 345.67s (0:05:45) ======",
-        "ci: " + ", ".join(f"{name} {word}" for name, word in words.items()),
-    ]
-    assert ("vllm could not be made" in done.stdout) == (failing == "environments")
+    assert sorted((tmp_path / "called").read_text().split()) == ["environments", "lint", "smoke", "test", "venv"]
+    assert (done.returncode != 0) == (failing in ("lint", "test", "smoke"))
+    words = {each: "FAILED (exit 2)" if each == failing else "passed" for each in ("lint", "test", "smoke")}
+    *_, environments, test, smoke, minutes, verdict = done.stdout.splitlines()
+    assert environments == "ci: environments: vllm is in a folder, after 9 s."
+    assert test == "ci: make test   ====== 1 failed, 7 passed in 12.34s ======"
+    assert smoke == "ci: make smoke  ====== 3 passed in 345.67s (0:05:45) ======"
+    assert re.fullmatch(r"ci: minutes: (?:(venv|lint|test|waiting|smoke) \d+:\d\d, ){5}whole \d+:\d\d", minutes)
+    assert verdict == "ci: " + ", ".join(f"{name} {word}" for name, word in words.items())
+    assert ("could not be made (exit 2)" in done.stdout) == (failing == "environments")

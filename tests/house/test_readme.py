@@ -46,15 +46,25 @@ def test_the_readme_shows_an_example() -> None:
 
 
 @pytest.mark.integration
-def test_every_example_runs(tmp_path: Path) -> None:
+@pytest.mark.smoke
+def test_the_examples_of_the_readme_run(tmp_path: Path) -> None:
+    run_examples([shown for shown in EXAMPLES if shown[0] == "README.md"], tmp_path)
+
+
+@pytest.mark.integration
+def test_the_examples_of_the_other_pages_run(tmp_path: Path) -> None:
+    run_examples([shown for shown in EXAMPLES if shown[0] != "README.md"], tmp_path)
+
+
+def run_examples(shown: list[tuple[str, str]], directory: Path) -> None:
     """Each as a program of its own, in a folder of its own, forked from one process that has loaded what is large."""
-    folders = [tmp_path / f"{place}-{page}" for place, (page, _) in enumerate(EXAMPLES)]
-    for folder, (_, example) in zip(folders, EXAMPLES, strict=True):
+    folders = [directory / f"{place}-{page}" for place, (page, _) in enumerate(shown)]
+    for folder, (_, example) in zip(folders, shown, strict=True):
         folder.mkdir()
         (folder / "example.py").write_text(example)
     done = subprocess.run([sys.executable, "-c", IN_TURN, *map(str, folders)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    codes = [int(line) for line in (tmp_path / "codes").read_text().splitlines()]
+    codes = [int(line) for line in (directory / "codes").read_text().splitlines()]
     failed = {folder.name: folder / "said" for folder, code in zip(folders, codes, strict=True) if code}
     told = [f"An example of {name} fails:\n{said.read_text()}" for name, said in failed.items()]
     assert not told, "\n".join(told)

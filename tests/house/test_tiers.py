@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.durations import MARKERS, SLOW_S, Record, Watch, allowed, fixture_key, key_of
-from tests.tiers import fixtures_of, is_left_out, names_of
+from tests.tiers import SMOKE_PATHS, fixtures_of, is_left_out, names_of
 
 TESTS = Path(__file__).parents[1]
+MARKED = re.compile(r"pytest\.mark\.smoke\b")
 
 
 def test_every_test_that_is_recorded_over_two_seconds_is_marked(request: pytest.FixtureRequest) -> None:
@@ -97,6 +99,19 @@ def test_what_is_integration_as_a_whole_is_not_imported_for_other_tiers() -> Non
     assert is_left_out(TESTS / "chaos", without) and is_left_out(TESTS / "chaos" / "test_kills.py", without)
     assert not is_left_out(TESTS / "store", without)
     assert not is_left_out(TESTS / "chaos", "integration and not soak") and not is_left_out(TESTS / "chaos", "")
+
+
+def test_smoke_imports_the_files_that_have_tests_of_it_and_no_others() -> None:
+    marked = {str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py") if MARKED.search(path.read_text())}
+    assert marked == set(SMOKE_PATHS)
+    chosen = "smoke and not soak and not gpu"
+    assert is_left_out(TESTS / "store" / "test_sql.py", chosen) and not is_left_out(TESTS / "store", chosen)
+    assert not any(is_left_out(TESTS / name, chosen) for name in SMOKE_PATHS)
+
+
+def test_every_test_of_smoke_is_integration(request: pytest.FixtureRequest) -> None:
+    for item in request.session.items:
+        assert names_of(item) >= {"smoke", "integration"} or "smoke" not in names_of(item), item.nodeid
 
 
 def test_every_test_of_a_server_is_integration(request: pytest.FixtureRequest) -> None:

@@ -30,6 +30,7 @@ AGENTS = 180.0
 """Seconds within which Ray's own agents notice that there is no Ray any more: they wait a minute for another."""
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("a_ray")
 @pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("mesh", [{}, pytest.param({"mesh__tensor": 2}, marks=pytest.mark.soak)], ids=["data", "parts"])

@@ -27,6 +27,7 @@ def sums(tmp_path: Path, served_models: tuple[Path, Path]) -> Path:
     return tmp_path
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_sampled_for_by_a_server(
     kind: str,
