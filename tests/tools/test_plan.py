@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
 from threading import Thread
@@ -15,25 +14,27 @@ from bench.plan import CASES, COMMON, ENGINE, SIZES, TRAINED, WITHIN, compared, 
 from bench.plan_worker import measured
 from etude.cli import main
 from etude.config.compose import compose
+from etude.errors import ConfigError
 from etude.models import Resident, outlined
 from etude.models.layout import is_laid_out
 from etude.rollout import VllmConfig
 from etude.rollout.dialect import Dialect
 from etude.rollout.shape import Shape
 from etude.rollout.vllm import Vllm
-from etude.tools.ledger import Ledger
-from etude.tools.outline import Pretend, Written, without_memory
+from etude.tools.ledger import Ledger, Peak
+from etude.tools.outline import without_memory
 from etude.tools.plan import plan
 from etude.tools.plan_options import PlanDPO, PlanRun
-from etude.tools.planned import GIB, Plan
+from etude.tools.plan_servers import beside, notes, server_of
+from etude.tools.planned import GIB, Plan, Planned
 from etude.tools.rehearsal import rehearse
 from etude.tools.rehearsed import policy
 from tests.components import require
 from tests.recipes.runs import Captured, refused
 
 SMALL: dict[str, Any] = {**SIZES, "layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocabulary": 2048}
-QUICK = ("fp32", "lora", "one micro-batch", "sft", "dpo")
-SLOWER = ("checkpointing", "weights laid out")
+QUICK = ("fp32", "dpo")
+SLOWER = ("lora", "one micro-batch", "sft", "checkpointing", "weights laid out")
 CPU = torch.device("cpu")
 MANY = tuple(option for option in COMMON if option != "device=cpu")
 FEW = (*(option for option in MANY if not option.startswith("collect.tasks")), "collect.tasks=1")
@@ -66,98 +67,6 @@ def deeper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def asked(model: Path, *options: str, step: tuple[str, ...] = FEW) -> PlanRun:
     return compose(PlanRun, [f"model.path={model}", *step, *ENGINE, *options])
-
-
-# -- the ledger --------------------------------------------------------------------------------------------------------
-
-
-def test_a_ledger_knows_what_is_held_and_for_how_long() -> None:
-    ledger = Ledger()
-    with Written(ledger):
-        with ledger.of("kept"):
-            kept = torch.zeros(256)
-            view = kept.view(16, 16)[3:]
-        with ledger.phase("work"), ledger.of("passing"):
-            torch.ones(512).sum()
-            del kept
-        del view
-    gc.collect()
-    assert ledger.phases == ["work"]
-    peak = ledger.peak("work")
-    assert peak.kinds["kept"] == 1024, "a view holds it"
-    assert 2048 <= peak.kinds["passing"] <= 2048 + 8 and peak.total == sum(peak.kinds.values())
-    assert ledger.peak("work", frozenset({"kept"})).total == peak.kinds["passing"]
-
-
-def test_a_ledger_knows_when_memory_is_taken_from_what_stays() -> None:
-    ledger = Ledger()
-    with Written(ledger), ledger.of("kept"):
-        kept = torch.zeros(256)
-        with ledger.phase("away"):
-            kept.untyped_storage().resize_(0)
-            torch.zeros(64)
-        with ledger.phase("back"):
-            kept.untyped_storage().resize_(1024)
-        with ledger.phase("grown"):
-            kept.untyped_storage().resize_(4096)
-        del kept
-    gc.collect()
-    assert [ledger.peak(phase).total for phase in ("away", "back", "grown")] == [1024, 1024, 1024 + 4096]
-    with Written(ledger), ledger.phase("over"):
-        pass
-    assert ledger.peak("over").total == 0
-    before = ledger.peak().total
-    torch.zeros(1).untyped_storage().resize_(1 << 20)
-    assert ledger.peak().total == before, "what comes after is not written down"
-
-
-def test_numbers_of_two_types_are_widened_on_a_processor_and_not_on_a_gpu() -> None:
-    held = []
-    for on in (CPU, torch.device("cuda", 0)):
-        ledger = Ledger()
-        with without_memory(ledger) as outline:
-            wide, narrow = torch.zeros(256), torch.zeros(256, dtype=torch.bfloat16)
-            with ledger.phase("adding"):
-                if on.type == "cuda":
-                    with Pretend(outline, on):
-                        wide += narrow
-                else:
-                    wide += narrow
-        held.append(ledger.peak("adding").total)
-    assert held == [1024 + 512 + 1024, 1024 + 512]
-
-
-def test_what_a_tensor_is_for_may_be_said_later() -> None:
-    ledger = Ledger()
-    with Written(ledger):
-        a, b = torch.zeros(256), torch.zeros(128)
-        ledger.name([a], "gradients")
-        ledger.name([b], None)
-    assert ledger.kind(a) == "gradients"
-    assert ledger.peak().kinds == {"gradients": 1024} and ledger.peak().total == 1024
-
-
-def test_outlines_have_shapes_and_lifetimes_and_whole_numbers_stay_numbers() -> None:
-    ledger = Ledger()
-    with without_memory(ledger):
-        weight = torch.zeros(1 << 20, 1 << 16)  # of 256 GiB
-        rows = torch.tensor([2, 5]).add(1)
-        assert rows.tolist() == [3, 6]
-        out = weight[rows] @ weight.T
-        assert float(out.sum()) == 1.0 and not torch.equal(out, out)
-    assert ledger.peak().total > 256 * GIB
-
-
-def test_what_pretends_takes_the_paths_of_a_gpu() -> None:
-    gpu, seen = torch.device("cuda", 0), list[torch.device]()
-    with without_memory(Ledger()) as outline, Pretend(outline, gpu):
-        weight = torch.zeros(3, requires_grad=True)
-        weight.register_hook(lambda grad: seen.append(grad.device))
-        made = torch.ones(3, device=gpu) * weight.to("cuda")
-        made.sum().backward()
-        assert weight.device == made.device == torch.tensor([1]).to(gpu).device == gpu
-        assert weight.grad is not None and seen == [gpu]
-    assert weight.device.type == "cpu"
 
 
 # -- foreseen and measured ---------------------------------------------------------------------------------------------
@@ -232,26 +141,49 @@ def test_what_is_laid_out_is_counted_where_it_would_be(model: Path) -> None:
 
 
 def test_a_plan_for_gpus_needs_none(model: Path, capsys: Captured) -> None:
-    told = [f"model.path={model}", *OPTIONS, "gpus=1", "gpu_gib=1", "--json"]
-    assert main(["plan", "grpo", *told]) == 0
+    told = [f"model.path={model}", *OPTIONS, "gpus=1", "--quick"]
+    assert main(["plan", "grpo", *told, "gpu_gib=1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (device,) = found["devices"]
     assert device["name"] == "each GPU" and device["limit"] == GIB and device["fits"] and found["fits"]
-    assert {"sampling", "updating"} <= device["phases"].keys()
-    saved = {knob["option"]: knob["total"] for knob in found["knobs"]}
-    assert saved["train.offload"] < device["total"]
-    assert "train.weights" not in saved, "one rank has nobody to divide them with"
-    assert main(["plan", *told[:-2], "gpu_gib=0.001", "--quick"]) == 1
+    assert {"sampling", "updating"} <= device["phases"].keys() and not found["knobs"]
+    assert main(["plan", *told, "gpu_gib=0.001"]) == 1
     shown = capsys.readouterr().out
     assert "GiB too much" in shown and "keys and values" in shown
 
 
-def test_more_ranks_keep_less_each(model: Path) -> None:
-    one, two = (plan(asked(model, "train.precision=bf16", f"gpus={gpus}"), knobs=False) for gpus in (1, 2))
-    assert (one.ranks, two.ranks, two.devices[0].count) == (1, 2, 2)
-    held = [found.devices[0].phases["updating"].kinds for found in (one, two)]
-    assert held[1]["optimizer"] == pytest.approx(held[0]["optimizer"] / 2, rel=0.02)
-    assert held[1]["weights"] == held[0]["weights"]
+def knobs_of(capsys: Captured, *told: str) -> tuple[dict[str, int], int]:
+    """The most that a device holds with each option that a plan offers, and without any."""
+    assert main(["plan", *told, "gpu_gib=1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return {knob["option"]: knob["total"] for knob in found["knobs"]}, found["devices"][0]["total"]
+
+
+def test_a_plan_says_what_each_option_would_save(model: Path, capsys: Captured) -> None:
+    options = ("data.max_tokens=32", "batch_size=2", "gpus=0", "train.activation_checkpointing=true")
+    saved, total = knobs_of(capsys, "sft", f"model.path={model}", *options)
+    assert saved["data.max_tokens"] < total
+    assert not {"train.offload", "ranks"} & saved.keys(), "they are for GPUs"
+    assert "train.weights" not in saved, "one rank has nobody to divide them with"
+    assert "train.activation_checkpointing" not in saved, "it is on"
+
+
+@pytest.mark.integration
+def test_a_plan_tries_the_options_of_sampling_and_of_several_ranks(model: Path, capsys: Captured) -> None:
+    saved, total = knobs_of(capsys, "grpo", f"model.path={model}", *OPTIONS, "gpus=1")
+    assert {"sampling.max_tokens", "rollout.kv_gib", "rollout.max_running"} <= saved.keys()
+    assert saved["train.offload"] < total and "train.weights" not in saved
+    saved, total = knobs_of(capsys, "dpo", f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=2")
+    assert {"data.max_tokens", "ranks", "mesh.tensor", "mesh.sequence"} <= saved.keys()
+    assert saved["data.max_tokens"] < total and saved["train.offload"] < total and saved["train.weights"] < total
+
+
+def test_more_ranks_keep_less_each(model: Path, plain: Ledger) -> None:
+    two = plan(asked(model, "train.precision=fp32", "gpus=2"), knobs=False)
+    assert (two.ranks, two.devices[0].count) == (2, 2)
+    alone, held = plain.peak("updating").kinds, two.devices[0].phases["updating"].kinds
+    assert held["optimizer"] == pytest.approx(alone["optimizer"] / 2, rel=0.02)
+    assert held["weights"] == alone["weights"]
     assert not torch.distributed.is_initialized()
 
 
@@ -267,6 +199,7 @@ def test_divided_weights_are_whole_as_they_are_loaded_and_while_an_engine_sample
     assert phases["updating"].kinds["masters"] == pytest.approx(4 * every / 2, rel=0.01)
 
 
+@pytest.mark.integration
 def test_divided_weights_are_nowhere_while_servers_sample(deeper: Path) -> None:
     common = ("train.precision=fp32", "gpus=2", "ranks=2", "train.weights=divided", "rollout.url=http://127.0.0.1:1")
     found = served(deeper, *common, "rollout=vllm", "updates=2", "sampling.max_tokens=8")
@@ -276,6 +209,7 @@ def test_divided_weights_are_nowhere_while_servers_sample(deeper: Path) -> None:
     assert 0 < phases["asking"].kinds["weights"] < 0.8 * 4 * every
 
 
+@pytest.mark.integration
 def test_servers_are_not_there_yet_while_divided_weights_are_loaded(model: Path) -> None:
     options = ("gpus=2", "gpu_gib=1", "ranks=2", "train.weights=divided", "rollout.devices=[0,1]")
     small = ("rollout=vllm", "rollout.replicas=2", "rollout.kv_gib=0.1", "sampling.max_tokens=8")
@@ -363,16 +297,13 @@ def test_a_pace_is_an_estimate_by_rates_that_were_given(model: Path, capsys: Cap
 
 
 def test_a_run_that_learns_from_examples_is_planned(model: Path, capsys: Captured) -> None:
-    told = ["dpo", f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=2", "gpu_gib=1"]
+    told = ["dpo", f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=2", "gpu_gib=1", "--quick"]
     assert main(["plan", *told, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (device,) = found["devices"]
     assert (device["name"], device["count"], list(device["phases"])) == ("each GPU", 2, ["asking", "updating"])
     assert device["phases"]["updating"]["kinds"]["reference"] and found["row"] == [1, 127]
-    saved = {knob["option"]: knob["total"] for knob in found["knobs"]}
-    assert saved["data.max_tokens"] < device["total"] and saved["train.offload"] < device["total"]
-    assert saved["train.weights"] < device["total"]
-    assert main(["plan", *told, "--quick", "gpu_tflops=1", "gpu_gbs=1"]) == 0
+    assert main(["plan", *told, "gpu_tflops=1", "gpu_gbs=1"]) == 0
     shown = capsys.readouterr().out
     assert "examples of up to 128 tokens" in shown and "sampling" not in shown and "Estimate" in shown
 
@@ -404,7 +335,6 @@ def test_servers_hold_weights_and_their_share_of_memory(model: Path) -> None:
     assert held["weights"] + held["kv"] == GIB
     assert found.cached == held["kv"] // (Shape.read(model).values_of_token * 2 // 2)
     assert "CUDA graphs" in found.notes[0] and "fewer" in found.notes[0]
-    assert served(model, *options).devices[1].total == pytest.approx(0.92 * 2 * GIB)
 
 
 @pytest.mark.integration
@@ -459,13 +389,33 @@ class Other(VllmConfig):
 def test_servers_that_cannot_be_planned_are_refused(model: Path, capsys: Captured) -> None:
     command = ("plan", f"model.path={model}", *FEW, "gpus=2", "gpu_gib=1")
     assert "Give `rollout.memory=…`" in refused(capsys, *command, "rollout=sglang")
-    assert "Give `gpu_gib=…`" in refused(capsys, *command[:-1], "rollout=vllm")
-    assert "its share of memory is" in refused(capsys, *command, "rollout=vllm", "rollout.memory=0.0001")
     assert "of its servers up to number 5" in refused(
         capsys, *command, "rollout=vllm", "rollout.devices=[5]", "ranks=2"
     )
     assert "which have theirs" in refused(capsys, *command, "rollout=vllm", "placement.layout=split", "ranks=1")
-    assert "How Elsewhere takes memory" in refused(capsys, *command, f"rollout={__name__}:Other")
     assert "no server computes in" in refused(capsys, *command, "rollout=vllm", "train.precision=fp64")
-    shown = served(model, "gpus=1", "rollout=vllm", "rollout.url=http://127.0.0.1:1")
-    assert shown.notes == ("What the servers at http://127.0.0.1:1 hold is not known here.",) and not shown.cached
+
+
+def test_a_server_takes_the_share_that_its_kind_takes_and_no_less_than_its_weights(model: Path) -> None:
+    gpu, url = torch.device("cuda", 0), "http://127.0.0.1:1"
+
+    def last(*options: str, limit: int | None = GIB) -> tuple[Planned, tuple[str, ...]]:
+        run = compose(PlanRun, [f"model.path={model}", "ranks=1", *options])
+        servers = server_of(run)
+        assert servers is not None
+        trains = Planned("each GPU", 1, {"sampling": Peak(0, {})}, limit)
+        devices, _ = beside(run, servers, {gpu: trains}, outlines, limit)
+        return devices[-1], notes(servers, gpu)
+
+    with without_memory(Ledger()):
+        outlines = outlined(model, dtype=torch.bfloat16)
+        assert last("rollout=vllm")[0].total == pytest.approx(0.92 * GIB)
+        there, told = last("rollout=vllm", f"rollout.url={url}")
+        assert there.name == "each GPU" and there.total == 0
+        assert told == (f"What the servers at {url} hold is not known here.",)
+        with pytest.raises(ConfigError, match=r"Give `gpu_gib=…`"):
+            last("rollout=vllm", limit=None)
+        with pytest.raises(ConfigError, match="its share of memory is"):
+            last("rollout=vllm", "rollout.memory=0.0001")
+        with pytest.raises(ConfigError, match="How Elsewhere takes memory"):
+            last(f"rollout={__name__}:Other")
