@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -15,6 +16,11 @@ def awkward(seed: int, groups: Sequence[int] = (3, 1, 4), *, longest: int = 9, d
 
     What rollout 1 had to say is left in its columns, as noise: nothing there may be looked at. Its reward stays.
     """
+    return _awkward(seed, tuple(groups), longest, drift)
+
+
+@cache  # most formulas are compared on the same batch, and nobody writes into it
+def _awkward(seed: int, groups: tuple[int, ...], longest: int, drift: float) -> Batch:
     batch = random_batch(seed, groups, longest=longest, drift=drift)
     silent = torch.zeros(batch.tokens, dtype=torch.bool)
     silent[int(batch.unit_tokens[1]) : int(batch.unit_tokens[2])] = True

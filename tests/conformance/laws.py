@@ -6,10 +6,14 @@ by token: the finest thing a loss can be wrong about. The batches are off-policy
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor
@@ -21,9 +25,10 @@ from etude.algorithms.filters import Overlong
 from etude.algorithms.kl import Adaptive
 from etude.batch import Batch, Column, Kind
 from tests.batches import random_batch
+from tests.sweeps import Test, sweep
 
-few = settings(max_examples=4)
-"""Random batches for each algorithm: there are seventy algorithms, so a law is tried nearly three hundred times."""
+few = settings(max_examples=2)
+"""Random batches for each algorithm: there are seventy algorithms, so a law is tried a hundred and forty times."""
 
 LENGTHS = (4, 2, 3, 5)
 """Group sizes of the fixture: no group of one, so that every estimator accepts it."""
@@ -34,6 +39,11 @@ def fixture(seed: int = 0, sizes: Sequence[int] = LENGTHS, **options: object) ->
 
     One rollout of it chose nothing, unless `idle` is false.
     """
+    return _fixture(seed, tuple(sizes), **options)
+
+
+@cache  # every algorithm is tried on the same few batches, and nobody writes into one
+def _fixture(seed: int, sizes: tuple[int, ...], **options: object) -> Batch:
     batch = random_batch(seed, sizes, **options)  # type: ignore[arg-type]
     if options.get("idle", True):
         quiet = torch.arange(batch.rollouts) == seed % batch.rollouts
@@ -162,6 +172,38 @@ def every_algorithm() -> dict[str, Algorithm]:
         loss = LOSSES[unit](unit="turn", reduction="seq-mean-token-mean")
         found[f"unit=turn,loss={unit}"] = Algorithm(loss=loss, advantage=ADVANTAGES["rloo"]())
     return found
+
+
+KINDS = (
+    *("loss=ppo", "loss=gspo", "loss=kl_cov", "loss=decoupled_ppo", "loss=m2po"),
+    *("advantage=gae", "advantage=grpo", "advantage=batch_std", "advantage=reinforce++", "advantage=pkpo"),
+    *("advantage=token_baseline", "advantage=turn_baseline", "advantage=gigpo", "advantage=rae"),
+    *("advantage=distillation", "kl=full", "kl=sequence", "kl=in_reward", "adaptive=in_reward"),
+    *("correction=sequence", "correction=reject", "normalise=tokens", "entropy=top"),
+    *("mask_truncated", "echo", "reduction=seq-mean-token-mean", "unit=turn,loss=gspo"),
+)
+"""One algorithm of each kind of formula: of a token, a rollout, a turn, a group or the whole batch; that picks, drops
+or carries something on."""
+
+
+def of_every_algorithm(test: Test) -> Test:
+    """Have a law tried of `KINDS`, and in `make test` of all other algorithms too. Each is given as `name`."""
+    others = [name for name in every_algorithm() if name not in KINDS]
+    sweeps = {"kinds": sweep("name", KINDS)(test), "others": sweep("name", others)(test)}
+
+    def swept(*args: Any, **kwargs: Any) -> None:
+        if args or "name" in kwargs:  # one algorithm, which its caller chose
+            return test(*args, **kwargs)
+        return sweeps[kwargs.pop("algorithms")](**kwargs)
+
+    asked = inspect.signature(sweeps["kinds"])
+    chosen = inspect.Parameter("algorithms", inspect.Parameter.KEYWORD_ONLY)
+    swept.__signature__ = asked.replace(parameters=[*asked.parameters.values(), chosen])  # type: ignore[attr-defined]
+    swept.swept = test  # type: ignore[attr-defined]
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(swept, name, getattr(test, name))
+    tiers = ["kinds", pytest.param("others", marks=pytest.mark.slow)]
+    return pytest.mark.parametrize("algorithms", tiers)(swept)
 
 
 class _Seat:

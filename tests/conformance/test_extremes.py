@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from etude.algorithms import ADVANTAGES, LOSSES, Algorithm, Denominators, Outputs, State, View
 from etude.batch import COLUMNS, Batch, Kind
 from etude.errors import ConfigError, DataError
-from tests.conformance.laws import every_algorithm, few, fixture, gradient, said, through
+from tests.conformance.laws import every_algorithm, few, fixture, gradient, of_every_algorithm, said, through
 from tests.sweeps import sweep
 
 ALGORITHMS = every_algorithm()
@@ -25,7 +25,7 @@ def plain(batch: Batch) -> Batch:
     return batch.replace(token_reward=torch.zeros(batch.tokens, dtype=torch.float64))
 
 
-@sweep("name", ALGORITHMS)
+@of_every_algorithm
 @few
 @given(seed=st.integers(0, 20), far=st.sampled_from([1e3, -1e3]))
 def test_log_ratios_of_a_thousand_give_finite_losses_and_gradients(name: str, seed: int, far: float) -> None:
@@ -38,7 +38,7 @@ def test_log_ratios_of_a_thousand_give_finite_losses_and_gradients(name: str, se
     assert all(bool(torch.isfinite(g).all()) for g in found.grads.values())
 
 
-@sweep("name", ALGORITHMS)
+@of_every_algorithm
 @few
 @given(seed=st.integers(0, 20), far=st.sampled_from([1e3, -1e3]))
 def test_a_sampler_that_was_a_thousand_away_gives_finite_losses_and_gradients(name: str, seed: int, far: float) -> None:
@@ -82,13 +82,13 @@ def test_a_group_of_one_is_defined_or_refused(name: str) -> None:
         assert bool((found == 0).all())
 
 
-@sweep("name", ALGORITHMS)
+@of_every_algorithm
 def test_rollouts_of_one_token(name: str) -> None:
     found = through(ALGORITHMS[name], fixture(3, longest=2))
     assert torch.isfinite(found.loss) and all(bool(torch.isfinite(g).all()) for g in found.grads.values())
 
 
-@sweep("name", ALGORITHMS)
+@of_every_algorithm
 def test_a_batch_in_which_nobody_acted_teaches_nothing(name: str) -> None:
     batch = plain(fixture(3))
     idle = batch.replace(action=torch.zeros_like(batch.action), observation=torch.zeros_like(batch.action))
@@ -125,7 +125,7 @@ def test_half_precision_is_widened_before_any_maths(name: str, dtype: torch.dtyp
     assert torch.equal(narrow.grad, wide.grad.to(dtype))
 
 
-@sweep("name", ALGORITHMS)
+@of_every_algorithm
 def test_single_precision_agrees_with_double(name: str) -> None:
     batch = fixture(6)
     single = batch.replace(**{

@@ -9,8 +9,17 @@ from hypothesis import strategies as st
 from etude.algorithms import Algorithm, State, View
 from etude.algorithms.advantages.rewards import Rewards
 from etude.batch import COLUMNS, Batch, Kind
-from tests.conformance.laws import every_algorithm, few, fixture, gradient, observed, said, taught, through
-from tests.sweeps import sweep
+from tests.conformance.laws import (
+    every_algorithm,
+    few,
+    fixture,
+    gradient,
+    observed,
+    of_every_algorithm,
+    said,
+    taught,
+    through,
+)
 
 ALGORITHMS = every_algorithm()
 
@@ -25,7 +34,7 @@ def scribbled(batch: Batch, with_what: float) -> Batch:
     return batch.replace(**changes)
 
 
-@sweep("name", ALGORITHMS)
+@of_every_algorithm
 @few
 @given(seed=st.integers(0, 50), scribble=st.sampled_from([0.0, -1e9, float("inf"), float("nan")]))
 def test_what_stands_in_the_context_changes_nothing(name: str, seed: int, scribble: float) -> None:
@@ -40,7 +49,7 @@ def test_what_stands_in_the_context_changes_nothing(name: str, seed: int, scribb
         assert torch.equal(grad, clean.grads[key]), key
 
 
-@sweep("name", ALGORITHMS)
+@of_every_algorithm
 @few
 @given(seed=st.integers(0, 50))
 def test_context_gets_no_gradient_and_actions_get_a_finite_one(name: str, seed: int) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.algorithms import ADVANTAGES, Algorithm, State, View
 from etude.algorithms.corrections import Correction
 from etude.batch import Batch, Column, Kind
-from tests.conformance.laws import every_algorithm, few, fixture, gradient, said
+from tests.conformance.laws import every_algorithm, few, fixture, gradient, of_every_algorithm, said
 from tests.sweeps import sweep
 
 ALGORITHMS = every_algorithm()
@@ -51,7 +51,7 @@ def apart(batch: Batch, rng: np.random.Generator) -> tuple[Batch, torch.Tensor]:
     ), old
 
 
-@sweep("name", ALGORITHMS)
+@of_every_algorithm
 @few
 @given(seed=st.integers(0, 50))
 def test_merged_or_apart_the_gradient_is_the_same(name: str, seed: int) -> None:
@@ -65,6 +65,7 @@ def test_merged_or_apart_the_gradient_is_the_same(name: str, seed: int) -> None:
 
 
 @sweep("name", [name for name in ADVANTAGES if name != "distillation"])
+@settings(max_examples=6)
 @given(seed=st.integers(0, 50))
 def test_advantages_are_estimated_before_anything_is_dropped(name: str, seed: int) -> None:
     batch = fixture(seed)
@@ -78,6 +79,7 @@ def test_advantages_are_estimated_before_anything_is_dropped(name: str, seed: in
     assert not bool(dropped.need("keep")[batch.action].all())
 
 
+@settings(max_examples=12)
 @given(seed=st.integers(0, 50))
 def test_a_rollout_that_did_nothing_still_counts_in_its_group(seed: int) -> None:
     batch = fixture(seed, (3, 3), idle=False)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from etude.algorithms import ADVANTAGES, LOSSES, Algorithm, Estimated, State
 from etude.batch import Batch
-from tests.conformance.laws import Table, every_algorithm, few, fixture, gradient, said
-from tests.sweeps import sweep
+from tests.conformance.laws import Table, every_algorithm, few, fixture, gradient, of_every_algorithm, said
 
 ALGORITHMS = every_algorithm()
 TOLERANCE = 1e-10
@@ -38,7 +37,7 @@ def assert_same_columns(
         assert a[key] == pytest.approx(b[key], rel=1e-9, abs=1e-9), key
 
 
-@sweep("name", ALGORITHMS)
+@of_every_algorithm
 @few
 @given(data=st.data())
 def test_any_micro_batches_give_the_gradient_of_the_whole(name: str, data: st.DataObject) -> None:
@@ -50,7 +49,7 @@ def test_any_micro_batches_give_the_gradient_of_the_whole(name: str, data: st.Da
     assert gradient(algorithm, ready, leaves, parts).close_to(gradient(algorithm, ready, leaves), TOLERANCE)
 
 
-@sweep("name", ALGORITHMS)
+@of_every_algorithm
 @few
 @given(data=st.data())
 def test_the_order_of_rollouts_does_not_matter(name: str, data: st.DataObject) -> None:
@@ -67,7 +66,7 @@ def of_groups(batch: Batch, groups: list[int]) -> list[int]:
     return [u for u in range(batch.rollouts) if int(batch.group[u]) in groups]
 
 
-@sweep("name", ALGORITHMS)
+@of_every_algorithm
 @few
 @given(seed=st.integers(0, 50), ranks=st.integers(2, 3))
 def test_ranks_that_hold_some_groups_each_estimate_what_one_rank_would(name: str, seed: int, ranks: int) -> None:
