@@ -18,7 +18,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 
 # How many processes share the tests.
 WORKERS ?= auto
-PYTEST  := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadgroup
+# Bytecode is written also where the environment says not to: every process that a test starts would compile it anew.
+PYTEST  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadgroup
 # The tiers, by the markers of pyproject.toml: `test` holds what `check` does, `soak` holds all.
 CHECK   := not slow and not integration and not soak and not gpu
 TEST    := not integration and not soak and not gpu

@@ -46,10 +46,6 @@ settings.load_profile("default")
 
 RECORD = pytest.StashKey[Record]()
 
-# Whose tests are traced where coverage is asked for: those of the rooms that have a floor (tests/coverage_floor.py),
-# but for the slow ones, which take two to three times as long when they are traced, and cover what the quick ones do.
-TRACED = {Path(__file__).parent / room for room in ("algorithms", "batch", "config", "conformance")}
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help="record how long the tests take that are run")
@@ -101,20 +97,10 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Say which test runs. Trace the quick tests of the rooms that have a floor; of the others neither tests nor
-    fixtures."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Say which test runs."""
     running[:] = [item]
-    tracing: Any = getattr(item.config.pluginmanager.getplugin("_cov"), "cov_controller", None)
-    traced = not TRACED.isdisjoint(item.path.parents) and item.get_closest_marker("slow") is None
-    if tracing is None or traced:
-        return (yield)
-    tracing.pause()
-    try:
-        return (yield)
-    finally:
-        tracing.resume()
 
 
 @pytest.hookimpl(optionalhook=True)

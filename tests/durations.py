@@ -1,8 +1,8 @@
 """How long tests take: recorded, checked in, and compared with at the end of every run.
 
 The record (`tests/durations.json`, made by `make durations`) holds each test and each shared fixture of half a second
-or more. A test over two seconds, or one that needs a fixture over two seconds, is `slow`: `tests/tiers.py` marks it.
-A test that takes longer and has no marker is printed, and so is one that takes twice what was recorded.
+or more. A test over half a second, or one that needs a fixture over two seconds, is `slow`: `tests/tiers.py` marks it.
+A test that takes twice that and has no marker is printed, and so is one that takes twice what was recorded.
 Neither fails the run, because a busy machine proves nothing.
 
 Seconds are those of the clock, without the time that the process waited for a core. A test's seconds are its own: the
@@ -12,10 +12,10 @@ time of a fixture that other tests use too counts for that fixture.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -26,29 +26,36 @@ from tests.sweeps import inner
 RECORD = Path(__file__).with_name("durations.json")
 LEAST_S = 0.5
 """Seconds below which a test is not recorded."""
-SLOW_S = 2.0
-"""Seconds beyond which a test needs a marker."""
+SLOW_S = 0.5
+"""Seconds beyond which a test is not for `make check`."""
+SLOW_FIXTURE_S = 2.0
+"""Seconds of a shared fixture beyond which the tests that need it are not."""
 CHECK_SHARE = 12
 """`make check` draws this fraction of a property's random examples."""
-MARKERS = frozenset({"slow", "integration", "soak", "gpu"})
-"""The markers that leave a test out of `make check`."""
+SLOW_PROPERTY_S = 24.0
+"""Seconds beyond which a property is not, as `make test` draws it: what is recorded."""
+MARKERS = frozenset({"slow", "kept", "integration", "soak", "gpu"})
+"""The markers of a test that may take longer."""
 SHOWN = 25
 """So many lines at most, the longest first."""
 
 
 def clock() -> float:
-    """The seconds of the clock, without those that the main thread waited for a core, where the system counts them."""
+    """The seconds of the clock, without those that the main thread waited for a core, where the system counts them.
+
+    The clock is the one of the import: a test may replace `time.monotonic`.
+    """
     try:
         waited = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
         waited = 0.0
-    return time.monotonic() - waited
+    return monotonic() - waited
 
 
 def allowed(item: pytest.Item) -> float:
     """The seconds that a test may take without being slow: the record is of more examples than `make check` draws."""
     test = inner(item.obj) if isinstance(item, pytest.Function) else None
-    return SLOW_S * CHECK_SHARE if test is not None and is_hypothesis_test(test) else SLOW_S
+    return SLOW_PROPERTY_S if test is not None and is_hypothesis_test(test) else SLOW_S
 
 
 def key_of(nodeid: str) -> str:
@@ -84,7 +91,8 @@ class Record:
 
     def is_slow(self, test: str, fixtures: Iterable[str] = (), allowed: float = SLOW_S) -> bool:
         """Return whether a test takes longer than it may, or needs a fixture of over two seconds."""
-        return self.tests.get(test, 0.0) > allowed or any(self.fixtures.get(name, 0.0) > SLOW_S for name in fixtures)
+        long = any(self.fixtures.get(name, 0.0) > SLOW_FIXTURE_S for name in fixtures)
+        return long or self.tests.get(test, 0.0) > allowed
 
     def updated(self, tests: Mapping[str, float], fixtures: Mapping[str, float], root: Path) -> Record:
         """The record after a run: what ran is replaced, what is no longer there is dropped."""
@@ -131,7 +139,7 @@ class Watch:
         if call.when == "call":
             marked = any(item.get_closest_marker(name) for name in MARKERS)
             own = max(0.0, self._own - self._shared)
-            report.user_properties.append(("seconds", [own, self._made, marked or own <= allowed(item)]))
+            report.user_properties.append(("seconds", [own, self._made, marked or own <= 2 * allowed(item)]))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -1,7 +1,8 @@
 """The tiers of the tests, by marker; CONTRIBUTING.md says which command runs which.
 
-A test without a marker is in `make check`. The markers `slow`, `smoke`, `integration`, `soak` and `gpu` are written at
-the test, except where one follows from the test's place, its needs or its recorded seconds: then it is given here.
+A test without a marker is in `make check`. The markers `slow`, `kept`, `smoke`, `integration`, `soak` and `gpu` are
+written at the test, except where one follows from the test's place, its needs or its recorded seconds: then it is
+given here.
 """
 
 from __future__ import annotations
@@ -60,6 +61,15 @@ INTEGRATION_PATHS = (
 )
 """Folders and files in which every test is integration. Where that marker is left out, they are not even imported."""
 
+TEST_PATHS = (
+    "agents/proxy/test_sdks.py",
+    "chat/test_written.py",
+    "house/test_site.py",
+    "observe/test_trackers.py",
+    "store/test_server_fuzzed.py",
+)
+"""The files in which every test is slow, because they load what is large. `make check` does not import them."""
+
 SMOKE_PATHS = (
     "chaos/test_agent_kills.py",
     "chaos/test_kills.py",
@@ -78,8 +88,8 @@ INTEGRATION_NEEDS = frozenset({"postgres", "ray", "vllm", "sglang"})
 INTEGRATION_FIXTURES = frozenset({"a_ray", "vllm_server", "sglang_server"})
 """A test that uses one of these is integration."""
 
-WITHOUT_INTEGRATION, ONLY_SMOKE = "not integration", "smoke"
-"""The words by which a marker expression leaves integration out, and by which it begins where it is of smoke alone."""
+WITHOUT_INTEGRATION, WITHOUT_SLOW, ONLY_SMOKE = "not integration", "not slow", "smoke"
+"""The words by which a marker expression leaves tiers out, and the word by which one begins that is of smoke alone."""
 
 
 def mark(items: Sequence[pytest.Item], record: Record) -> None:
@@ -87,7 +97,7 @@ def mark(items: Sequence[pytest.Item], record: Record) -> None:
     for item in items:
         if _is_integration(item):
             item.add_marker(pytest.mark.integration)
-        elif record.is_slow(key_of(item.nodeid), fixtures_of(item), allowed(item)):
+        elif _is_slow(item, record):
             item.add_marker(pytest.mark.slow)
 
 
@@ -108,9 +118,11 @@ def unit_of(item: pytest.Item) -> str:
 
 def is_left_out(path: Path, expression: str) -> bool:
     """Return whether a marker expression leaves out every test under a path."""
-    if expression.startswith(ONLY_SMOKE) and path.suffix == ".py":
-        return not any(path == TESTS / name for name in SMOKE_PATHS)
-    return WITHOUT_INTEGRATION in expression and _is_integration_path(path)
+    if expression.startswith(ONLY_SMOKE):
+        return path.suffix == ".py" and not _is_below(path, SMOKE_PATHS)
+    if WITHOUT_SLOW in expression and _is_below(path, TEST_PATHS):
+        return True
+    return WITHOUT_INTEGRATION in expression and _is_below(path, INTEGRATION_PATHS)
 
 
 def names_of(item: pytest.Item) -> set[str]:
@@ -126,6 +138,12 @@ def fixtures_of(item: pytest.Item) -> Iterator[str]:
             yield fixture_key(found[-1].baseid, name)
 
 
+def _is_slow(item: pytest.Item, record: Record) -> bool:
+    if item.get_closest_marker("kept") is not None:
+        return False
+    return _is_below(item.path, TEST_PATHS) or record.is_slow(key_of(item.nodeid), fixtures_of(item), allowed(item))
+
+
 def _is_integration(item: pytest.Item) -> bool:
     groups = {str(value) for marker in item.iter_markers("xdist_group") for value in marker.args}
     call = getattr(item, "callspec", None)
@@ -133,9 +151,9 @@ def _is_integration(item: pytest.Item) -> bool:
     return (
         not INTEGRATION_NEEDS.isdisjoint(groups | values)
         or not INTEGRATION_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
-        or _is_integration_path(item.path)
+        or _is_below(item.path, INTEGRATION_PATHS)
     )
 
 
-def _is_integration_path(path: Path) -> bool:
-    return any(path.is_relative_to(TESTS / name) for name in INTEGRATION_PATHS)
+def _is_below(path: Path, names: Sequence[str]) -> bool:
+    return any(path.is_relative_to(TESTS / name) for name in names)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.durations import MARKERS, SLOW_S, Record, Watch, allowed, fixture_key, key_of
-from tests.tiers import SMOKE_PATHS, fixtures_of, is_left_out, names_of
+from tests.durations import MARKERS, SLOW_FIXTURE_S, SLOW_S, Record, Watch, allowed, fixture_key, key_of
+from tests.tiers import SMOKE_PATHS, TEST_PATHS, fixtures_of, is_left_out, names_of
 
 TESTS = Path(__file__).parents[1]
 MARKED = re.compile(r"pytest\.mark\.smoke\b")
 
 
-def test_every_test_that_is_recorded_over_two_seconds_is_marked(request: pytest.FixtureRequest) -> None:
+def test_every_test_that_is_recorded_over_half_a_second_is_marked(request: pytest.FixtureRequest) -> None:
     record = Record.read()
     assert record.tests, "tests/durations.json is empty: run `make durations`."
     unmarked = [
@@ -43,7 +43,8 @@ def test_a_fixture_is_known_by_its_place() -> None:
 
 
 def test_a_test_is_slow_by_itself_or_by_what_it_needs() -> None:
-    record = Record({"test_a.py::long": SLOW_S + 0.1, "test_a.py::short": SLOW_S}, {"::server": 9.0, "::file": 0.5})
+    fixtures = {"::server": SLOW_FIXTURE_S + 0.1, "::file": SLOW_FIXTURE_S}
+    record = Record({"test_a.py::long": SLOW_S + 0.1, "test_a.py::short": SLOW_S}, fixtures)
     assert record.is_slow("test_a.py::long") and not record.is_slow("test_a.py::short")
     assert record.is_slow("test_a.py::new", ["::file", "::server"]) and not record.is_slow("test_a.py::new", ["::file"])
 
@@ -99,6 +100,7 @@ def test_what_is_integration_as_a_whole_is_not_imported_for_other_tiers() -> Non
     assert is_left_out(TESTS / "chaos", without) and is_left_out(TESTS / "chaos" / "test_kills.py", without)
     assert not is_left_out(TESTS / "store", without)
     assert not is_left_out(TESTS / "chaos", "integration and not soak") and not is_left_out(TESTS / "chaos", "")
+    assert is_left_out(TESTS / TEST_PATHS[0], without) and not is_left_out(TESTS / TEST_PATHS[0], "not integration")
 
 
 def test_smoke_imports_the_files_that_have_tests_of_it_and_no_others() -> None:
