@@ -138,7 +138,7 @@ def _assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack
     source.watch = log.progress
     scoring = Scoring(evaluator, directory, run.steps, store, engine, measured, log.progress)
     saver = Saver(
-        *(run.checkpoint, kept, learners, source, store, run.steps, interrupt, log, scoring.best),
+        *(run.checkpoint, kept, learners, source, run.steps, interrupt, log, scoring.best),
         measured=measured,
         step=step,
         saved=step,

@@ -103,8 +103,8 @@ class Collector(ABC):
         self._baselines: dict[int, float] = {}
         """What the greedy answer to each open task earned."""
         self._replay: dict[int, tuple[int, ...]] = {}
-        self._dropped: dict[int, list[int]] = {}
-        self._lost: list[int] = []
+        self._dropped: dict[int, list[TaskState]] = {}
+        self._lost: list[TaskState] = []
         """Tasks that were left out by the step that was open when the run stopped."""
         self._left: list[TaskState] = []
         self._again: list[Issue] = []
@@ -149,9 +149,9 @@ class Collector(ABC):
         if step in self._replay:
             return self._replayed(step, self._replay.pop(step))
         self._tally = Tally()
-        for task in (*map(self._store.task, self._lost), *self._left):
+        for task in (*self._lost, *self._left):
             self._tally.add_interrupted(task, map(self._store.rollout, task.rollouts))
-        self._ask_again(self._left)
+        self._ask_again([], self._left)
         self._lost, self._left = [], []
         wanted = self._config.tasks * self._stride
         with self.watch(f"step {step}: answers", wanted) as bar:
@@ -181,29 +181,35 @@ class Collector(ABC):
         """The last step that was admitted before and is read back from the journal; 0 if none is."""
         return max(self._replay, default=0)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: how far the order of tasks has come."""
-        return self._order.state()
+    def mark(self) -> tuple[dict[str, Any], Mark]:
+        """What a checkpoint keeps, at one moment: how far the order of tasks has come, and the journal."""
+        return self._order.state(), self._store.flush()
 
-    def take_up(self, state: Mapping[str, Any] | None, mark: Mark) -> None:
-        """Stand where the checkpoint of this state and mark stood (None: at the beginning), and take up what the
-        journal has beyond it: admitted steps will be replayed, scored rollouts used, unfinished ones issued again."""
-        self._store.check(mark)
+    def take_up(self, step: int, state: Mapping[str, Any] | None, mark: Mark) -> None:
+        """Stand where the checkpoint of this step, state and mark stood (0 and None: at the beginning), and take up
+        what the journal has beyond the step: admitted steps will be replayed, scored rollouts used, unfinished ones
+        issued again. A checkpoint that was saved during a replay has later steps before its mark."""
+        since = 0
+        for at, event in self._store.read(kinds=(events.Admitted,)):
+            assert isinstance(event, events.Admitted)
+            if event.step > step:
+                self._replay[event.step] = event.rollouts
+            elif event.step == step:
+                since = at
+        self._store.check(mark, since)
         if state is not None:
             self._order.restore(state)
         first = self._order.position
-        for _, event in self._store.read(mark.position, kinds=(events.TaskIssued, events.TaskDropped, events.Admitted)):
-            match event:
-                case events.TaskIssued(task=task) if task < SCORED:
-                    first = max(first, task + 1)
-                case events.TaskDropped(task=task, step=step) if task < SCORED:
-                    self._dropped.setdefault(step, []).append(task)
-                case events.Admitted(step=step, rollouts=rollouts):
-                    self._replay[step] = rollouts
+        for task in self._store.listed(TaskState, first - 1):
+            if task.id >= SCORED:
+                break
+            first = task.id + 1
+            if task.phase is Phase.DROPPED and task.step is not None:
+                self._dropped.setdefault(task.step, []).append(task)
         self._left = [task for task in self._store.tasks(Phase.OPEN) if task.id < SCORED]
         self._scheduler = self._fresh_scheduler(first)
         scored, again = self._open_work()
-        self._lost = [task for step, left in self._dropped.items() if step not in self._replay for task in left]
+        self._lost = [task for left_by, left in self._dropped.items() if left_by not in self._replay for task in left]
         # What the code failed at before it was changed does not count: the step may ask for as many tasks again.
         self._again = self._scheduler.resume(scored, again, 0 if self._code_changed else len(self._lost))
 
@@ -360,12 +366,18 @@ class Collector(ABC):
         if not but:
             self._baselines.pop(task, None)
 
-    def _ask_again(self, tasks: Sequence[TaskState]) -> None:
-        """Have the order go on behind tasks that it gave out in an earlier life of the run."""
-        for task in tasks:
+    def _ask_again(self, dropped: Sequence[TaskState], others: Sequence[TaskState]) -> None:
+        """Have the order go on behind tasks that it gave out in an earlier life of the run, and hear what those of them
+        earned that were dropped."""
+        for task in sorted((*dropped, *others), key=lambda task: task.id):
             if task.id >= self._order.position:
                 self._order.again(task.id, task.row)
             self._tasks[task.id] = task.task
+        size = self._config.group_size
+        for task in dropped:
+            tries = [state for state in map(self._store.rollout, task.rollouts) if state.sample < size]
+            earned = [self._from_journal(state).total for state in tries if self._counts(state)]
+            self._order.saw(row_of(self._tasks.pop(task.id)), earned)
 
     def _task(self, ordinal: int) -> Task:
         """The task of an ordinal: one that was asked before, or the next in the run's order."""
@@ -398,13 +410,8 @@ class Collector(ABC):
     def _replayed(self, step: int, ids: Sequence[int]) -> Groups:
         """A step that was admitted before, with the same rollouts; the order hears of it as it did then."""
         states = [self._store.rollout(id) for id in ids]
-        dropped = sorted(self._dropped.get(step, ()))
-        self._ask_again([self._store.task(task) for task in sorted({*dropped, *(state.task for state in states)})])
-        for task in dropped:
-            states_of = [self._store.rollout(id) for id in self._store.task(task).rollouts]
-            tries = [state for state in states_of if state.sample < self._config.group_size]
-            earned = [self._from_journal(state).total for state in tries if self._counts(state)]
-            self._order.saw(row_of(self._tasks.pop(task)), earned)
+        admitted = [self._store.task(task) for task in {state.task for state in states}]
+        self._ask_again(self._dropped.pop(step, []), admitted)
         for task in {state.task for state in states} if self._greedy else ():
             last = self._store.rollout(self._id(task, self._config.group_size)).last
             assert last is not None and last.total is not None, "a task without its greedy answer is dropped"

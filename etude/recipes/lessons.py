@@ -62,11 +62,11 @@ class Lessons:
         end = first + self._size if self._steps is not None else min(first + self._size, self._until)
         return batch_of([self._examples[self._order.row(ordinal)] for ordinal in range(first, end)])
 
-    def state(self) -> Mapping[str, Any]:
-        """Where it stands, as a JSON tree."""
-        return self._order.state()
+    def mark(self) -> tuple[Mapping[str, Any], Mark]:
+        """Where it stands, as a JSON tree; there is no journal."""
+        return self._order.state(), Mark(0, 0)
 
-    def take_up(self, state: Mapping[str, Any] | None, mark: Mark) -> None:
+    def take_up(self, step: int, state: Mapping[str, Any] | None, mark: Mark) -> None:  # noqa: ARG002
         """Go on from there (None is from the beginning); there is no journal to hold a mark of."""
         assert mark.position == 0, "what is learned from examples is written in no journal"
         if state is not None:

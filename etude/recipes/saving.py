@@ -13,7 +13,7 @@ from etude.observe import Metrics, RunLog, Sum, get_log
 from etude.recipes.interrupt import Interrupt
 from etude.store import Mark
 
-__all__ = ["Learned", "Read", "Saver", "Unwritten", "Written", "taken_up"]
+__all__ = ["Learned", "Read", "Saver", "taken_up"]
 
 
 class Learned(Protocol):
@@ -35,29 +35,13 @@ class Learned(Protocol):
 class Read(Protocol):
     """How far the data was read."""
 
-    def state(self) -> Mapping[str, Any]:
-        """Where it stands, as a JSON tree."""
+    def mark(self) -> tuple[Mapping[str, Any], Mark]:
+        """Where it stands, as a JSON tree, and how far the journal has come at that moment, all of it on the disk."""
         ...
 
-    def take_up(self, state: Mapping[str, Any] | None, mark: Mark) -> None:
-        """Go on from there (None is from the beginning), and from what the journal has after this mark."""
+    def take_up(self, step: int, state: Mapping[str, Any] | None, mark: Mark) -> None:
+        """Go on from there behind this step (0 and None are the beginning), with what the journal has of later ones."""
         ...
-
-
-class Written(Protocol):
-    """The journal, as far as a checkpoint speaks of it."""
-
-    def flush(self) -> Mark:
-        """Bring everything in it onto the disk, and say how far that is."""
-        ...
-
-
-class Unwritten:
-    """The journal of a run that needs none: what it learns from was there before it, and nothing happens on the way."""
-
-    def flush(self) -> Mark:
-        """There is nothing to write."""
-        return Mark(0, 0)
 
 
 def taken_up(
@@ -71,7 +55,7 @@ def taken_up(
     checkpoints.best_score()  # what cannot be read of it is refused now, not after the step that is to be saved
     found = checkpoints.newest(fall_back=config.fall_back)
     if found is None:
-        read.take_up(None, Mark(0, 0))
+        read.take_up(0, None, Mark(0, 0))
         return 0
     if steps is not None and found.step > steps:
         raise ConfigError(
@@ -79,7 +63,7 @@ def taken_up(
             f"fewer: they cannot be undone. Ask for more, or start a new run in another `directory`."
         )
     learned.resume(checkpoints, found)
-    read.take_up(found.facts["source"], Mark(found.facts["position"], found.facts["chain"]))
+    read.take_up(found.step, found.facts["source"], Mark(found.facts["position"], found.facts["chain"]))
     if found.facts["score"] is not None:
         checkpoints.mark_best(found.step, found.facts["score"], found.facts["measured"])
     return found.step
@@ -98,7 +82,6 @@ class Saver:
     checkpoints: Checkpoints
     learned: Learned
     read: Read
-    store: Written
     steps: int
     interrupt: Interrupt
     log: RunLog
@@ -135,13 +118,13 @@ class Saver:
         """Write a checkpoint of this step."""
         began = time.perf_counter()
         self.log.flush()
-        mark = self.store.flush()
+        state, mark = self.read.mark()
         facts = {
             "score": self.best(step),
             "measured": self.measured,
             **mark._asdict(),
             "learner": self.learned.facts(),
-            "source": self.read.state(),
+            "source": state,
         }
         made = self.learned.save(self.checkpoints, step, facts)
         self.saved = step

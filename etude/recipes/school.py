@@ -29,7 +29,7 @@ from etude.recipes.meter import peak_of
 from etude.recipes.pupil import Annotate, Pupil, PupilWorker, by_reference, by_teacher
 from etude.recipes.recipe import Reference
 from etude.recipes.replicas import start
-from etude.recipes.saving import Saver, Unwritten, taken_up
+from etude.recipes.saving import Saver, taken_up
 from etude.recipes.study import Measuring, Study, learn
 from etude.recipes.supervised import Supervised, Validation
 from etude.train import Frozen, Learner, Mesh
@@ -137,7 +137,7 @@ def _assembled(run: Supervised, directory: Path, interrupt: Interrupt, stack: Ex
     shown = None if held_out is None else batch_of(held_out.first(run.evaluate.limit))
     measuring = Measuring(run.evaluate, pupil, shown, steps)
     saver = Saver(
-        *(run.checkpoint, kept, pupil, lessons, Unwritten(), steps, interrupt, log, measuring.best),
+        *(run.checkpoint, kept, pupil, lessons, steps, interrupt, log, measuring.best),
         measured=measured,
         step=step,
         saved=step,

@@ -136,8 +136,9 @@ class Journal(ABC):
         """The position of the newest event; 0 where there is none."""
         return self.end.position
 
-    def check(self, mark: Mark) -> None:
-        """Refuse a journal that this mark was not taken of, or of which an event after it is missing or changed."""
+    def check(self, mark: Mark, since: int | None = None) -> None:
+        """Refuse a journal that this mark was not taken of, or of which an event after it is missing or changed; or
+        after `since`, where that is an earlier position."""
         newest = self.position
         if newest < mark.position:
             raise StoreError(
@@ -150,7 +151,8 @@ class Journal(ABC):
                 f"The journal {self.name} is not the one beside which the checkpoint was written: up to position "
                 f"{mark.position} they differ. Bring back the one that belongs to the checkpoint, with its -wal file."
             )
-        for _ in self._pages(mark.position, newest, None, None):
+        first = mark.position if since is None else min(since, mark.position)
+        for _ in self._pages(first, newest, None, None):
             pass
 
     def read(

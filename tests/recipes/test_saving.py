@@ -74,7 +74,7 @@ def test_a_checkpoint_holds_what_the_journal_does_not(world: Path, tmp_path: Pat
         found = saving.checkpoints.newest()
         assert found is not None and found.step == 2
         assert found.facts["position"] == parts.store.position
-        assert found.facts["source"] == parts.source.state() and found.facts["learner"].keys() == {
+        assert found.facts["source"] == parts.source.mark()[0] and found.facts["learner"].keys() == {
             "kl_value",
             "role_means",
         }
@@ -115,6 +115,20 @@ def test_steps_beyond_the_checkpoint_are_replayed(world: Path, whole: Path, tmp_
     assert "Going on after step 2" in told and "up to step 3 was measured before" in told
     assert measured(run)[:3] == before, "what is replayed measures less, and is not written over what was"
     assert [step["step"] for step in measured(run)] == [1, 2, 3, 4]
+    assert same(weights(run), weights(whole))
+
+
+@pytest.mark.integration
+def test_a_run_goes_on_from_what_it_saved_during_a_replay(world: Path, whole: Path, tmp_path: Path) -> None:
+    """Three steps are admitted and none is saved; then the first is replayed and saved."""
+    run = tmp_path / "run"
+    for every, last in ((9, 3), (1, 2)):
+        with suppress(Killed), saver(world, run, steps=4, **{"checkpoint.every": every}) as (saving, parts):
+            save = saving.maybe_save
+            saving.maybe_save = lambda step: die() if step == last else save(step)  # type: ignore[method-assign]  # noqa: B023
+            practise(parts)
+    assert steps_kept(run) == [1] and [step["step"] for step in measured(run)] == [1, 2, 3]
+    assert main(["train", "--resume", str(run)]) == 0
     assert same(weights(run), weights(whole))
 
 

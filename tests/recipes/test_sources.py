@@ -95,8 +95,10 @@ def sourced(
     reward: Callable[..., Any] = even,
     *,
     judging: Judging | None = None,
+    step: int = 0,
     state: Any = None,
     mark: Mark = BEGINNING,
+    sampler: str = "shuffled",
     at_once: int = 64,
     greedy: bool = False,
     env: EnvConfig | None = None,
@@ -112,7 +114,7 @@ def sourced(
             Sampling(max_tokens=4),
             seed=5,
             dataset=dataset,
-            order=SAMPLERS["shuffled"]().start(len(dataset), 5, dataset.sources),
+            order=SAMPLERS[sampler]().start(len(dataset), 5, dataset.sources),
             prompt_ids=lambda task: np.frombuffer(str(task.fields["prompt"]).encode(), np.uint8).astype(np.int32),
             engine=engine,
             judge=judge,
@@ -124,7 +126,7 @@ def sourced(
             keep=keep,
             code_changed=code_changed,
         )
-        source.take_up(state, mark)
+        source.take_up(step, state, mark)
         yield source
 
 
@@ -270,7 +272,7 @@ def test_what_stops_a_run_leaves_nothing_running(who: str, complaints: list[str]
 
 def test_a_replayed_step_has_the_same_groups(tmp_path: Path) -> None:
     with closing(open_store(tmp_path / "journal.sqlite")) as store, sourced(Scripted(), store) as source:
-        state, mark = source.state(), store.end
+        state, mark = source.mark()
         before = [source.next(step) for step in (1, 2)]
     engine = Scripted()
     with (

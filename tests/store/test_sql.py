@@ -399,6 +399,17 @@ def test_a_mark_tells_its_journal_from_another(path: Path, tmp_path: Path) -> No
         other.check(mark)
 
 
+def test_events_before_a_mark_are_checked_where_they_are_needed(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as raw, raw:
+        assert raw.execute("UPDATE events SET kind = 'noted' WHERE position = 5").rowcount == 1
+    with closing(open_store(path)) as store:
+        mark = store.flush()
+        store.check(mark)
+        store.check(mark, 5)
+        with pytest.raises(StoreError, match="event at position 5 does not match its checksum"):
+            store.check(mark, 4)
+
+
 def test_a_payload_that_is_gone_is_noticed(path: Path) -> None:
     with closing(sqlite3.connect(path)) as raw, raw:
         raw.execute("DELETE FROM blobs")

@@ -1,0 +1,213 @@
+"""A run that saves while it replays can be resumed: what was admitted is found by its step, wherever it is written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from etude.data import SAMPLERS, Dataset
+from etude.errors import StoreError
+from etude.recipes.agents import AgentConfig, Agents
+from etude.recipes.collecting import Collector
+from etude.recipes.collection import Collection
+from etude.recipes.environment import EnvConfig
+from etude.recipes.sources import AgentSource
+from etude.records import Outcome, Task
+from etude.rewards import Judge, Judging
+from etude.store import Event, Journal, Mark, TaskDropped, open_store
+from etude.store.desk import Ended, Keeper
+from etude.store.events import Admitted
+from etude.store.local_desk import LocalDesk
+from tests.recipes.test_sources import CHAT, ECHO, TASKS, Scripted, even, sourced, told
+from tests.store.made import turn
+
+ADMITTED, STEPS = 3, 4
+"""Steps that were admitted before the run was killed, and steps in all."""
+
+
+class Saved(NamedTuple):
+    """What a checkpoint keeps of a source."""
+
+    step: int = 0
+    state: Any = None
+    mark: Mark = Mark(0, 0)
+
+
+def saved(source: Collector, step: int) -> Saved:
+    """The checkpoint of a step that was just made; its state goes through JSON, as in a file."""
+    state, mark = source.mark()
+    return Saved(step, json.loads(json.dumps(state)), mark)
+
+
+def judged(task: Task, answer: str) -> float:
+    """Some groups fail, some earn the same, and are replaced."""
+    if task.ordinal in (0, 4):
+        raise ValueError("a task that cannot be judged")
+    return 0.5 if task.ordinal == 6 else even(task, answer)
+
+
+GIVEN: dict[str, Any] = {"sampler": "curriculum", "refill": 1, "retries": 0, "group_size": 2}
+
+
+class Whole(NamedTuple):
+    """A run that nobody disturbed."""
+
+    batches: list[list[Event]]
+    """What was written, write by write."""
+    groups: list[Any]
+    """What each step trained on."""
+    saved: list[Saved]
+    """The checkpoint of each step, and of the beginning."""
+
+
+def whole(**given: Any) -> Whole:
+    """All steps at a stretch."""
+    batches: list[list[Event]] = []
+    with closing(open_store()) as store:
+        append = store.append
+        store.append = lambda events: (batches.append(list(events)), append(events))[1]  # type: ignore[method-assign]
+        with sourced(Scripted(), store, judged, **given) as source:
+            found, kept = [], [saved(source, 0)]
+            for step in range(1, STEPS + 1):
+                found.append(told(source.next(step)))
+                kept.append(saved(source, step))
+    return Whole(batches, found, kept)
+
+
+def killed(batches: Sequence[Sequence[Event]]) -> Journal:
+    """The journal of a run that was killed after these writes."""
+    store = open_store()
+    for batch in batches:
+        store.append(batch)
+    return store
+
+
+def admitted(batches: Sequence[Sequence[Event]], step: int) -> int:
+    """How many writes there were when a step was admitted."""
+    return 1 + next(at for at, batch in enumerate(batches) if any(_admits(event, step) for event in batch))
+
+
+def _admits(event: Event, step: int) -> bool:
+    return isinstance(event, Admitted) and event.step == step
+
+
+@pytest.mark.parametrize(("env", "greedy"), [(None, False), (ECHO, True)])
+def test_a_run_may_save_at_each_step_of_a_replay_and_be_resumed_there(env: EnvConfig | None, greedy: bool) -> None:
+    """Each life replays one step, saves, and is killed; the last one goes on to the end."""
+    given = {**GIVEN, "env": env, "greedy": greedy}
+    straight = whole(**given)
+    dropped = {event.step for batch in straight.batches for event in batch if isinstance(event, TaskDropped)}
+    assert len(dropped & {1, 2, 3}) > 1, "tasks are dropped in steps that are replayed"
+    kept = Saved()
+    with closing(killed(straight.batches[: admitted(straight.batches, ADMITTED)])) as store:
+        for last in (1, 2, 3, STEPS):
+            with sourced(Scripted(), store, judged, **given, **kept._asdict()) as source:
+                assert source.replays == (ADMITTED if kept.step < ADMITTED else 0)
+                for step in range(kept.step + 1, last + 1):
+                    groups = source.next(step)
+                    assert told(groups) == straight.groups[step - 1], f"step {step}, saved after {kept.step}"
+                    assert groups.replayed == (step <= ADMITTED)
+                    assert source.mark()[0] == straight.saved[step].state
+                kept = saved(source, last)
+        assert store.admitted().keys() == set(range(1, STEPS + 1))
+
+
+def test_an_older_checkpoint_leads_to_the_same_steps() -> None:
+    """The newest is damaged: the run falls back, and saves on its way to where it was."""
+    straight = whole(**GIVEN)
+    with closing(killed(straight.batches[: admitted(straight.batches, ADMITTED)])) as store:
+        with sourced(Scripted(), store, judged, **GIVEN, **straight.saved[1]._asdict()) as source:
+            assert told(source.next(2)) == straight.groups[1]
+            kept = saved(source, 2)
+        with sourced(Scripted(), store, judged, **GIVEN, **kept._asdict()) as source:
+            assert [told(source.next(step)) for step in (3, 4)] == straight.groups[2:]
+            assert source.mark()[0] == straight.saved[4].state
+
+
+def test_an_admission_before_the_mark_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    """Else its step would be taken for one that was never admitted."""
+    straight, path = whole(**GIVEN), tmp_path / "journal.sqlite"
+    with closing(open_store(path)) as store:
+        for batch in straight.batches[: admitted(straight.batches, 2)]:
+            store.append(batch)
+        with sourced(Scripted(), store, judged, **GIVEN) as source:
+            source.next(1)
+            kept = saved(source, 1)
+    with closing(sqlite3.connect(path)) as raw, raw:
+        changed = raw.execute("UPDATE events SET kind = 'noted' WHERE position = ?", (kept.mark.position,))
+        assert changed.rowcount == 1
+    with (
+        closing(open_store(path)) as store,
+        pytest.raises(StoreError, match="does not match its checksum"),
+        sourced(Scripted(), store, judged, **GIVEN, **kept._asdict()),
+    ):
+        pass
+
+
+# -- what agents play -------------------------------------------------------------------------------------------------
+
+
+async def played(desk: LocalDesk) -> None:
+    """Play whatever is queued, each rollout the same whenever it is played."""
+    while True:
+        for claim in await desk.claim("runner", 16, 10.0):
+            await desk.turn(claim.key, turn(seed=claim.key.rollout))
+            reward = float(np.random.default_rng(claim.key.rollout).integers(2))
+            fails = claim.task.ordinal in (0, 4)
+            ended = Ended(Outcome.FAILED, "not this one") if fails else Ended(Outcome.SUCCEEDED, reward=reward)
+            await desk.finish(claim.key, ended)
+
+
+@contextmanager
+def agents(store: Journal, kept: Saved) -> Iterator[AgentSource]:
+    """A source of rollouts that a runner plays, over the same tasks; opened as a run does."""
+    dataset = Dataset.load(TASKS)
+    order = SAMPLERS["curriculum"]().start(len(dataset), 5, dataset.sources)
+    desk = LocalDesk(store)
+    with Judge(even, Judging()) as judge, asyncio.Runner() as runner:
+        runner.run(desk.keep(Keeper("this run", "here")))
+        asked = Agents(AgentConfig(), 0, desk, judge, CHAT.tokenizer, store.position)
+        source = AgentSource(
+            Collection(tasks=2, group_size=2, refill=1),
+            asked,
+            seed=5,
+            dataset=dataset,
+            order=order,
+            judge=judge,
+            store=store,
+            runner=runner,
+        )
+        source.take_up(*kept)
+        playing = runner.get_loop().create_task(played(desk))
+        yield source
+        playing.cancel()
+        runner.run(desk.close())
+
+
+def test_what_agents_played_is_replayed_and_saved_on_the_way() -> None:
+    with closing(open_store()) as store, agents(store, Saved()) as source:
+        straight, states = [], []
+        for step in range(1, STEPS + 1):
+            straight.append(told(source.next(step)))
+            states.append(source.mark()[0])
+        dropped = {event.cause for _, event in store.read(kinds=(TaskDropped,)) if isinstance(event, TaskDropped)}
+        assert len(dropped) == 2, "some groups failed, and some earned the same"
+    kept = Saved()
+    with closing(open_store()) as store:
+        with agents(store, kept) as source:
+            assert [told(source.next(step)) for step in (1, 2, 3)] == straight[:3]
+        for last in (1, 2, STEPS):
+            with agents(store, kept) as source:
+                for step in range(kept.step + 1, last + 1):
+                    groups = source.next(step)
+                    assert told(groups) == straight[step - 1] and groups.replayed == (step <= ADMITTED)
+                    assert source.mark()[0] == states[step - 1]
+                kept = saved(source, last)
