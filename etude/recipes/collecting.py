@@ -151,7 +151,7 @@ class Collector(ABC):
         self._tally = Tally()
         for task in (*self._lost, *self._left):
             self._tally.add_interrupted(task, map(self._store.rollout, task.rollouts))
-        self._ask_again([], self._left)
+        self._ask_again(self._lost, self._left)
         self._lost, self._left = [], []
         wanted = self._config.tasks * self._stride
         with self.watch(f"step {step}: answers", wanted) as bar:

@@ -120,6 +120,22 @@ def test_a_run_may_save_at_each_step_of_a_replay_and_be_resumed_there(env: EnvCo
         assert store.admitted().keys() == set(range(1, STEPS + 1))
 
 
+def test_whenever_a_run_is_killed_it_may_save_in_its_replay_and_be_killed_again() -> None:
+    """The journal ends after each write of the second step in turn, some of whose tasks are dropped; what the first
+    replayed is saved."""
+    straight = whole(**GIVEN)
+    first, last = admitted(straight.batches, 1), admitted(straight.batches, 2)
+    assert any(isinstance(event, TaskDropped) for batch in straight.batches[first : last - 2] for event in batch)
+    for cut in range(first, last + 1):
+        with closing(killed(straight.batches[:cut])) as store:
+            with sourced(Scripted(), store, judged, **GIVEN) as source:
+                assert told(source.next(1)) == straight.groups[0]
+                kept = saved(source, 1)
+            with sourced(Scripted(), store, judged, **GIVEN, **kept._asdict()) as source:
+                assert told(source.next(2)) == straight.groups[1], f"after write {cut} of {last}"
+                assert source.mark()[0] == straight.saved[2].state
+
+
 def test_an_older_checkpoint_leads_to_the_same_steps() -> None:
     """The newest is damaged: the run falls back, and saves on its way to where it was."""
     straight = whole(**GIVEN)
