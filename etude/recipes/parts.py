@@ -189,6 +189,7 @@ class Parts:
             with self.log.step(step) as at, at.timer("evaluate"):
                 at.add(self.evaluate.maybe_run(step))
                 self.evaluate.raise_failed()
+            self.checkpoint.mark_best(step)  # it was saved without a score, if its evaluation had failed
 
     def collate(self, groups: Groups) -> Batch:
         """One batch of a step's groups, which ranks make where its tokens do not lie here."""

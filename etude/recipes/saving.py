@@ -111,8 +111,13 @@ class Saver:
         better = score is not None and step > 0 and (kept is None or score > kept)
         if step % self.config.every == 0 or step == self.steps or self.interrupt.asked or better:
             self.save(step)
-            if score is not None:
-                self.checkpoints.mark_best(step, score, self.measured)
+            self.mark_best(step)
+
+    def mark_best(self, step: int) -> None:
+        """Keep the checkpoint of a step as the best, if the step was scored and is better than the best so far."""
+        score = self.best(step)
+        if score is not None and step > 0:
+            self.checkpoints.mark_best(step, score, self.measured)
 
     def save(self, step: int) -> None:
         """Write a checkpoint of this step."""

@@ -210,6 +210,10 @@ def test_a_step_whose_evaluation_fails_is_saved_all_the_same(world: Path, tmp_pa
         with pytest.raises(EngineError, match="out of memory"):
             practise(parts)
     assert steps_kept(tmp_path)[-1] == 2 and [step["step"] for step in measured(tmp_path)] == [1, 2]
+    with scored(world, tmp_path) as (saving, parts):
+        parts.begin()
+        best = saving.checkpoints.best()
+        assert best is not None and best.step == 2, "it is scored when the run goes on"
 
 
 def test_a_score_in_which_answers_failed_is_told_and_marks_no_best(
