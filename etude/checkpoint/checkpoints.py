@@ -120,13 +120,18 @@ class Checkpoints:
         """Keep the checkpoint of this step as the best, if it has a higher score than the best so far.
 
         `measured` says by what. A score by something else compares with nothing, and the new one takes its place.
-        Only a step that was saved can be the best: returns whether this one now is.
+        Only a step that was saved can be the best: returns whether this one now is. One that a run which went back has
+        saved again counts as it was saved last: the first may be damaged.
         """
         of_step = [found for found in self.kept() if found.step == step]
-        best = self.best_score(measured)
-        if not of_step or (best is not None and best >= score):
+        if not of_step:
             return False
         made = {"name": of_step[-1].path.name, "step": step, "score": score, "measured": measured}
+        best = self._best()
+        if best is not None and best["measured"] == measured:
+            saved_again = (best["step"], best["score"]) == (step, score) and best["name"] != made["name"]
+            if score <= best["score"] and not saved_again:
+                return False
         self._first(lambda: write_json(self.directory / _BEST, made))
         return True
 

@@ -101,6 +101,20 @@ def test_going_back_writes_nothing_over(tmp_path: Path) -> None:
     assert newest is not None and newest.path == again.path
 
 
+def test_the_best_that_was_saved_again_is_the_new_one(tmp_path: Path) -> None:
+    """It was damaged, and the run went back for that."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    damaged = checkpoints.save(2, tensors(2), {})
+    assert checkpoints.mark_best(2, 0.9) and not checkpoints.mark_best(2, 0.9)
+    flip(damaged.path / "tensors.json")
+    again = checkpoints.save(2, tensors(2), {})
+    assert not checkpoints.mark_best(2, 0.8) and checkpoints.mark_best(2, 0.9)
+    best = checkpoints.best()
+    assert best is not None and best.path == again.path
+    checkpoints.save(3, tensors(3), {})
+    assert not damaged.path.exists() and again.path.exists()
+
+
 def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 3)
 
