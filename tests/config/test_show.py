@@ -78,6 +78,7 @@ runs = st.builds(
 
 
 @given(runs)
+@settings(max_examples=9)
 @example(Run(stop=["\x85"], title="1e-3"))
 def test_the_yaml_of_a_run_composes_back_to_it(run: Run) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +115,7 @@ def overrides() -> st.SearchStrategy[list[str]]:
 
 
 @given(overrides())
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_overrides_written_down_and_read_again_are_the_same_run(asked: list[str]) -> None:
     run = compose(Run, asked)
     with tempfile.TemporaryDirectory() as folder:
