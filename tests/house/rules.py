@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 
 from tests.house import table
-from tests.house.source import FunctionNode, Module, at_import, dotted_name, functions, true_name
+from tests.house.source import FunctionNode, Module, at_import, dotted_name
 
 Modules = Mapping[str, Module]
 Definition = FunctionNode | ast.ClassDef
@@ -89,7 +89,7 @@ def budgets(modules: Modules) -> Iterator[str]:
         limit = table.MAX_LINES_OF.get(module.path, table.MAX_FILE_LINES)
         if lines > limit:
             yield f"{module.path} has {lines} lines; {limit} are allowed."
-        for function in functions(module.tree):
+        for function in (node for node in module.nodes if isinstance(node, FunctionNode)):
             length = (function.end_lineno or function.lineno) - function.lineno + 1
             limit = table.MAX_FUNCTION_LINES_OF.get(f"{module.path} {function.name}", table.MAX_FUNCTION_LINES)
             if length > limit:
@@ -103,7 +103,7 @@ def environment(modules: Modules) -> Iterator[str]:
     for module in modules.values():
         if listed(module, table.ENVIRONMENT_IN):
             continue
-        used = {true_name(node, module.names) for node in ast.walk(module.tree)} | set(module.names.values())
+        used = {name for name, _ in module.used} | set(module.names.values())
         for name in sorted(used & {f"os.{name}" for name in names}):
             yield f"{module.path} uses {name}; the environment is read in config/env.py alone."
 
@@ -112,18 +112,17 @@ def prints(modules: Modules) -> Iterator[str]:
     """Only the command line, the console and the log's own handler speak to the terminal."""
     streams = {"sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__"}
     for module in modules.values():
-        for node in ast.walk(module.tree):
-            name = true_name(node, module.names)
+        for name, line in module.used:
             if name == "print" and not listed(module, table.PRINT_IN):
-                yield f"{module.path}:{node.lineno} calls print; use the log, or return what is to be shown."
+                yield f"{module.path}:{line} calls print; use the log, or return what is to be shown."
             elif name in streams and not listed(module, table.STREAMS_IN):
-                yield f"{module.path}:{node.lineno} uses {name}; use the log, or return what is to be shown."
+                yield f"{module.path}:{line} uses {name}; use the log, or return what is to be shown."
 
 
 def registries(modules: Modules) -> Iterator[str]:
     """Nothing registers itself: a registry is a literal dict, and nothing that runs at import adds to one."""
     for module in modules.values():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, Definition):
                 for decorator in node.decorator_list:
                     called = decorator.func if isinstance(decorator, ast.Call) else decorator
@@ -152,7 +151,7 @@ def ranks(modules: Modules) -> Iterator[str]:
     """The controller speaks to a crew, never to a rank."""
     for module in modules.values():
         if listed(module, table.NO_RANKS_IN):
-            for node in ast.walk(module.tree):
+            for node in module.nodes:
                 name = _identifier(node)
                 if {"rank", "ranks"} & set(name.lower().split("_")):
                     yield f"{module.path}:{getattr(node, 'lineno', 0)} names a rank ({name})."
@@ -165,7 +164,7 @@ def named(modules: Modules) -> Iterator[str]:
         for found in module.imports:
             if found.target.split(".")[0] in banned:
                 yield f"{module.path}:{found.line} imports {found.target}."
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Call) and dotted_name(node.func) in banned:
                 yield f"{module.path}:{node.lineno} calls {dotted_name(node.func)}."
 
@@ -237,7 +236,7 @@ def _classes(modules: Modules) -> dict[str, tuple[set[str], set[str]]]:
     """Every class of the package by its bare name: the bare names of its bases, and the methods it documents."""
     found = {}
     for module in modules.values():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 plain = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
                 bases = {dotted_name(base).split(".")[-1] for base in plain}

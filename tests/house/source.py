@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -31,6 +32,8 @@ class Module:
     """Dotted: `etude.config.env`; a folder's `__init__.py` has the folder's name."""
     text: str
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
+    """All of the tree, walked once for all rules."""
     names: Mapping[str, str]
     """What the file's imports call things: `o` for `os` after `import os as o`."""
     imports: tuple[Import, ...]
@@ -39,6 +42,12 @@ class Module:
     def room(self) -> str:
         """The first part of the path: `config` for `config/env.py`, `records` for `records.py`."""
         return self.path.split("/")[0].removesuffix(".py")
+
+    @cached_property
+    def used(self) -> tuple[tuple[str, int], ...]:
+        """Every name that stands in it, with its line: `os.environ` for `o.environ` after `import os as o`."""
+        named = (node for node in self.nodes if isinstance(node, ast.Name | ast.Attribute))
+        return tuple((name, node.lineno) for node in named if (name := true_name(node, self.names)))
 
 
 def read_package(folder: Path) -> dict[str, Module]:
@@ -52,15 +61,11 @@ def read_package(folder: Path) -> dict[str, Module]:
     for name, path in files.items():
         text, tree = path.read_text(), trees[name]
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        names = _names(tree)
+        nodes = tuple(ast.walk(tree))
+        names = _names(nodes)
         imports = tuple(_imports(tree, package, known, names))
-        modules[name] = Module(path.relative_to(folder).as_posix(), name, text, tree, names, imports)
+        modules[name] = Module(path.relative_to(folder).as_posix(), name, text, tree, nodes, names, imports)
     return modules
-
-
-def functions(tree: ast.AST) -> Iterator[FunctionNode]:
-    """Every function and method, nested ones too."""
-    return (node for node in ast.walk(tree) if isinstance(node, FunctionNode))
 
 
 def dotted_name(node: ast.AST) -> str:
@@ -90,16 +95,16 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
             yield from at_import(child)
 
 
-def _names(tree: ast.Module) -> dict[str, str]:
+def _names(nodes: Sequence[ast.AST]) -> dict[str, str]:
     """What imports, and other names given to what was imported, stand for."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.asname: alias.name for alias in node.names if alias.asname}
             found |= {first: first for alias in node.names if not alias.asname for first in [alias.name.split(".")[0]]}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign) and dotted_name(node.value).split(".")[0] in found:
             told = true_name(node.value, found)
             found |= {to.id: told for to in node.targets if isinstance(to, ast.Name) and to.id not in found}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 import pytest
 
 from etude.config.compose import compose
+from etude.config.show import leaves
 from etude.errors import ConfigError, UnknownChoiceError, UnknownKeyError
 from etude.recipes.elsewhere import TRL, VERL
 from etude.recipes.run import Run
@@ -42,23 +44,44 @@ def options(code: str) -> list[str]:
     return words if fits and (len(words) > 1 or "=" in code or "." in code or code in Run.model_fields) else []
 
 
+@cache
+def exists(told: tuple[str, ...]) -> None:
+    """Compose a run of these options, once for all rows that name them."""
+    try:
+        compose(Run, told)
+    except (UnknownKeyError, UnknownChoiceError):
+        raise
+    except ConfigError as error:
+        pytest.fail(f"{told}: {error}")
+
+
+def are_options(*names: str, beside: tuple[str, ...] = ()) -> bool:
+    """Whether these are known beside others: they are given what no option takes, and all that is wrong is told."""
+    with pytest.raises(ConfigError) as caught:
+        compose(Run, [*beside, *(f"{name}=[[]]" for name in names)])
+    return "is not an option" not in str(caught.value)
+
+
 @sweep(("page", "theirs", "codes"), ROWS)
 def test_what_is_named_exists(page: str, theirs: str, codes: list[str]) -> None:
     found = [options(code) for code in codes]
     assert any(found), "no option of ours is named"
     for words in found:
-        told = [word for word in words if "=" in word]
-        for word in words:
-            if "=" not in word:
-                with pytest.raises(ConfigError) as caught:
-                    compose(Run, [*told, f"{word}=[[]]"])
-                assert not isinstance(caught.value, UnknownKeyError), word
-        try:
-            compose(Run, told)
-        except (UnknownKeyError, UnknownChoiceError):
-            raise
-        except ConfigError as error:
-            pytest.fail(f"{told}: {error}")
+        exists(tuple(word for word in words if "=" in word))
+
+
+def test_what_is_named_without_a_value_exists() -> None:
+    """Tried together, but for choices: beside a wrong one nothing else is told."""
+    beside: dict[tuple[str, ...], set[str]] = {}
+    for words in (options(code) for _, _, codes in ROWS for code in codes):
+        told = tuple(word for word in words if "=" in word)
+        beside.setdefault(told, set()).update(word for word in words if "=" not in word)
+    choices = {leaf.path for leaf in leaves(Run) if leaf.type.startswith("one of ")}
+    for told, names in beside.items():
+        together, alone = sorted(names - choices), sorted(names & choices)
+        for tried in filter(None, [together, *([each] for each in alone)]):
+            assert are_options(*tried, beside=told), tried
+    assert not are_options(*sorted(beside[()] - choices), "data.no_such")
 
 
 @pytest.mark.parametrize(("page", "table"), [("coming-from-verl.md", VERL), ("coming-from-trl.md", TRL)])

@@ -37,17 +37,37 @@ COMMANDS = {
 }
 LATER = {"a preset": ("hydra", "pydantic", "numpy"), "train": ("etude.recipes.loop", "etude.recipes.build")}
 """What a command loads after that, though it is not heavy."""
-RUN = "import sys\nfrom etude.cli import main\ncode = main(sys.argv[1:])\n"
-TELL = "import json\nprint(json.dumps([code, sorted(sys.modules)]))"
+IN_TURN = """
+import contextlib, io, json, sys
+from etude.cli import main
+
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        code = main(words)
+    print(json.dumps([code, told.getvalue(), sorted(sys.modules)]))
+"""
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+def refused_in_turn(folder: Path, names: list[str]) -> dict[str, set[str]]:
+    """What is loaded after each of these commands, in one interpreter, and that each of them is refused."""
+    program = [sys.executable, "-c", IN_TURN, json.dumps([COMMANDS[name] for name in names])]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=folder, timeout=120)
+    outcomes = dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
+    for name, (code, told, _) in outcomes.items():
+        assert (code, told.startswith("etude: ")) == (2, True), f"{name}: {told}{done.stderr}"
+    return {name: set(loaded) for name, (_, _, loaded) in outcomes.items()}
+
+
+@pytest.mark.parametrize("command", LATER)
 def test_a_mistyped_option_is_told_before_anything_heavy_is_loaded(command: str, tmp_path: Path) -> None:
-    program = [sys.executable, "-c", RUN + TELL, *COMMANDS[command]]
-    done = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    code, loaded = json.loads(done.stdout.splitlines()[-1])
-    assert (code, done.stderr.startswith("etude: ")) == (2, True), done.stderr
-    assert not set(loaded) & {*HEAVY, *LATER.get(command, ())}
+    loaded = refused_in_turn(tmp_path, [command])
+    assert not loaded[command] & {*HEAVY, *LATER[command]}
+
+
+def test_no_other_command_loads_anything_heavy_for_a_mistyped_option(tmp_path: Path) -> None:
+    loaded = refused_in_turn(tmp_path, [name for name in COMMANDS if name not in LATER])
+    wrong = {name: sorted(found & set(HEAVY)) for name, found in loaded.items() if found & set(HEAVY)}
+    assert not wrong, f"The first of these has loaded it: {wrong}"
 
 
 def test_what_a_file_must_not_load_is_not_there_when_it_is_loaded() -> None:

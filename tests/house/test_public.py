@@ -66,7 +66,7 @@ def test_the_front_door_opens_lightly(code: str) -> None:
 
 
 def test_what_is_loaded_is_seen() -> None:
-    assert loaded_after("import torch") >= {"torch"}
+    assert loaded_after("import sys\nsys.modules['torch'] = sys") == {"torch"}
 
 
 def test_the_command_is_installed() -> None:
