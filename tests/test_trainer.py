@@ -337,6 +337,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.integration
 def test_one_program_is_the_trainer_and_its_runner(options: dict[str, Any], tmp_path: Path) -> None:
     """Started twice, as ETUDE_ROLE says: the trainer starts no runner of its own, and the other one plays."""
     program, run, key = tmp_path / "program.py", tmp_path / "run", tmp_path / "run" / "runner.key"

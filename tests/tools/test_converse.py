@@ -107,8 +107,15 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(
     assert np.array_equal(asked[1][: len(asked[0])], asked[0]) and len(asked[1]) > len(asked[0])
 
 
+END = [
+    (b"/quit\n", 0),
+    pytest.param(b"\x04", 0, marks=pytest.mark.integration),
+    pytest.param(b"\x03", 130, marks=pytest.mark.integration),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("ends", "code"), [(b"\x04", 0), (b"\x03", 130), (b"/quit\n", 0)])
+@pytest.mark.parametrize(("ends", "code"), END)
 def test_a_conversation_in_a_terminal_is_ended(ends: bytes, code: int, model: Path) -> None:
     words = [sys.executable, "-m", "etude", "chat", str(model), "train.precision=fp32", "threads=1"]
     ours, theirs = pty.openpty()
