@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -11,7 +15,21 @@ from etude.config import load_plugin
 from etude.config.compose import compose
 from etude.recipes.presets import PRESETS
 
-__all__ = ["composed", "root_of"]
+__all__ = ["composed", "in_turn", "root_of"]
+
+IN_TURN = """
+import os, sys
+from etude.cli import main
+from etude.recipes import run
+
+codes = []
+for line in sys.argv[2:]:
+    if os.fork() == 0:
+        sys.exit(main(line.split()))
+    codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
+with open(sys.argv[1], "w") as file:
+    print(*codes, file=file)
+"""
 
 
 def root_of(asked: Namespace, words: Sequence[str]) -> type[BaseModel] | None:
@@ -29,3 +47,13 @@ def composed(asked: Namespace, words: Sequence[str]) -> BaseModel | None:
     presets = [PRESETS[word] for word in asked.overrides if word in PRESETS]
     options = [word for word in asked.overrides if "=" in word]
     return compose(root, options, preset=presets[0] if presets else None)
+
+
+def in_turn(
+    tmp_path: Path, *lines: str, before: str = "", behind: str = ""
+) -> tuple[list[int], subprocess.CompletedProcess[bytes]]:
+    """The exit codes of command lines, each in a process of its own, forked from one that the shell started; and what
+    all of them printed. before: the environment, behind: what the shell does to the outputs."""
+    command = shlex.join([sys.executable, "-c", IN_TURN, str(tmp_path / "codes"), *lines])
+    done = subprocess.run(["sh", "-c", f"{before} {command} {behind}"], capture_output=True, check=True)
+    return [int(code) for code in (tmp_path / "codes").read_text().split()], done
