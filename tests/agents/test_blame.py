@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import anthropic
 import httpx2
-import openai
 import pytest
 import requests
 
 from etude.agents.blame import outcome_of
 from etude.errors import EngineError, IllegalMoveError
 from etude.records import Outcome
+from tests.agents.sdks import anthropic, openai
 
 DEAD = "http://127.0.0.1:1"
 BLAMELESS = Outcome.INFRA_ERROR

@@ -30,7 +30,7 @@ from tests.agents.proxy.world import Scripted, World, chat_of, serving
 def test_an_attempt_that_ends_is_forgotten_at_once_and_its_calls_with_it() -> None:
     with serving(scripted(pause=0.0), chat_of()) as world:
         world.desk.tell(world.endpoint.over)
-        for _ in range(50):
+        for _ in range(12):
             claim = world.attempt()
             assert posted(world, "/v1/chat/completions", CHAT, claim.model_key).status_code == 200
             world.do(world.desk.finish(claim.key, Ended(Outcome.SUCCEEDED)))
@@ -93,6 +93,7 @@ def test_a_request_that_drips_or_breaks_off_is_let_go_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("etude.store.bounds.BODY_S", 0.5)
+    monkeypatch.setattr("etude.store.bounds.DRAINED_S", 0.2)
     caplog.set_level(logging.ERROR, "etude.agents")
     with serving(scripted(), chat_of()) as world:
         claim = world.attempt()
@@ -134,7 +135,7 @@ def test_a_client_that_reads_nothing_of_a_stream_is_let_go_of(monkeypatch: pytes
     """Its connection is open, and takes no more; what was sampled so far is recorded."""
     monkeypatch.setattr("etude.agents.proxy.app.UNREAD_S", 0.5)
     endless = Endless(chat_of().tokenizer, lambda _: "so")
-    with serving(endless, chat_of(), train=SamplingParams(max_tokens=10**6)) as world:
+    with serving(endless, chat_of(), held=4096, train=SamplingParams(max_tokens=10**6)) as world:
         claim = world.attempt()
         host, _, port = world.root.removeprefix("http://").partition(":")
         body = json.dumps({**CHAT, "stream": True})
@@ -225,7 +226,7 @@ def test_calls_of_many_attempts_leave_no_task_and_no_thread_behind() -> None:
         one(0)
         one(1)
         before, threads = _settled(world, tasks), threading.active_count()
-        for number in range(16):
+        for number in range(8):
             one(number)
         assert _settled(world, tasks) <= before and threading.active_count() <= threads + 2
         assert world.endpoint.metrics()["endpoint/attempts"] == 0

@@ -13,14 +13,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import anthropic
 import numpy as np
-import openai
 import pytest
 
 from etude.data.adapt import samples
 from etude.records import SamplingParams, Turn
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
+from tests.agents.sdks import anthropic, openai
 from tests.chat.conversations import WEATHER
 
 CALL = (

@@ -11,9 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx2
-import openai
 import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
@@ -27,6 +25,7 @@ from etude.errors import ConfigError
 from etude.store.desk import Claim
 from tests.agents.proxy.listening import served
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
+from tests.agents.sdks import anthropic, openai
 from tests.chat.conversations import WEATHER
 
 ASK: list[Any] = [{"role": "user", "content": "What is it?"}]
@@ -192,7 +191,7 @@ def trouble() -> Iterator[World]:
     monkey.setenv("THEIR_KEY", SECRET)
     with served(troubled()) as url:
         models = {name: External(url=url, key_from="THEIR_KEY") for name in MODELS}
-        config = EndpointConfig(external=models | {"gone": External(url="http://127.0.0.1:9/v1")}, timeout_s=1.5)
+        config = EndpointConfig(external=models | {"gone": External(url="http://127.0.0.1:9/v1")}, timeout_s=1.0)
         with serving(Scripted(chat_of().tokenizer, lambda _: "Mine."), chat_of(), config=config) as world:
             yield world
     monkey.undo()
@@ -210,7 +209,7 @@ def trouble() -> Iterator[World]:
         ("500", 500, "server_error", "answered 500"),
         ("503", 503, "server_error", "answered 503"),
         ("302", 502, "server_error", "answered 302"),
-        ("slow", 504, "timeout_error", "within 1.5 seconds"),
+        ("slow", 504, "timeout_error", "within 1 seconds"),
         ("gone", 502, "server_error", "could not be asked"),
     ],
 )
@@ -293,7 +292,7 @@ def test_a_stream_that_its_client_drops_is_recorded(trouble: World) -> None:
 
 def test_too_many_calls_are_told_to_come_again(provider: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(troubled()) as url:
-        config = EndpointConfig(external={"slow": External(url=url)}, max_running=1, max_waiting=0, timeout_s=2)
+        config = EndpointConfig(external={"slow": External(url=url)}, max_running=1, max_waiting=0, timeout_s=1)
         with serving(Scripted(chat_of().tokenizer, lambda _: "Mine.<|im_end|>"), chat_of(), config=config) as world:
             headers = {"authorization": f"Bearer {world.attempt().model_key}"}
 

@@ -42,11 +42,14 @@ def worlds() -> Iterator[Mapping[bool, World]]:
         yield {False: world, True: strict}
 
 
-def body_with(path: str, name: str, value: Any) -> dict[str, Any]:
-    """A request with a field, which may stand in an object."""
-    outer, _, inner = name.partition(".")
-    needed = {"type": "auto"} if outer == "tool_choice" else {}
-    return {**CALLS[path], outer: {**needed, inner: value} if inner else value}
+def body_with(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A request with these fields, which may stand in objects."""
+    body = dict(CALLS[path])
+    for name, value in fields.items():
+        outer, _, inner = name.partition(".")
+        needed = {"type": "auto"} if outer == "tool_choice" else {}
+        body[outer] = {**needed, **body.get(outer, {}), inner: value} if inner else value
+    return body
 
 
 def named(response: httpx2.Response) -> list[str]:
@@ -57,19 +60,20 @@ def named(response: httpx2.Response) -> list[str]:
 def test_each_field_is_treated_as_its_table_says(worlds: Mapping[bool, World], strict: bool) -> None:
     world = worlds[strict]
     key = world.attempt().model_key
-    for path, name, rule in BY_TREATMENT:
-        if rule.treatment in ("obeyed", "sampling"):
-            continue
-        response = posted(world, path, body_with(path, name, "anything"), key)
-        refused = rule.treatment == "refused" or (strict and rule.treatment == "ignored")
-        assert response.status_code == (400 if refused else 200), f"{path} {name}: {response.text}"
-        if refused:
-            assert f"'{name}' {rule.why}" in told(path, response)[0]
-        else:
-            assert named(response) == [name]
-        for value in rule.neutral:
-            response = posted(world, path, body_with(path, name, value), key)
-            assert response.status_code == 200 and not named(response), f"{path} {name}={value}"
+    for path, table in TABLES.items():
+        rules = {name: rule for name, rule in table.items() if rule.treatment not in ("obeyed", "sampling")}
+        refused = ("refused", "ignored") if strict else ("refused",)
+        accepted = [name for name, rule in rules.items() if rule.treatment not in refused]
+        for name in rules.keys() - set(accepted):
+            response = posted(world, path, body_with(path, {name: "anything"}), key)
+            assert response.status_code == 400, f"{path} {name}: {response.text}"
+            assert f"'{name}' {rules[name].why}" in told(path, response)[0]
+        response = posted(world, path, body_with(path, dict.fromkeys(accepted, "anything")), key)
+        assert response.status_code == 200 and sorted(named(response)) == sorted(accepted), f"{path}: {response.text}"
+        for place in range(max(len(rule.neutral) for rule in rules.values())):
+            neutral = {name: rule.neutral[place] for name, rule in rules.items() if place < len(rule.neutral)}
+            response = posted(world, path, body_with(path, neutral), key)
+            assert response.status_code == 200 and not named(response), f"{path} {neutral}: {named(response)}"
 
 
 @pytest.mark.parametrize("path", TABLES)

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx2
 import numpy as np
-import openai
 import pytest
 
 from etude.agents.proxy import record
@@ -20,6 +19,7 @@ from etude.chat import remembered
 from etude.records import Completion, Message, ToolCall
 from etude.store.desk import Key
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
+from tests.agents.sdks import openai
 from tests.chat.conversations import WEATHER
 
 

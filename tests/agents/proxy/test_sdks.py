@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Iterator
 from itertools import pairwise
 
-import anthropic
 import numpy as np
-import openai
 import pytest
 
 from etude.chat import Chat, Tokenizer
 from etude.records import SamplingParams
 from tests.agents.proxy.world import World, serving
+from tests.agents.sdks import anthropic, openai
 from tests.chat.made import CHATML, byte_level, save
 from tests.rollout.engines import engine_of, model_of
 

@@ -143,13 +143,15 @@ class World:
 
 
 @contextmanager
-def serving(upstream: Upstream, chat: Chat, **options: Any) -> Iterator[World]:
-    """Serve on loopback while the block runs."""
+def serving(upstream: Upstream, chat: Chat, *, held: int | None = None, **options: Any) -> Iterator[World]:
+    """Serve on loopback while the block runs. held: how many bytes the system keeps of what a client does not read."""
     keyring = Keyring(b"a secret of tests alone")
     desk = LocalDesk(MemoryJournal(), keyring)
     endpoint = Endpoint(desk, keyring, chat, upstream, **options)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
+        if held is not None:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, held)
         server = uvicorn.Server(uvicorn.Config(app(endpoint), log_level="warning", timeout_graceful_shutdown=5))
         loop = asyncio.new_event_loop()
         began = threading.Event()
