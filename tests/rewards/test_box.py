@@ -23,7 +23,10 @@ from etude.rewards.probe import PROTECTIONS, protections
 from tests.rewards.boxed import NAMED, WAYS, left, needs, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up as Linux shows them")
-ways = pytest.mark.parametrize("without", WAYS.values(), ids=WAYS)
+ways = pytest.mark.parametrize(
+    "without",
+    [pytest.param(without, id=way, marks=[pytest.mark.slow] if without else []) for way, without in WAYS.items()],
+)
 
 
 @pytest.fixture
@@ -37,38 +40,48 @@ def open_to_all() -> Iterator[str]:
 # -- what programs may do ---------------------------------------------------------------------------------------------
 
 
+DOES = {
+    "print(sum(map(int, input().split())))": "7\n",
+    "import sys\nfor line in sys.stdin: print(line.strip()[::-1])": "ba\ndc\n",
+    "print('é', chr(0x1F600))": "é 😀\n",
+    "if __name__ == '__main__':\n    print('main')": "main\n",
+    "import os; print(os.getcwd() != '', os.listdir('.'))": "True []\n",
+    "open('a', 'w').write('x'); print(open('a').read())": "x\n",
+    "import tempfile; tempfile.NamedTemporaryFile().close(); print('ok')": "ok\n",
+    "import subprocess; print(subprocess.run(['/bin/echo', 'hi'], capture_output=True).stdout)": "b'hi\\n'\n",
+    "import heapq, bisect, math, itertools, decimal; print(math.pi > 3)": "True\n",
+    "import sys; print(sys.argv, __file__)": "['answer.py'] answer.py\n",
+    "import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\nprint(A())": "A(x=1)\n",
+    "import threading; one = threading.Thread(target=lambda: print('thread')); one.start(); one.join()": "thread\n",
+}
+"""What a program does, and what it prints."""
+
+
+def test_a_program_runs_as_a_script_does() -> None:
+    ended = run("\n".join(DOES), "3 4\nab\ncd")
+    assert ended.output == "".join(DOES.values()) and ended.well and (ended.how, ended.code) == ("exit", 0)
+
+
 @pytest.mark.parametrize(
-    ("code", "text", "output", "status"),
+    ("code", "output", "status"),
     [
-        ("print(sum(map(int, input().split())))", "3 4\n", "7\n", 0),
-        ("import sys\nfor line in sys.stdin: print(line.strip()[::-1])", "ab\ncd", "ba\ndc\n", 0),
-        ("print('é', chr(0x1F600))", "", "é 😀\n", 0),
-        ("if __name__ == '__main__':\n    print('main')", "", "main\n", 0),
-        ("import sys; sys.exit(3)", "", "", 3),
-        ("import sys; sys.exit('no')", "", "", 1),
-        ("exit()", "", "", 0),
-        ("import os; print('now', flush=True); os._exit(0)", "", "now\n", 0),
-        ("print(1)\n1 / 0", "", "1\n", 1),
-        ("def f(:", "", "", 1),
-        ("import atexit; atexit.register(print, 'last'); print('first')", "", "first\nlast\n", 0),
-        ("import threading; threading.Thread(target=lambda: print('thread')).start()", "", "thread\n", 0),
-        ("out = open(1, 'w'); out.write('not flushed')", "", "not flushed", 0),
-        ("import os; print(os.getcwd() != '', os.listdir('.'))", "", "True []\n", 0),
-        ("open('a', 'w').write('x'); print(open('a').read())", "", "x\n", 0),
-        ("import tempfile; tempfile.NamedTemporaryFile().close(); print('ok')", "", "ok\n", 0),
+        ("import sys; sys.exit(3)", "", 3),
+        ("import sys; sys.exit('no')", "", 1),
+        ("exit()", "", 0),
+        ("import os; print('now', flush=True); os._exit(0)", "now\n", 0),
+        ("print(1)\n1 / 0", "1\n", 1),
+        ("def f(:", "", 1),
         (
-            "import subprocess; print(subprocess.run(['/bin/echo', 'hi'], capture_output=True).stdout)",
-            "",
-            "b'hi\\n'\n",
+            "import atexit, threading; atexit.register(print, 'last'); print('first')\n"
+            "threading.Thread(target=lambda: print('thread')).start()",
+            "first\nthread\nlast\n",
             0,
         ),
-        ("import heapq, bisect, math, itertools, decimal; print(math.pi > 3)", "", "True\n", 0),
-        ("import sys; print(sys.argv, __file__)", "", "['answer.py'] answer.py\n", 0),
-        ("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\nprint(A())", "", "A(x=1)\n", 0),
+        ("out = open(1, 'w'); out.write('not flushed')", "not flushed", 0),
     ],
 )
-def test_a_program_runs_as_a_script_does(code: str, text: str, output: str, status: int) -> None:
-    ended = run(code, text)
+def test_a_program_ends_as_a_script_does(code: str, output: str, status: int) -> None:
+    ended = run(code)
     assert (ended.how, ended.code, ended.output) == ("exit", status, output) and ended.well == (status == 0)
 
 
@@ -105,15 +118,16 @@ def test_packages_are_there_when_they_are_wanted() -> None:
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
-@ways
-def test_a_loop_is_ended_by_its_processor_seconds(without: Sequence[str]) -> None:
-    ended = run("while True: pass", seconds=30.0, without=without, cpu=1)
+@pytest.mark.slow
+def test_a_loop_is_ended_by_its_processor_seconds() -> None:
+    ended = run("while True: pass", seconds=30.0, cpu=1)
     assert ended.how == "signal" and ended.code == -signal.SIGXCPU
 
 
+@pytest.mark.slow
 def test_a_loop_that_ignores_the_warning_is_ended_too() -> None:
     code = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
-    assert run(code, seconds=30.0, cpu=1).code == -signal.SIGKILL
+    assert run(code, seconds=30.0, without=WAYS["without namespaces"], cpu=1).code == -signal.SIGKILL
 
 
 @ways
@@ -172,7 +186,7 @@ def test_output_without_end_is_a_flood(without: Sequence[str]) -> None:
 def test_a_fork_bomb_stays_small_and_is_gone(without: Sequence[str]) -> None:
     needs("processes", without)
     bomb = NAMED.format(name="etude-bomb") + "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n"
-    ended = run(bomb, seconds=1.0, without=without, cpu=2)
+    ended = run(bomb, seconds=0.5, without=without, cpu=2)
     assert ended.how != "exit" and left("etude-bomb") == []
 
 

@@ -52,8 +52,10 @@ class Slow(RewardFunction):
 class Blocking(RewardFunction):
     """One that holds its thread."""
 
+    seconds: float = 0.6
+
     def __call__(self, task: Task, answer: str) -> float:
-        time.sleep(0.6)
+        time.sleep(self.seconds)
         return 1.0
 
 
@@ -70,8 +72,8 @@ def judged(judge: Judge, *answers: str) -> Sequence[Verdict]:
 def test_parts_of_every_kind_are_judged_each_in_its_place() -> None:
     parts = {
         "quick": Exact(),
-        "waits": Slow(),
-        "thread": Blocking(),
+        "waits": Slow(seconds=0.1),
+        "thread": Blocking(seconds=0.1),
         "processes": Regex(pattern=r"(\d)"),
     }
     with Judge(Combined(parts=parts, weights={"waits": 2.0, "processes": -0.5})) as judge:
@@ -110,7 +112,7 @@ def test_workers_are_for_those_that_can_use_them() -> None:
     ("parts", "answer", "outcome", "told"),
     [
         ({"a": Exact(), "b": MISBEHAVES}, "raise", Outcome.FAILED, "ValueError: no such luck"),
-        ({"b": MISBEHAVES, "a": Slow()}, "sleep 5", Outcome.TIMED_OUT, "took longer than `judging.timeout`"),
+        ({"b": MISBEHAVES, "a": Slow(seconds=0.1)}, "sleep 5", Outcome.TIMED_OUT, "took longer than `judging.timeout`"),
         ({"a": Exact(), "b": WAITED}, "x", Outcome.FAILED, "could not convert string to float"),
     ],
 )

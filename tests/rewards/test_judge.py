@@ -135,11 +135,6 @@ def test_a_process_awaits_coroutine_functions_too() -> None:
         assert judged(judge, "x")[0].reward == 0.5
 
 
-def test_a_judge_serves_one_event_loop_after_another() -> None:
-    with Judge(MISBEHAVES, Judging(workers=1)) as judge:
-        assert [judged(judge, "fine")[0].reward for _ in range(3)] == [1.0, 1.0, 1.0]
-
-
 # -- what goes wrong is an outcome ------------------------------------------------------------------------------------
 
 
@@ -148,6 +143,10 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Judge]:
     """A judge that goes through it all: each test also shows that it has survived the one before."""
     with Judge(MISBEHAVES, Judging(workers=request.param, timeout=0.5)) as judge:
         yield judge
+
+
+def test_a_judge_serves_one_event_loop_after_another(shared: Judge) -> None:
+    assert [judged(shared, "fine")[0].reward for _ in range(3)] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +215,7 @@ def test_a_process_that_dies_between_calls_costs_nothing() -> None:
 
 def test_killing_a_process_ends_what_it_started(tmp_path: Path) -> None:
     path = tmp_path / "pid"
-    with Judge(MISBEHAVES, Judging(workers=1, timeout=2.0)) as judge:
+    with Judge(MISBEHAVES, Judging(workers=1, timeout=1.0)) as judge:
         (late,) = judged(judge, f"child {path}")
     assert late.outcome is Outcome.TIMED_OUT and ended(int(path.read_text()))
 
@@ -261,13 +260,13 @@ def test_a_score_without_its_policy_is_refused() -> None:
 
 def test_calls_that_hang_are_told_of_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     configure("info")
-    with Judge(MISBEHAVES, Judging(timeout=0.1)) as judge:
-        verdicts = judged(judge, *["sleep 6"] * 9)
+    with Judge(MISBEHAVES, Judging(timeout=0.05)) as judge:
+        verdicts = judged(judge, *["sleep 3"] * 9)
     assert {verdict.outcome for verdict in verdicts} == {Outcome.TIMED_OUT}
     told = capsys.readouterr().err
     for count in ("1 answer", "2 answers", "4 answers", "8 answers"):
         assert f"So far {count} could not be judged; {HOPELESS} failures in a row stop the run." in told
-    assert told.count("So far") == 4 and "took longer than `judging.timeout` = 0.1 seconds on task" in told
+    assert told.count("So far") == 4 and "took longer than `judging.timeout` = 0.05 seconds on task" in told
 
 
 def test_a_function_that_waits_is_called_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +275,7 @@ def test_a_function_that_waits_is_called_once_at_a_time(monkeypatch: pytest.Monk
 
     def waits(task: Any, answer: str) -> float:
         beside.append(1)
-        time.sleep(0.4)
+        time.sleep(0.15)
         return float(len([beside.pop(), *beside]))
 
     with Judge(waits) as judge:
@@ -287,12 +286,12 @@ def test_a_function_that_computes_is_called_once_at_a_time_however_long_it_takes
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(places, "HELD_UP", 0.05)
-    monkeypatch.setattr(seats, "HUNG", 0.4)
+    monkeypatch.setattr(seats, "HUNG", 0.15)
     beside: list[int] = []
 
     def computes(task: Any, answer: str) -> float:
         beside.append(1)
-        until = time.thread_time() + 0.5
+        until = time.thread_time() + 0.25
         while time.thread_time() < until:
             pass
         return float(len([beside.pop(), *beside]))
@@ -327,12 +326,13 @@ def test_calls_that_hang_do_not_hold_up_the_others(
     assert said.count("A call of the reward") == 1 and "`judging.workers=0`" in said and "`judging.workers=2`" in said
 
 
-def test_without_workers_a_function_is_called_once_at_a_time() -> None:
+def test_without_workers_a_function_is_called_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "HELD_UP", 0.05)
     beside: list[int] = []
 
     def waits(task: Any, answer: str) -> float:
         beside.append(1)
-        time.sleep(0.6)
+        time.sleep(0.15)
         return float(len([beside.pop(), *beside]))
 
     with Judge(waits, Judging(workers=0)) as judge:
@@ -366,22 +366,22 @@ def test_other_failures_are_told_without_the_fields() -> None:
     assert "no such luck" in verdict.error and "The task has" not in verdict.error
 
 
-@pytest.mark.parametrize(
-    ("answer", "told"),
-    [
-        ("huge", "it returned inf; a finite number is needed"),
-        ("minus", "it returned -inf; a finite number is needed"),
-        ("long", "xxx… of type str; a number is needed"),
-        ("broken", "LookupError: shape"),
-        ("unshown", "failed on task 0 of sums: Unshown (functions.py, line "),
-    ],
-)
-def test_whatever_a_function_returns_is_a_verdict_and_a_short_sentence(answer: str, told: str) -> None:
-    for place in (0, 1):
-        with Judge(Function(path="tests.rewards.functions:strange"), Judging(workers=place, timeout=5.0)) as judge:
+STRANGE = {
+    "huge": "it returned inf; a finite number is needed",
+    "minus": "it returned -inf; a finite number is needed",
+    "long": "xxx… of type str; a number is needed",
+    "broken": "LookupError: shape",
+    "unshown": "failed on task 0 of sums: Unshown (functions.py, line ",
+}
+
+
+@pytest.mark.parametrize("workers", PLACES.values(), ids=PLACES)
+def test_whatever_a_function_returns_is_a_verdict_and_a_short_sentence(workers: int) -> None:
+    with Judge(Function(path="tests.rewards.functions:strange"), Judging(workers=workers, timeout=5.0)) as judge:
+        for answer, told in STRANGE.items():
             failed, fine = judged(judge, answer, "fine")
-        assert failed.outcome is Outcome.FAILED and told in failed.error and len(failed.error) < 400
-        assert fine.reward == 1.0
+            assert failed.outcome is Outcome.FAILED and told in failed.error and len(failed.error) < 400, answer
+            assert fine.reward == 1.0, answer
 
 
 # -- beginning and end ------------------------------------------------------------------------------------------------
@@ -411,8 +411,9 @@ def test_a_process_that_cannot_start_is_no_verdict(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", PLACES.values(), ids=PLACES)
 def test_closing_ends_what_is_under_way_and_what_waits(workers: int) -> None:
     async def closed_while_asked(judge: Judge) -> list[Verdict]:
+        await judge.judge(task(), "fine")  # which waits until a process is there
         asked = [asyncio.create_task(judge.judge(task(ordinal=i), "sleep 60")) for i in range(3)]
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(0.3)
         await asyncio.to_thread(judge.close)
         return await asyncio.gather(*asked)
 
@@ -447,21 +448,27 @@ import asyncio, sys, time
 from etude.records import Task
 from etude.rewards import Function, Judge, Judging
 
-judge = Judge(Function(path="tests.rewards.functions:announced"), Judging(workers=1, timeout=3.0))
+judge = Judge(Function(path="tests.rewards.functions:announced"), Judging(workers=1, timeout=1.5))
 asyncio.run(judge.judge(Task(0, {}), sys.argv[1]))
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("answer", ["idle", "loop", "hold"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param("idle", marks=pytest.mark.integration),
+        pytest.param("loop", marks=pytest.mark.integration),
+        "hold",
+    ],
+)
 def test_processes_end_when_their_parent_does(answer: str) -> None:
     command = [sys.executable, "-c", SCRIPT, answer]
     parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     assert parent.stderr is not None
     try:
         pid = int(parent.stderr.readline())  # what the function prints
-        time.sleep(0.3)
-        assert not ended(pid, within=0.1)
+        assert not ended(pid, within=0.2)
     finally:
         parent.kill()
         parent.wait()
@@ -469,28 +476,27 @@ def test_processes_end_when_their_parent_does(answer: str) -> None:
     assert ended(pid, within=20.0)
 
 
-def test_what_a_function_prints_is_not_standard_output() -> None:
-    script = """
+@pytest.fixture(scope="module")
+def script() -> subprocess.CompletedProcess[str]:
+    """A program that prints the reward of a function that prints, and then has one of its own judge."""
+    code = """
 import asyncio
 from etude.records import Task
 from etude.rewards import Function, Judge, Judging
 with Judge(Function(path="tests.rewards.functions:misbehaves"), Judging(workers=1)) as judge:
     print(asyncio.run(judge.judge(Task(0, {}), "print")).reward)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True
-    )
-    assert done.stdout == "1.0\n" and "a word on standard output" in done.stderr
-
-
-def test_a_function_of_the_script_itself_is_refused_in_processes() -> None:
-    script = """
-from etude.rewards import Judge, Judging
 def mine(task, answer): return 1.0
 Judge(mine, Judging(workers=1))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert "The reward mine is defined in the script that was started" in done.stderr
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+
+
+def test_what_a_function_prints_is_not_standard_output(script: subprocess.CompletedProcess[str]) -> None:
+    assert script.stdout == "1.0\n" and "a word on standard output" in script.stderr
+
+
+def test_a_function_of_the_script_itself_is_refused_in_processes(script: subprocess.CompletedProcess[str]) -> None:
+    assert script.returncode and "The reward mine is defined in the script that was started" in script.stderr
 
 
 @pytest.mark.parametrize("reward", [Gsm8k(), Regex(pattern="#### (.*)")], ids=["in place", "in a process"])
@@ -503,9 +509,9 @@ def test_a_verdict_tells_what_was_read_as_the_answer(reward: RewardFunction) -> 
 @pytest.mark.parametrize(("at_once", "outcome"), [(8, Outcome.SUCCEEDED), (1, Outcome.TIMED_OUT)])
 def test_answers_that_are_computed_together_have_the_time_of_all(at_once: int, outcome: Outcome) -> None:
     async def scored(task: Task, answer: str) -> float:
-        await asyncio.sleep(0.6)  # as a model takes that reads eight answers at once
+        await asyncio.sleep(0.3)  # as a model takes that reads eight answers at once
         return float(answer)
 
     reward = ScoredByModel(path=Path("my-judge"), at_once=at_once).scored_by(scored)
-    with Judge(reward, Judging(timeout=0.2)) as judge:
+    with Judge(reward, Judging(timeout=0.1)) as judge:
         assert {verdict.outcome for verdict in judged(judge, "0", "1", "2", "3")} == {outcome}

@@ -163,7 +163,14 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS)
+SUBTLE = ("ends in the function", "equals everything", "replaces builtins", "traces", "answers nonsense")
+"""What `make check` tries of these."""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [pytest.param(code, id=name, marks=[] if name in SUBTLE else pytest.mark.slow) for name, code in CHEATS.items()],
+)
 def test_a_program_does_not_pass_by(code: str) -> None:
     assert scored(code, ADD, score="share") == 0
 
@@ -192,12 +199,14 @@ def found(pattern):
 """A program that looks wherever it can for a word of which it knows the beginning."""
 
 
+@pytest.mark.slow
 def test_the_tests_are_nowhere_to_be_found() -> None:
     truth = ["assert word(1) == 'sesame-4711'", "assert word(2) == 'sesame-4711'"]
     assert scored(SEARCH + "def word(n): return found('sesame-[0-9]+')", truth, score="share") == 0
     assert scored(SEARCH + "held = 'sesame-' + str(4711)\ndef word(n): return found('sesame-[0-9]+')", truth) == 1
 
 
+@pytest.mark.slow
 def test_expected_outputs_are_nowhere_to_be_found() -> None:
     truth = {"inputs": ["say", "say"], "outputs": ["sesame-4711", "sesame-4711"]}
     assert scored(SEARCH + "print(found('sesame-[0-9]+'))", truth, score="share") == 0
@@ -213,30 +222,33 @@ def test_a_test_that_catches_everything_does_not_pass_a_program_that_ended() -> 
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_time_is_the_programs_own() -> None:
     began = time.monotonic()
     loops = "def add(a, b):\n    while a == 3: pass\n    return a + b"
-    assert scored(loops, ADD, score="share", timeout=1.0, total=3.0) == pytest.approx(1 / 3)
+    assert scored(loops, ADD, score="share", timeout=0.5, total=3.0) == pytest.approx(1 / 3)
     sleeps = "import time\na, b = map(int, input().split())\ntime.sleep(60 * (a == 3))\nprint(a + b)"
-    assert scored(sleeps, SUM, score="share", timeout=1.0, total=5.0) == pytest.approx(2 / 3)
-    assert scored(sleeps, SUM, score="share", timeout=2.0, total=1.0) == pytest.approx(1 / 3)
+    assert scored(sleeps, SUM, score="share", timeout=0.5, total=5.0) == pytest.approx(2 / 3)
+    assert scored(sleeps, SUM, score="share", timeout=2.0, total=0.6) == pytest.approx(1 / 3)
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_programs_wait_for_their_turn_and_not_for_their_time() -> None:
-    """Four of a second each, one at a time, within a limit that none alone exceeds."""
+    """Four of 0.6 seconds each, one at a time, within a limit that none alone exceeds."""
 
     async def four(judge: Judge) -> Sequence[Verdict]:
-        code = "import time; time.sleep(1); print(input())"
+        code = "import time; time.sleep(0.6); print(input())"
         truth = {"inputs": ["x"], "outputs": ["x"]}
         return await asyncio.gather(*(judge.judge(task(truth, ordinal=n), code) for n in range(4)))
 
-    with Judge(Program(at_once=1, timeout=2.5, total=2.9), Judging(timeout=3.0)) as judge:
+    with Judge(Program(at_once=1, timeout=1.6, total=1.9), Judging(timeout=2.0)) as judge:
         verdicts = asyncio.run(four(judge))
     assert [verdict.reward for verdict in verdicts] == [1.0] * 4
-    assert all(1 < verdict.seconds < 3 for verdict in verdicts)
+    assert all(0.6 < verdict.seconds < 2 for verdict in verdicts)
 
 
+@pytest.mark.slow
 def test_limits_are_as_asked() -> None:
     code = """
 import resource, threading, time
@@ -327,6 +339,7 @@ def test_a_module_that_tests_do_not_import_is_not_the_programs(tests: Any, spoof
     assert scored(spoof + "def f(x): return x * 7", tests) == scored("def f(x): return x * 7", tests) == 1
 
 
+@pytest.mark.slow
 def test_a_package_that_tests_do_not_import_is_not_the_programs() -> None:
     spoof = "class np:\n    allclose = staticmethod(lambda *each: True)\n"
     options = {"packages": True, "memory_mb": 2048}
@@ -341,6 +354,7 @@ def test_a_class_that_has_the_name_of_a_module_is_the_programs() -> None:
     assert "they use no name that a program could define" in verdict.error
 
 
+@pytest.mark.slow
 def test_numpy_reads_no_memory_that_a_program_names() -> None:
     code = (
         "class A:\n    __array_interface__ = {'shape': (1,), 'typestr': '<f8', 'version': 3, 'data': (id(1), True)}\n"
@@ -349,6 +363,7 @@ def test_numpy_reads_no_memory_that_a_program_names() -> None:
     assert scored(code + "def f(x): return A()", tests, packages=True, memory_mb=2048) == 1
 
 
+@pytest.mark.slow
 def test_the_processor_time_of_a_function_is_that_of_all_its_tests() -> None:
     code = (
         "import time\ndef f(n):\n    until = time.process_time() + 0.4\n    while time.process_time() < until: pass\n"
