@@ -33,7 +33,8 @@ DONE = Ended(Outcome.SUCCEEDED)
 RUN = Keeper("run", "/runs/mine")
 
 
-KINDS = [pytest.param(kind, marks=pytest.mark.smoke) if kind == "postgres" else kind for kind in DESKS]
+TIERS = {"postgres": pytest.mark.smoke, "http": pytest.mark.slow, "socket": pytest.mark.slow}
+KINDS = [pytest.param(kind, marks=TIERS.get(kind, ())) for kind in DESKS]
 
 
 @pytest.fixture(params=KINDS)
@@ -348,9 +349,9 @@ def test_a_run_that_takes_a_desk_up_begins_another_life_of_it(tell: Callable[[St
 def test_while_a_run_is_away_nothing_is_lent_and_nothing_is_lost(tell: Callable[[Story], None]) -> None:
     async def story(desk: Desk) -> None:
         life = await desk.keep(RUN, None, 60.0)
-        limits = Limits(max_attempts=1, queue_timeout_s=2.0)
+        limits = Limits(max_attempts=1, queue_timeout_s=0.8)
         await desk.enqueue([*wanted(0, limits=Limits(max_attempts=1)), *wanted(1, limits=limits)])
-        for number in range(12):
+        for number in range(8):
             (got,) = await claim(desk)
             assert got.key == Key(number % 2, number // 2)
             await desk.keep(RUN, life, 0.0)
@@ -359,7 +360,7 @@ def test_while_a_run_is_away_nothing_is_lent_and_nothing_is_lost(tell: Callable[
             assert told == {got.key: INTERRUPTED}
             assert await desk.claim("runner", 2, 0.0) == []
             if number == 1:
-                await asyncio.sleep(2.5)  # nothing waits in vain meanwhile, either
+                await asyncio.sleep(1.0)  # nothing waits in vain meanwhile, either
             await desk.keep(RUN, life, 60.0)
         for got in await claim(desk, 2):
             assert await desk.finish(got.key, DONE)
@@ -707,7 +708,7 @@ def test_statistics_say_how_much_stands_where(tell: Callable[[Story], None]) -> 
 
 
 def test_many_at_once_and_each_rollout_is_played_and_ends_once(tell: Callable[[Story], None]) -> None:
-    total = 120
+    total = 60
 
     async def story(desk: Desk) -> None:
         played: list[Key] = []
