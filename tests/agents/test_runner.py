@@ -208,7 +208,7 @@ def test_a_loop_that_is_blocked_falls_silent_and_another_tries_again(caplog: pyt
     async def blocks(task: Task) -> float:
         tries.append(task)
         if len(tries) == 1:
-            time.sleep(2.0)
+            time.sleep(1.2)
         return 1.0
 
     limits = Limits(timeout_s=20, unresponsive_s=0.5, max_attempts=2)

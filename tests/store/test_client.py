@@ -83,7 +83,9 @@ async def claimed(desk: Desk, n: int = 1) -> list[Key]:
 # -- what is lost -----------------------------------------------------------------------------------------------------
 
 
-def test_what_was_lost_on_the_way_is_done_once() -> None:
+def test_what_was_lost_on_the_way_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.store.line.FIRST_PAUSE", 0.005)
+
     async def story(store: Served, desk: RemoteDesk, road: Road) -> None:
         async def lossy(work: Awaitable[T]) -> T:
             road.lose_answers, road.lose_requests = 2, 1
@@ -335,16 +337,16 @@ def test_a_desk_serves_several_event_loops_and_survives_a_restart() -> None:
             await desk.close()
 
         asyncio.run(claimed(desk))
-        threads = [threading.Thread(target=asyncio.run, args=(notes(60),)) for _ in range(2)]
+        threads = [threading.Thread(target=asyncio.run, args=(notes(30),)) for _ in range(2)]
         for thread in threads:
             thread.start()
-        time.sleep(0.2)
+        time.sleep(0.1)
         first.stop()
-        time.sleep(0.2)
+        time.sleep(0.1)
         with serve(store.desk, store.ring, port=port):
             for thread in threads:
                 thread.join(20)
-            assert len(asyncio.run(desk.events(0))) >= 120
+            assert len(asyncio.run(desk.events(0))) >= 60
 
 
 def test_a_claim_that_is_cancelled_takes_nothing() -> None:

@@ -185,6 +185,12 @@ def connections(serving: Serving) -> set[Connection]:
     return serving._server.server_state.connections  # type: ignore[return-value]  # they are ours
 
 
+def answering(serving: Serving) -> int:
+    """How many connections have asked something that is not answered yet."""
+    cycles = [each.cycle for each in list(connections(serving)) if each.asked and each.cycle is not None]
+    return sum(not cycle.response_complete for cycle in cycles)
+
+
 def on_the_loop(serving: Serving, work: Callable[[], object]) -> None:
     done = threading.Event()
 
@@ -292,17 +298,17 @@ def test_the_longest_silent_makes_room_where_all_have_keys_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "etude.store")
-    with roomed(monkeypatch, 8) as (_, place, admin), ExitStack() as stack:
+    with roomed(monkeypatch, 8) as (serving, place, admin), ExitStack() as stack:
         lines = [stack.enter_context(socket.create_connection(place, timeout=20)) for _ in range(7)]
         for line in lines:
             line.sendall(posted("statistics", b"{}", admin))
             assert statuses(line, 1) == [200]
         assert lines[0].recv(10) == b"", "six of eight are kept for those with a key, as long as one is silent"
-        for _ in range(8):  # as many as there may be are being answered
+        for number in range(1, 9):  # as many as there may be are being answered
             poll = stack.enter_context(socket.create_connection(place, timeout=20))
             poll.sendall(posted("claim", POLL, admin))
-            time.sleep(0.05)
-        status, error = refused(sent(place, HEALTH + b"connection: close\r\n\r\n"))
+            assert soon(lambda number=number: answering(serving) == number)
+        status, error = refused(sent(place, ends=False))  # it is told before it asks
         assert status == 503 and "as many connections as it may have" in error["message"]
     assert sum("Raise the limit with: ulimit -n" in record.getMessage() for record in caplog.records) == 1
 

@@ -242,7 +242,7 @@ def listening() -> Iterator[tuple[str, int, str]]:
 def test_who_drips_the_head_of_a_request_is_hung_up_on_and_nobody_else(
     monkeypatch: pytest.MonkeyPatch, listening: tuple[str, int, str]
 ) -> None:
-    monkeypatch.setattr("etude.store.bounds.HEAD_S", 1.0)
+    monkeypatch.setattr("etude.store.bounds.HEAD_S", 0.5)
     host, port, admin = listening
 
     def asked(line: socket.socket) -> bytes:

@@ -18,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
 from etude.store.described import description
 from tests.store.served import Served, served
 
+pytestmark = pytest.mark.slow  # the plug-in behind it takes a second to load
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 PATHS, _ = description()
 WAITS = ("timeout_s", "wait_s")
@@ -45,7 +46,7 @@ def test_whatever_is_sent_is_answered_as_described(
         return  # nothing is said in it that could be wrong
 
     @given(case=schema[path][method].as_strategy(generation_mode=mode))
-    @settings(max_examples=8, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=5, suppress_health_check=list(HealthCheck))
     def sent(case: schemathesis.Case) -> None:
         if isinstance(case.body, dict):  # nobody waits long for what does not happen
             for name in ("rollout", "attempt"):  # some of them are there
