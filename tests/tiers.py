@@ -8,6 +8,7 @@ given here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -155,5 +156,7 @@ def _is_integration(item: pytest.Item) -> bool:
     )
 
 
-def _is_below(path: Path, names: Sequence[str]) -> bool:
-    return any(path.is_relative_to(TESTS / name) for name in names)
+@cache  # of each file once, and not of each of its tests
+def _is_below(path: Path, names: tuple[str, ...]) -> bool:
+    place = path.relative_to(TESTS).as_posix() if TESTS in path.parents else ""
+    return any(place == name or place.startswith(f"{name}/") for name in names)
