@@ -33,8 +33,9 @@ def school(world: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def whole(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps that nobody disturbed, for others to be compared with."""
-    return train(world, tmp_path_factory.mktemp("whole") / "run", steps=4)
+    """A run of four steps that nobody disturbed, for others to be compared with: it has the weights of each step. Look
+    at it; do not go on with it."""
+    return train(world, tmp_path_factory.mktemp("whole") / "run", steps=4, checkpoint__every=1, checkpoint__keep=4)
 
 
 @pytest.fixture(scope="session")
@@ -66,12 +67,12 @@ def talked(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(school: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Runs of four steps that nobody disturbed, one of each recipe that learns from examples. Look at them only."""
+    """Runs of three steps that nobody disturbed, one of each recipe that learns from examples. Look at them only."""
     done: dict[str, Path] = {}
 
     def run(recipe: str) -> Path:
         if recipe not in done:
-            done[recipe] = learned(recipe, school, tmp_path_factory.mktemp(recipe) / "run", steps=4)
+            done[recipe] = learned(recipe, school, tmp_path_factory.mktemp(recipe) / "run", steps=3)
         return done[recipe]
 
     return run

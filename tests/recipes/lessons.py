@@ -85,6 +85,12 @@ def refusal(capsys: Captured, recipe: str, world: Path, directory: Path, **chang
     return told
 
 
+def began(directory: Path) -> dict[str, Any]:
+    """The weights that a run began with."""
+    model, _ = policy(read_kind(kind_of(directory), directory))
+    return {name: weight.detach() for name, weight in model.named_weights()}
+
+
 def loaded(directory: Path) -> Model:
     """The model that a run's newest checkpoint holds."""
     model, _ = policy(read_kind(kind_of(directory), directory))

@@ -92,24 +92,31 @@ def measured(directory: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["step"] > 0]
 
 
-def loaded(directory: Path) -> Model:
-    """The model that a run's newest checkpoint holds."""
+def loaded(directory: Path, step: int | None = None) -> Model:
+    """The model that a run's checkpoint of a step holds, or its newest one."""
     model, _ = policy(read_run(directory))
     kept = Checkpoints(directory / "checkpoints")
-    newest = kept.newest()
-    assert newest is not None
-    load_weights(model, kept, newest)
+    wanted = kept.newest() if step is None else {each.step: each for each in kept.kept()}[step]
+    assert wanted is not None
+    load_weights(model, kept, wanted)
     return model
 
 
-def weights(directory: Path) -> dict[str, Tensor]:
+def weights(directory: Path, step: int | None = None) -> dict[str, Tensor]:
     """Its weights."""
-    return {name: weight.detach() for name, weight in loaded(directory).named_weights()}
+    return {name: weight.detach() for name, weight in loaded(directory, step).named_weights()}
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Whether two models are one, bit for bit."""
     return a.keys() == b.keys() and all(bool((a[name] == b[name]).all()) for name in a)
+
+
+def at(tree: Any, path: str) -> object:
+    """What stands in a tree at a dotted path."""
+    for part in path.split("."):
+        tree = tree[part]
+    return tree
 
 
 def is_straight(directory: Path, straight: Path) -> None:
