@@ -18,8 +18,13 @@ def test_every_column_that_something_needs_is_collected_told_or_refused(world: P
     """Each advantage and each loss either runs or says what it misses; none is let through to fail in a step."""
     known = COLLECTED | BY_MODELS | BY_AN_ENVIRONMENT
     more = {"opo": {"loss.reduction": "seq-mean-token-sum"}, "distillation": {"teacher.path": world / "model"}}
-    for name in ADVANTAGES:
-        run = run_of(world, advantage=name, **more.get(name, {}))
+    plain = run_of(world)
+    for name, kind in ADVANTAGES.items():
+        run = (
+            run_of(world, advantage=name, **more[name])
+            if name in more
+            else plain.model_copy(update={"advantage": kind()})
+        )
         assert run.needs() <= known, (name, run.needs() - known)
         missing = sorted(run.needs() & BY_AN_ENVIRONMENT)
         if missing:
@@ -27,8 +32,8 @@ def test_every_column_that_something_needs_is_collected_told_or_refused(world: P
                 before(run)
         else:
             before(run)
-    for name in LOSSES:
-        assert run_of(world, loss=name).needs() <= known
+    for loss in LOSSES.values():
+        assert plain.model_copy(update={"loss": loss()}).needs() <= known
 
 
 def test_the_sampler_is_compared_with_the_policy_at_every_step(world: Path) -> None:

@@ -41,9 +41,15 @@ def stored(directory: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def adapted(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps that trained an adapter. Look at it; do not go on with it."""
+    """A run of two steps that trained an adapter. Look at it; do not go on with it."""
     require("lora")
-    return train(world, tmp_path_factory.mktemp("adapted") / "run", steps=4, **LORA)
+    return train(world, tmp_path_factory.mktemp("adapted") / "run", steps=2, **LORA, **{"checkpoint.every": 1})
+
+
+@pytest.fixture(scope="module")
+def frozen(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps whose first layers are frozen. Look at it; do not go on with it."""
+    return train(world, tmp_path_factory.mktemp("frozen") / "run", steps=2, **FROZEN)
 
 
 def test_the_adapter_alone_is_trained_and_kept(world: Path, adapted: Path) -> None:
@@ -58,22 +64,29 @@ def test_the_adapter_alone_is_trained_and_kept(world: Path, adapted: Path) -> No
     assert all(line["publish_bytes"] == 0 and line["mismatch/k3"] < 1e-9 for line in measured(adapted))
 
 
-@pytest.mark.parametrize(
-    "options", [LORA, LORA | {"lora.publish": "merged"}, FROZEN], ids=["adapter", "merged", "frozen"]
-)
-def test_a_run_that_goes_on_ends_with_the_same_bits(options: dict[str, object], world: Path, tmp_path: Path) -> None:
-    if options is not FROZEN:
-        require("lora")
-    whole = train(world, tmp_path / "whole", steps=4, **options)
-    half = train(world, tmp_path / "half", steps=2, **options)
-    train(world, half, steps=4, **options)
+@pytest.mark.parametrize(("options", "name"), [(LORA, "adapted"), (FROZEN, "frozen")], ids=["adapter", "frozen"])
+def test_a_run_that_goes_on_ends_with_the_same_bits(
+    options: dict[str, object], name: str, world: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    whole: Path = request.getfixturevalue(name)
+    half = train(world, tmp_path / "half", steps=1, **options)
+    train(world, half, steps=2, **options)
     assert same(weights(whole), weights(half))
 
 
-def test_every_option_changes_what_is_learned(world: Path, tmp_path: Path) -> None:
+@pytest.mark.integration
+def test_a_run_whose_engine_merges_goes_on_with_the_same_bits(world: Path, tmp_path: Path) -> None:
     require("lora")
-    flips: list[dict[str, object]] = [{}, {"alpha": 8}, {"rslora": "true"}, {"rank": 2}, {"targets": "[mlp]"}]
-    learned = []
+    merged = LORA | {"lora.publish": "merged"}
+    whole = train(world, tmp_path / "whole", steps=2, **merged)
+    half = train(world, tmp_path / "half", steps=1, **merged)
+    train(world, half, steps=2, **merged)
+    assert same(weights(whole), weights(half))
+
+
+def test_every_option_changes_what_is_learned(world: Path, adapted: Path, tmp_path: Path) -> None:
+    flips: list[dict[str, object]] = [{"alpha": 8}, {"rslora": "true"}, {"rank": 2}, {"targets": "[mlp]"}]
+    learned = [dict(loaded(adapted, 1).merged_weights())]
     for index, flip in enumerate(flips):
         options = LORA | {f"lora.{name}": value for name, value in flip.items()}
         run = train(world, tmp_path / str(index), steps=1, **options, **{"observe.level": "error"})
@@ -81,24 +94,22 @@ def test_every_option_changes_what_is_learned(world: Path, tmp_path: Path) -> No
     assert not any(same(one, other) for one, other in combinations(learned, 2))
 
 
-def test_it_is_held_to_the_model_it_adapts_without_a_second_copy(world: Path, tmp_path: Path) -> None:
-    require("lora")
+def test_it_is_held_to_the_model_it_adapts_without_a_second_copy(world: Path, adapted: Path, tmp_path: Path) -> None:
     held = LORA | {"kl": "reverse", "kl.coefficient": 0.5}
     with build(run_of(world, directory=tmp_path / "looked", **held)) as parts:
         worker = parts.learners.crew._worker  # type: ignore[attr-defined]
         assert isinstance(worker, PolicyWorker) and "ref_logp" in worker._beside.frozen
         assert worker._beside.frozen["ref_logp"].model is worker._learner.model is parts.engine.model
-    first, second, third = measured(train(world, tmp_path / "run", steps=3, **held))
+    first, second = measured(train(world, tmp_path / "run", steps=2, **held))
     assert first["kl"] == 0, "the adapter begins as nothing"
-    assert abs(second["kl"]) > 1e-5 and abs(third["kl"]) > 1e-5
-    apart = train(world, tmp_path / "apart", steps=3, **held | {"reference.path": world / "model"})
-    assert [line["kl"] for line in measured(apart)] == pytest.approx([0, second["kl"], third["kl"]], abs=1e-6)
-    free = train(world, tmp_path / "free", steps=3, **LORA)
-    assert not same(weights(free), weights(tmp_path / "run"))
+    assert abs(second["kl"]) > 1e-5
+    apart = train(world, tmp_path / "apart", steps=2, **held | {"reference.path": world / "model"})
+    assert [line["kl"] for line in measured(apart)] == pytest.approx([0, second["kl"]], abs=1e-6)
+    assert not same(weights(adapted), weights(tmp_path / "run"))
 
 
 def test_a_merged_engine_samples_from_what_is_trained(world: Path, tmp_path: Path, adapted: Path) -> None:
-    lines = measured(train(world, tmp_path / "run", steps=4, **LORA, **{"lora.publish": "merged"}))
+    lines = measured(train(world, tmp_path / "run", steps=2, **LORA, **{"lora.publish": "merged"}))
     layer = 4 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 96)
     assert {line["engine/merged_bytes"] for line in lines} == {2 * layer}
     assert all(line["engine/merge_seconds"] > 0 and line["publish_bytes"] == 0 for line in lines)
@@ -110,9 +121,9 @@ def test_it_is_exported_whole_or_as_an_adapter(world: Path, adapted: Path, tmp_p
     from peft import PeftModel
 
     assert main(["export", str(adapted), str(tmp_path / "whole")]) == 0
-    assert "Wrote the model of step 4" in capsys.readouterr().out
+    assert "Wrote the model of step 2" in capsys.readouterr().out
     assert main(["export", str(adapted), str(tmp_path / "adapter"), "--adapter"]) == 0
-    assert "Wrote the adapter of step 4" in capsys.readouterr().out
+    assert "Wrote the adapter of step 2" in capsys.readouterr().out
     wanted = logits_of(loaded(adapted), IDS[0].numpy())[None]
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     torch.testing.assert_close(logits(whole), wanted, rtol=1e-4, atol=1e-4)
@@ -134,7 +145,7 @@ def test_half_precision_exports_the_weights_that_are_stepped_on(world: Path, tmp
     require("lora")
     from safetensors.torch import load_file
 
-    run = train(world, tmp_path / "run", steps=2, **LORA, **{"train.precision": "bf16"})
+    run = train(world, tmp_path / "run", steps=1, **LORA, **{"train.precision": "bf16"})
     assert main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
     held = {
         n.removeprefix("base_model.model."): w
@@ -148,7 +159,7 @@ def test_half_precision_exports_the_weights_that_are_stepped_on(world: Path, tmp
 def test_it_is_scored_and_asked(world: Path, adapted: Path, capsys: Captured) -> None:
     capsys.readouterr()
     assert main(["eval", str(adapted), f"data.val=[{world / 'held_out.jsonl'}]", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 4
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 2
     said = []
     for how in ("adapter", "merged"):
         assert main(["generate", str(adapted), "1+2=", "sampling.temperature=0", f"lora.publish={how}"]) == 0
@@ -160,12 +171,11 @@ def test_a_new_run_goes_on_from_an_adapter(world: Path, adapted: Path, tmp_path:
     adapter = tmp_path / "adapter"
     assert main(["export", str(adapted), str(adapter), "--adapter"]) == 0
     on = {"lora.path": adapter, "kl": "reverse", "kl.coefficient": 0.1}
-    run = train(world, tmp_path / "on", steps=2, **on)
-    first, second = measured(run)
-    assert first["kl"] == pytest.approx(0, abs=1e-6) and abs(second["kl"]) > 1e-5, "held to what it began with"
+    run = train(world, tmp_path / "on", steps=1, **on)
     assert not same(weights(run), weights(adapted)) and weights(run).keys() == weights(adapted).keys()
-    still = train(world, tmp_path / "still", steps=1, **on, **{"train.learning_rate": 0.0})
-    assert same(weights(still), weights(adapted))
+    with build(run_of(world, directory=tmp_path / "still", **on)) as parts:
+        worker = parts.learners.crew._worker  # type: ignore[attr-defined]
+        assert same({name: weight.detach() for name, weight in worker._learner.model.named_weights()}, weights(adapted))
     capsys.readouterr()
     asked = ["generate", str(world / "model"), "1+2=", "sampling.temperature=0", "sampling.max_tokens=6"]
     for words in (["generate", str(adapted), *asked[2:]], [*asked, f"lora.path={adapter}"]):
@@ -173,28 +183,33 @@ def test_a_new_run_goes_on_from_an_adapter(world: Path, adapted: Path, tmp_path:
     said = capsys.readouterr().out.splitlines()
     assert said[0] == said[1]
     moved = adapter.rename(tmp_path / "moved")
-    train(world, run, steps=3, **on | {"lora.path": moved})
+    train(world, run, steps=2, **on | {"lora.path": moved})
+    first, second = measured(run)
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and abs(second["kl"]) > 1e-5, "held to what it began with"
     (moved / "adapter_model.safetensors").write_bytes(b"other")
     assert "was started on other files: adapter" in refused(
-        capsys, "train", "--resume", str(run), "steps=4", f"lora.path={moved}"
+        capsys, "train", "--resume", str(run), "steps=3", f"lora.path={moved}"
     )
 
 
-def test_frozen_parts_stay_and_cost_nothing(world: Path, tmp_path: Path) -> None:
-    run = train(world, tmp_path / "run", steps=2, **FROZEN)
+def test_frozen_parts_stay_and_cost_nothing(world: Path, frozen: Path, tmp_path: Path) -> None:
+    run = frozen
     base = dict(load(world / "model", dtype=torch.float32).named_weights())
     found = weights(run)
-    frozen = {name for name in base if "embed_tokens" in name or ".layers.0." in name}
-    assert {name for name in base if torch.equal(base[name], found[name])} == frozen
-    assert not any(name.partition(".")[2] in frozen for name in stored(run))
+    still = {name for name in base if "embed_tokens" in name or ".layers.0." in name}
+    assert {name for name in base if torch.equal(base[name], found[name])} == still
+    assert not any(name.partition(".")[2] in still for name in stored(run))
     assert main(["export", str(run), str(tmp_path / "model")]) == 0
     exported = dict(load(tmp_path / "model", dtype=torch.float32).named_weights())
     assert all(torch.equal(exported[name], found[name]) for name in base)
 
 
-def test_what_is_not_in_the_checkpoint_must_be_what_it_was(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_how_much_is_trained_is_told_and_the_rest_must_be_what_it_was(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
     shutil.copytree(world / "model", tmp_path / "model")
     run = train(world, tmp_path / "run", steps=1, **FROZEN, **{"model.path": tmp_path / "model"})
+    assert "parameters, of which 12,416 are trained; tasks: 40." in capsys.readouterr().err
     model = load(tmp_path / "model", dtype=torch.float32)
     with torch.no_grad():
         model.head_weight.add_(1)
@@ -203,12 +218,6 @@ def test_what_is_not_in_the_checkpoint_must_be_what_it_was(world: Path, tmp_path
         told = refused(capsys, *words)
         assert "trained a part of a model, and the rest is read from" in told and "model.safetensors changed" in told
     assert main(["generate", str(run), "1+1=", f"model.path={world / 'model'}"]) == 0
-
-
-def test_how_much_is_trained_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    capsys.readouterr()
-    train(world, tmp_path / "run", steps=1, **FROZEN)
-    assert "parameters, of which 12,416 are trained; tasks: 40." in capsys.readouterr().err
 
 
 REFUSED = {

@@ -14,6 +14,7 @@ from etude.errors import ConfigError, UnknownChoiceError
 from etude.recipes.presets import PRESETS, split
 from etude.recipes.run import Run
 from tests.recipes.runs import Captured
+from tests.sweeps import sweep
 
 
 def test_the_presets_are_those_that_the_help_names(capsys: Captured) -> None:
@@ -23,17 +24,23 @@ def test_the_presets_are_those_that_the_help_names(capsys: Captured) -> None:
     assert set(named.replace(",", " ").split()) == set(PRESETS)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_composes_can_be_changed_and_says_where_it_is_from(name: str) -> None:
-    run = compose(Run, preset=PRESETS[name])
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Run]:
+    """Each preset, with nothing changed."""
+    return {name: compose(Run, preset=path) for name, path in PRESETS.items()}
+
+
+@sweep("name", PRESETS)
+def test_every_preset_composes_can_be_changed_and_says_where_it_is_from(name: str, plain: dict[str, Run]) -> None:
+    run = plain[name]
     assert run.warnings() == [] or name == "reinforce_pp"
     assert compose(Run, ["collect.tasks=7"], preset=PRESETS[name]).collect.tasks == 7
     comment = [line for line in PRESETS[name].read_text().splitlines() if line.startswith("#")]
     assert len(comment) <= 5 and re.search(r"\d{4}\.\d{5}", " ".join(comment)), "the paper"
 
 
-def test_no_two_presets_are_one() -> None:
-    trees = {name: json.dumps(to_tree(compose(Run, preset=path)), default=str) for name, path in PRESETS.items()}
+def test_no_two_presets_are_one(plain: dict[str, Run]) -> None:
+    trees = {name: json.dumps(to_tree(run), default=str) for name, run in plain.items()}
     assert len(set(trees.values())) == len(trees)
 
 
