@@ -20,6 +20,7 @@ from etude.models.attention import PackedAttention
 from etude.recipes import ask
 from tests.recipes.runs import Captured, loaded, options, refused, train, weights
 from tests.rollout.test_served import theirs
+from tests.sweeps import sweep
 
 
 def scored(capsys: Captured, *words: str) -> dict[str, float]:
@@ -92,10 +93,9 @@ def test_servers_that_are_joined_find_the_weights_in_the_directory_of_the_run(
     assert given.parent.parent == trained.resolve() and set(trained.iterdir()) == before
 
 
-def test_what_cannot_be_scored_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    run = train(world, tmp_path / "run", steps=1)
-    assert "`data.val=[tasks.parquet]`" in refused(capsys, "eval", str(run))
-    assert "no best checkpoint" in refused(capsys, "generate", str(run), "1+1=", "--best")
+def test_what_cannot_be_scored_is_told(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert "`data.val=[tasks.parquet]`" in refused(capsys, "eval", str(whole))
+    assert "no best checkpoint" in refused(capsys, "generate", str(whole), "1+1=", "--best")
     assert "There is no directory" in refused(capsys, "eval", str(tmp_path / "nowhere"))
     held_out = f"data.val=[{world / 'held_out.jsonl'}]"
     assert "needs a model" in refused(capsys, "eval", held_out)
@@ -153,13 +153,13 @@ def test_a_misspelt_option_is_no_prompt(world: Path, capsys: Captured) -> None:
     assert "samplin is not an option. Did you mean sampling?" in told
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.integration), "bf16"])
 def test_an_export_is_loaded_by_transformers_and_says_the_same(
     precision: str, world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    run = train(world, tmp_path / "run", **{"train.precision": precision})
+    run = train(world, tmp_path / "run", **{"train.precision": precision, "steps": 1})
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
-    assert "of step 2" in capsys.readouterr().out
+    assert "of step 1" in capsys.readouterr().out
     kept = weights(run)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert theirs.dtype is next(iter(kept.values())).dtype
@@ -233,7 +233,7 @@ def test_the_answers_of_a_model_are_written_where_that_is_asked_for(
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 10
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("command", "option", "sentence"),
     [
         ("eval", "sampling.temperature=0", "`evaluate.sampling.temperature`"),

@@ -65,21 +65,18 @@ def test_what_is_no_model_is_told_what_it_is(whole: Path, world: Path, tmp_path:
     assert "`hf download Qwen/Qwen3-0.6B`" in told
 
 
-def test_scoring_without_tasks_to_score_on_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    train(world, tmp_path / "run", **{"evaluate.every": 2, "steps": 1})
-    assert "so nothing is scored. Give them with `data.val=[held_out.parquet]`" in capsys.readouterr().err
-
-
-def test_trackers_that_are_spoken_of_and_off_are_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    train(world, tmp_path / "run", **{"steps": 1, "observe.wandb.project": "mine", "observe.mlflow.experiment": "mine"})
+def test_what_is_asked_for_and_comes_to_nothing_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    """Scoring without tasks to score on, and trackers that are spoken of and off."""
+    off = {"observe.wandb.project": "mine", "observe.mlflow.experiment": "mine"}
+    train(world, tmp_path / "run", **{"steps": 1, "evaluate.every": 2} | off)
     told = capsys.readouterr().err
+    assert "so nothing is scored. Give them with `data.val=[held_out.parquet]`" in told
     assert "`observe.wandb.mode` is disabled" in told and "`observe.mlflow.enabled` is false" in told
 
 
-def test_steps_that_are_done_cannot_be_undone(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    run = train(world, tmp_path / "run", steps=2)
-    told = refused(capsys, "train", "--resume", str(run), "steps=1")
-    assert "has done 2 steps, and `steps=1` asks for fewer" in told
+def test_steps_that_are_done_cannot_be_undone(whole: Path, capsys: Captured) -> None:
+    told = refused(capsys, "train", "--resume", str(whole), "steps=1")
+    assert "has done 4 steps, and `steps=1` asks for fewer" in told
 
 
 def test_a_run_that_is_done_says_what_may_be_done_with_it(world: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -111,7 +108,7 @@ def test_a_tokenizer_without_padding_is_all_the_same(world: Path, whole: Path, t
         told_apart(model / "tokenizer_config.json", pad_token=None)
 
     model = changed(world, tmp_path / "m", unpadded)
-    assert same(weights(train(world, tmp_path / "run", steps=4, **{"model.path": model})), weights(whole))
+    assert same(weights(train(world, tmp_path / "run", steps=1, **{"model.path": model})), weights(whole, 1))
 
 
 def test_messages_for_a_model_without_a_template_are_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -205,11 +202,12 @@ def test_a_reward_that_was_mended_under_a_run_is_told(world: Path, tmp_path: Pat
     (tmp_path / "mine.py").write_text("def score(task, answer):\n    return len(answer)\n")
     run = train(world, tmp_path / "run", **{"reward.path": f"{tmp_path / 'mine.py'}:score", "steps": 1})
     capsys.readouterr()
+    for text, is_told in (("len(answer)", False), ("-len(answer)", True)):
+        (tmp_path / "mine.py").write_text(f"def score(task, answer):\n    return {text}\n")
+        assert main(["train", "--resume", str(run)]) == 0
+        told = "The file of the reward changed since the run was started" in capsys.readouterr().err
+        assert told is is_told, text
     assert main(["train", "--resume", str(run), "steps=2"]) == 0
-    assert "reward's file changed" not in capsys.readouterr().err
-    (tmp_path / "mine.py").write_text("def score(task, answer):\n    return -len(answer)\n")
-    assert main(["train", "--resume", str(run), "steps=3"]) == 0
-    assert "The file of the reward changed since the run was started" in capsys.readouterr().err
 
 
 def test_prompts_that_are_too_long_are_left_out_cut_or_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -238,10 +236,14 @@ def test_a_reward_that_is_no_number_is_told(
 ) -> None:
     told = refused_run(capsys, world, tmp_path / "run", **{"reward.path": f"{REWARDS}:{name}"})
     assert f"returned {found}" in told and "task" in told and "number is needed" in told
-    told = refused_run(
-        capsys, world, tmp_path / "stop", **{"reward.path": f"{REWARDS}:{name}", "judging.on_error": "stop"}
-    )
-    assert f"returned {found}" in told and "`judging.on_error` is stop" in told
+
+
+def test_a_reward_that_is_no_number_stops_a_run_where_that_is_asked_for(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    given = {"reward.path": f"{REWARDS}:nan", "judging.on_error": "stop"}
+    told = refused_run(capsys, world, tmp_path / "run", **given)
+    assert "returned nan" in told and "`judging.on_error` is stop" in told
 
 
 def test_a_reward_that_is_not_there_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -249,12 +251,12 @@ def test_a_reward_that_is_not_there_is_told(world: Path, tmp_path: Path, capsys:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("policy", ["stop", "drop"])
+@pytest.mark.parametrize(("policy", "steps"), [("stop", 2), ("drop", 3)], ids=["stop", "drop"])
 def test_a_run_whose_judge_failed_goes_on_once_it_is_mended(
-    policy: str, world: Path, whole: Path, tmp_path: Path, capsys: Captured
+    policy: str, steps: int, world: Path, whole: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     """With `stop` it ends at the first failure, with `drop` where nothing is left. Either way nothing is lost."""
-    given = {"reward.path": f"{REWARDS}:fragile", "judging.on_error": policy, "steps": 4, "collect.retries": 0}
+    given = {"reward.path": f"{REWARDS}:fragile", "judging.on_error": policy, "steps": steps, "collect.retries": 0}
     rewards.broken.add("fragile")
     try:
         told = refused_run(capsys, world, tmp_path / "run", **given)
@@ -262,9 +264,9 @@ def test_a_run_whose_judge_failed_goes_on_once_it_is_mended(
         rewards.broken.clear()
     assert "the judge does not answer" in told
     assert main(["train", "--resume", str(tmp_path / "run")]) == 0
-    assert [step["step"] for step in measured(tmp_path / "run")][-1] == 4
+    assert [step["step"] for step in measured(tmp_path / "run")][-1] == steps
     if policy == "stop":  # what failed was asked again: the run is the one that never failed
-        assert same(weights(tmp_path / "run"), weights(whole))
+        assert same(weights(tmp_path / "run"), weights(whole, steps))
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -293,9 +295,9 @@ def test_answers_without_a_word_are_trained_on_like_any_other(world: Path, tmp_p
 def test_a_group_of_one_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
     told = refused_run(capsys, world, tmp_path / "run", **{"collect.group_size": 1, "advantage": "dr_grpo"})
     assert "`collect.group_size=1`" in told and "nothing would be learned" in told
-    train(world, tmp_path / "bare", **{"collect.group_size": 1})
+    train(world, tmp_path / "bare", **{"collect.group_size": 1, "steps": 1})
     assert "its bare reward is its advantage" in capsys.readouterr().err
-    train(world, tmp_path / "batch", **{"collect.group_size": 1, "advantage": "reinforce++"})
+    train(world, tmp_path / "batch", **{"collect.group_size": 1, "advantage": "reinforce++", "steps": 1})
     assert "group_size" not in capsys.readouterr().err
 
 
@@ -316,7 +318,7 @@ class Hungry(PPO):
 def test_memory_that_runs_out_is_told_with_the_knob_and_the_run_goes_on(
     world: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", loss="tests.recipes.test_build:Hungry")
+    told = refused_run(capsys, world, tmp_path / "run", steps=1, loss="tests.recipes.test_build:Hungry")
     assert "Memory ran out" in told and "Lower `train.micro_tokens`" in told
     monkeypatch.setattr("tests.recipes.test_build.Hungry.hungry", False)
     assert main(["train", "--resume", str(tmp_path / "run"), "train.micro_tokens=64"]) == 0
@@ -345,21 +347,23 @@ def test_a_directory_that_cannot_be_made_is_told(world: Path, tmp_path: Path, ca
     assert "No directory can be made" in refused_run(capsys, world, tmp_path / "file" / "run")
 
 
-def test_a_run_that_is_taken_up_with_other_options_is_told_which(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    run = train(world, tmp_path / "run")
+def test_a_run_that_is_taken_up_with_other_options_is_told_which(
+    world: Path, whole: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
     before = (run / "run.yaml").read_text()
-    told = refused_run(capsys, world, run, seed=3, collect__group_size=8)
+    told = refused_run(capsys, world, run, seed=3, collect__group_size=8, steps=4)
     assert "collect.group_size was 4, is 8" in told and "seed was 0, is 3" in told
     assert "etude export" in told, "the way out"
     told = refused(capsys, "train", "--resume", str(run), "loss=gspo")
     assert "loss.name was ppo, is gspo" in told
-    assert (run / "run.yaml").read_text() == before and len(measured(run)) == 2
-    assert main(["train", "--resume", str(run), "steps=3", "rollout.kv_gib=0.5", "judging.timeout=7"]) == 0
+    assert (run / "run.yaml").read_text() == before and len(measured(run)) == 4
+    assert main(["train", "--resume", str(run), "steps=5", "rollout.kv_gib=0.5", "judging.timeout=7"]) == 0
 
 
 def test_options_that_never_ran_bind_nobody(world: Path, tmp_path: Path, capsys: Captured) -> None:
     refused_run(capsys, world, tmp_path / "run", **{"reward.path": f"{REWARDS}:digitz"})
-    train(world, tmp_path / "run")
+    train(world, tmp_path / "run", steps=1)
 
 
 def test_a_directory_that_holds_no_run_is_told(tmp_path: Path, capsys: Captured) -> None:
@@ -369,12 +373,12 @@ def test_a_directory_that_holds_no_run_is_told(tmp_path: Path, capsys: Captured)
         assert "has not begun" in refused(capsys, "train", "--resume", str(tmp_path / "starting"))
 
 
-def test_a_checkpoint_of_another_model_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    run = train(world, tmp_path / "run")
-    wide = train(world, tmp_path / "other", **{"model.path": make_model(tmp_path / "wide", hidden=64)})
+def test_a_checkpoint_of_another_model_is_told(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    wide = train(world, tmp_path / "other", steps=1, **{"model.path": make_model(tmp_path / "wide", hidden=64)})
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(wide / "checkpoints", run / "checkpoints")
-    told = refused(capsys, "train", "--resume", str(run), "steps=3")
+    told = refused(capsys, "train", "--resume", str(run), "steps=5")
     assert "[43, 64] in the checkpoint" in told and "[43, 32] in this run" in told
 
 

@@ -44,7 +44,7 @@ def test_the_loss_is_the_divergence_that_is_left(temperature: float, school: Pat
 
 
 def test_a_teacher_that_is_the_pupil_has_nothing_to_teach(school: Path, tmp_path: Path) -> None:
-    run = learned("distill", school, tmp_path / "run", teacher__path=school / "model")
+    run = learned("distill", school, tmp_path / "run", steps=1, teacher__path=school / "model")
     assert measured(run)[0]["loss"] == pytest.approx(0, abs=1e-6) and measured(run)[0]["grad_norm"] < 1e-4
 
 
@@ -56,7 +56,7 @@ def test_each_option_changes_what_is_learned(school: Path, tmp_path: Path) -> No
         {"loss.direction": "reverse"},
         {"loss.reduction": "seq-mean-token-mean"},
     ]
-    found = [weights(learned("distill", school, tmp_path / str(n), **flip)) for n, flip in enumerate(flips)]
+    found = [weights(learned("distill", school, tmp_path / str(n), steps=1, **flip)) for n, flip in enumerate(flips)]
     assert not any(same(found[a], found[b]) for a in range(len(found)) for b in range(a))
 
 
@@ -64,7 +64,7 @@ def test_a_larger_teacher_may_have_rows_to_spare(school: Path, tmp_path: Path, c
     """Large models are often padded to more rows than their tokenizer has tokens: what nobody can say is not told."""
     size = make_tokenizer(tmp_path / "teacher")
     save(create(tiny(size + 23, layers=1, hidden=16, heads=2, kv_heads=1, context=128), seed=2), tmp_path / "teacher")
-    given = {"teacher.path": tmp_path / "teacher", "teacher.top": size}
+    given = {"teacher.path": tmp_path / "teacher", "teacher.top": size, "steps": 1}
     assert measured(learned("distill", school, tmp_path / "run", **given))[0]["teacher_tail"] == pytest.approx(
         0, abs=1e-5
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def test_the_loss_is_that_of_the_paper(school: Path, tmp_path: Path) -> None:
         "loss.beta": beta,
         "reference.path": school / "teacher",
     }
-    run = learned("dpo", school, tmp_path / "run", **given)
+    run = learned("dpo", school, tmp_path / "run", steps=1, **given)
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     gap = {
         side: implied(school / "model", rows, side) - implied(school / "teacher", rows, side)
@@ -52,8 +53,8 @@ def test_the_loss_is_that_of_the_paper(school: Path, tmp_path: Path) -> None:
     assert line["eval/margin"] == pytest.approx(float(margin.mean()), rel=1e-3, abs=1e-6)
 
 
-def test_at_first_the_policy_is_its_reference(school: Path, tmp_path: Path) -> None:
-    first, second = measured(learned("dpo", school, tmp_path / "run"))
+def test_at_first_the_policy_is_its_reference(finished: Callable[[str], Path]) -> None:
+    first, second, _ = measured(finished("dpo"))
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6) and first["margin"] == pytest.approx(0, abs=1e-5)
     assert abs(second["margin"]) > 1e-3
 
@@ -93,18 +94,18 @@ def test_a_reference_that_reads_less_far_is_refused(school: Path, tmp_path: Path
     save(create(config, seed=0), tmp_path / "short")
     told = refusal(capsys, "dpo", school, tmp_path / "run", reference__path=tmp_path / "short")
     assert "has a context of 64 tokens, and a row of this run may have 128" in told and "`data.max_tokens`" in told
-    learned("dpo", school, tmp_path / "run", reference__path=tmp_path / "short", data__max_tokens=64)
+    learned("dpo", school, tmp_path / "run", steps=1, reference__path=tmp_path / "short", data__max_tokens=64)
 
 
 def test_a_run_is_known_by_its_reference_too(school: Path, tmp_path: Path, capsys: Captured) -> None:
     other = tmp_path / "other"
     size = make_tokenizer(other)
     save(create(tiny(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=0), other)
-    run = learned("dpo", school, tmp_path / "run", reference__path=other)
+    run = learned("dpo", school, tmp_path / "run", steps=1, reference__path=other)
     moved = other.rename(tmp_path / "moved")
-    assert main(["dpo", "--resume", str(run), "steps=3", f"reference.path={moved}"]) == 0
+    assert main(["dpo", "--resume", str(run), "steps=2", f"reference.path={moved}"]) == 0
     save(create(tiny(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=1), moved)
-    told = refused(capsys, "dpo", "--resume", str(run), "steps=4", f"reference.path={moved}")
+    told = refused(capsys, "dpo", "--resume", str(run), "steps=3", f"reference.path={moved}")
     assert "was started on other files: reference" in told
 
 

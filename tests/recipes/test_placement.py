@@ -32,17 +32,20 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
-def test_an_engine_with_weights_of_its_own_samples_the_same(world: Path, tmp_path: Path) -> None:
-    shared = train(world, tmp_path / "shared")
+def test_an_engine_with_weights_of_its_own_samples_the_same_and_is_told_of(
+    world: Path, whole: Path, tmp_path: Path, capsys: Captured
+) -> None:
     apart = train(world, tmp_path / "apart", **SPLIT)
-    assert same(weights(shared), weights(apart))
-    written = [[line["publish_bytes"] for line in measured(run)] for run in (shared, apart)]
+    told = capsys.readouterr()
+    assert "On cpu: the policy, the engine, with weights of its own." in told.err + told.out
+    assert same(weights(whole, 2), weights(apart))
+    written = [[line["publish_bytes"] for line in measured(run)] for run in (whole, apart)]
     assert set(written[0]) == {0.0} and all(number > 0 for number in written[1])
 
 
 def test_split_means_other_memory(world: Path, tmp_path: Path) -> None:
     for layout, is_shared in (("colocated", True), ("split", False)):
-        with build(run_of(world, directory=tmp_path / layout, **{"placement.layout": layout})) as parts:
+        with build(run_of(world, directory=tmp_path / layout, steps=1, **{"placement.layout": layout})) as parts:
             worker = parts.learners.crew._worker  # type: ignore[attr-defined]
             assert isinstance(worker, PolicyWorker)
             mine = {weight.data_ptr() for _, weight in worker.weights()}
@@ -55,9 +58,6 @@ def test_a_run_says_where_its_models_are(world: Path, tmp_path: Path, capsys: Ca
     train(world, tmp_path / "one", steps=1, kl="reverse")
     told = capsys.readouterr()
     assert "On cpu: the policy and its engine, with the same weights, the reference." in told.err + told.out
-    train(world, tmp_path / "two", steps=1, **SPLIT)
-    told = capsys.readouterr()
-    assert "On cpu: the policy, the engine, with weights of its own." in told.err + told.out
 
 
 def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None:

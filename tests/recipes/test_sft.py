@@ -104,7 +104,7 @@ def test_earlier_thinking_follows_the_history_that_is_asked_for(tmp_path: Path) 
 
 def test_plain_text_teaches_to_go_on(school: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "texts.jsonl", [{"text": f"{n} is {n}"} for n in range(8)])
-    steps = measured(learned("sft", school, tmp_path / "run", data__train=f"[{file}]", steps=3))
+    steps = measured(learned("sft", school, tmp_path / "run", data__train=f"[{file}]", steps=2))
     assert steps[-1]["loss"] < steps[0]["loss"] and steps[0]["prompt_length"] == 1
 
 
