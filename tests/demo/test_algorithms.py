@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from etude.config.compose import compose
 from etude.demo.algorithms import DemoRun, train
 from etude.errors import ConfigError
 from etude.observe import JsonlSink, RunInfo, RunLog
+from tests.sweeps import sweep
 
 SMALL = ["steps=2", "groups=4", "group_size=4", "updates=2"]
 OFF = ["lag=1", "noise=0.2"]
@@ -31,29 +34,29 @@ def logged(directory: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@sweep("name", ADVANTAGES)
 def test_every_advantage_trains(name: str, tmp_path: Path) -> None:
-    curve = trained(tmp_path, f"advantage={name}")
+    curve = trained(tmp_path / name, f"advantage={name}")
     assert len(curve) == 3 and len(set(curve)) == 3
     assert all(0 < value < 1 for value in curve)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@sweep("name", LOSSES)
 def test_every_loss_trains_off_its_data(name: str, tmp_path: Path) -> None:
-    curve = trained(tmp_path, f"loss={name}", *OFF)
+    curve = trained(tmp_path / name, f"loss={name}", *OFF)
     assert len(set(curve)) == 3
-    rows = logged(tmp_path)
+    rows = logged(tmp_path / name)
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[-1]["expected_reward"] == curve[-1]
     assert all(math.isfinite(row["loss"]) and row["gradient"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("name", KLS)
-def test_every_kl_changes_what_is_learnt(name: str, tmp_path: Path) -> None:
+def test_every_kl_changes_what_is_learnt(tmp_path: Path) -> None:
     reduction = "loss.reduction=seq-mean-token-sum"
-    held = trained(tmp_path / "held", reduction, f"kl={name}", "kl.coefficient=0.5")
     free = trained(tmp_path / "free", reduction)
-    assert held[0] == free[0] and held[-1] != free[-1]
+    for name in KLS:
+        held = trained(tmp_path / name, reduction, f"kl={name}", "kl.coefficient=0.5")
+        assert held[0] == free[0] and held[-1] != free[-1], name
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
@@ -63,7 +66,19 @@ def test_every_controller_runs(name: str, tmp_path: Path) -> None:
     assert (rows[0]["kl_coefficient"] != rows[1]["kl_coefficient"]) == (name == "adaptive")
 
 
-@pytest.mark.parametrize(
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., float]:
+    """J after three steps off the data, or with some of the options of that alone; each is trained once."""
+
+    @cache
+    def last(*options: str) -> float:
+        return trained(tmp_path_factory.mktemp("plain"), *options, "steps=3")[-1]
+
+    return last
+
+
+@pytest.mark.slow
+@sweep(
     "option",
     [
         ["correction.weight=truncate"],
@@ -85,14 +100,12 @@ def test_every_controller_runs(name: str, tmp_path: Path) -> None:
         ["group_size=6"],
         ["seed=1"],
     ],
-    ids=" ".join,
 )
-def test_every_option_of_the_run_has_an_effect(option: list[str], tmp_path: Path) -> None:
+def test_every_option_of_the_run_has_an_effect(option: list[str], tmp_path: Path, plain: Callable[..., float]) -> None:
     key = option[0].partition("=")[0]
     others = [each for each in OFF if each.partition("=")[0] != key]
-    plain = trained(tmp_path / "plain", *OFF, "steps=3")
-    changed = trained(tmp_path / "changed", *others, "steps=3", *option)
-    assert plain[-1] != changed[-1]
+    changed = trained(tmp_path / " ".join(option), *others, "steps=3", *option)
+    assert plain(*OFF) != changed[-1]
 
 
 def test_echo_learns_what_the_tool_says_and_nothing_else_changes(tmp_path: Path) -> None:
@@ -126,11 +139,11 @@ def test_more_parts_than_rollouts_are_refused_in_a_sentence() -> None:
         compose(DemoRun, ["groups=2", "group_size=2", "updates=8"])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("rate", ["1e308", "1e307"])
+@pytest.mark.parametrize("rate", ["1e308", pytest.param("1e307", marks=pytest.mark.slow)])
+@sweep("loss", LOSSES)
 def test_a_learning_rate_that_leaves_the_numbers_is_refused_in_a_sentence(loss: str, rate: str, tmp_path: Path) -> None:
     try:
-        trained(tmp_path, f"loss={loss}", f"learning_rate={rate}", "steps=4")
+        trained(tmp_path / loss, f"loss={loss}", f"learning_rate={rate}", "steps=4")
     except ConfigError as error:
         assert "Lower `learning_rate`, which is 1e+30" in str(error)
     else:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from etude.cli import main
 from etude.demo import demonstrate as module
 from etude.demo.compare import Entry
 from etude.demo.demonstrate import demonstrate
@@ -54,25 +53,24 @@ def test_the_log_shows_what_was_asked_for(level: str, tmp_path: Path) -> None:
     assert logging.getLogger("etude").level == getattr(logging, level.upper())
 
 
-def test_a_secret_is_shown_nowhere(tmp_path: Path) -> None:
+def test_a_secret_is_shown_nowhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Neither by what is printed, nor by the warning of a tracker that repeats its address, nor in any file."""
     require("mlflow")
     secret = [
         "observe.mlflow.enabled=true",
         "observe.mlflow.uri='nosuch://me:hunter2pass@h/x','nosuch://me:hunter2pass@h/y'",
     ]
-    etude = [sys.executable, "-m", "etude"]
-    demo = [*etude, "demo", "algorithms", *SHORT, f"directory={tmp_path}", *secret, "--multirun", "--json"]
-    done = subprocess.run(demo, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "The mlflow sink failed" in done.stderr and "nosuch://me:***@h/x" in done.stderr
+    assert main(["demo", "algorithms", *SHORT, f"directory={tmp_path}", *secret, "--multirun", "--json"]) == 0
+    done = capfd.readouterr()
+    assert "The mlflow sink failed" in done.err and "nosuch://me:***@h/x" in done.err
+    assert "hunter2pass" not in done.out + done.err
     single = [secret[0], secret[1].partition(",")[0]]
     for form in ([], ["--yaml"]):
-        shown = subprocess.run([*etude, "config", "show", *single, *form], capture_output=True, text=True)
-        assert "nosuch://me:***@h/x" in shown.stdout and "hunter2pass" not in shown.stdout + shown.stderr
+        assert main(["config", "show", *single, *form]) == 0
+        shown = capfd.readouterr()
+        assert "nosuch://me:***@h/x" in shown.out and "hunter2pass" not in shown.out + shown.err
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"run.yaml", "metrics.jsonl"} <= {path.name for path in files}
-    assert "hunter2pass" not in done.stdout + done.stderr
     for path in files:
         assert b"hunter2pass" not in path.read_bytes() and "hunter2pass" not in str(path)
 

@@ -54,6 +54,13 @@ class Replica(Served):
         self.version = version
 
 
+@pytest.fixture(scope="module")
+def by() -> Iterator[Reader]:
+    """One process for all that leave it as it was."""
+    with reader() as found:
+        yield found
+
+
 async def broadcast(carrier: GroupCarrier, replica: Replica, published: dict[str, torch.Tensor]) -> dict[str, Any]:
     await carrier.join(replica)
     parcels = carrier.parcels(published.items(), True)
@@ -67,22 +74,21 @@ async def broadcast(carrier: GroupCarrier, replica: Replica, published: dict[str
     return found
 
 
-def test_a_replica_receives_every_tensor_and_may_join_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_receives_every_tensor_and_may_join_again(by: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
     published = {"a": torch.randn(30, 40), "b": torch.randn(7).bfloat16(), "c": torch.arange(9), "d": torch.ones(200)}
     carrier = GroupCarrier("gloo", 4800, timeout=20)
-    with reader() as by:
-        replica = Replica(by)
-        assert asyncio.run(broadcast(carrier, replica, published)) == told(published)
-        assert asyncio.run(broadcast(carrier, replica, published)) == told(published), "once joined, it stays"
-        carrier.leave(replica)
-        assert asyncio.run(broadcast(carrier, replica, published)) == told(published), "and it may come back"
-        carrier.close()
-        named = GroupCarrier("gloo", 4800, address="localhost", timeout=20)
-        assert asyncio.run(broadcast(named, replica, published)) == told(published)
-        assert replica.told == ["127.0.0.1", "127.0.0.1", "localhost"]
-        named.close()
+    replica = Replica(by)
+    assert asyncio.run(broadcast(carrier, replica, published)) == told(published)
+    assert asyncio.run(broadcast(carrier, replica, published)) == told(published), "once joined, it stays"
+    carrier.leave(replica)
+    assert asyncio.run(broadcast(carrier, replica, published)) == told(published), "and it may come back"
+    carrier.close()
+    named = GroupCarrier("gloo", 4800, address="localhost", timeout=20)
+    assert asyncio.run(broadcast(named, replica, published)) == told(published)
+    assert replica.told == ["127.0.0.1", "127.0.0.1", "localhost"]
+    named.close()
 
 
 def test_a_server_reaches_the_trainer_where_the_trainer_reaches_it_from() -> None:
@@ -106,7 +112,7 @@ def test_a_server_that_refuses_at_once_is_not_waited_for(refuses: str, tmp_path:
         assert replica.withdrawn
 
 
-def test_two_buckets_are_held_and_no_third() -> None:
+def test_two_buckets_are_held_and_no_third(by: Reader) -> None:
     """Where weights are made for the publish, and are nobody's when they have been sent."""
     held: set[int] = set()
     most = 0
@@ -122,11 +128,10 @@ def test_two_buckets_are_held_and_no_third() -> None:
             del made
 
     bucket = 4  # tensors
-    with reader() as by:
-        replica = Replica(by)
-        carrier = GroupCarrier("gloo", bucket * 256 * 256 * 4, address="127.0.0.1", timeout=20)
-        asyncio.run(Fleet([replica], carrier).publish(weights(), 1))
-        carrier.close()
+    replica = Replica(by)
+    carrier = GroupCarrier("gloo", bucket * 256 * 256 * 4, address="127.0.0.1", timeout=20)
+    asyncio.run(Fleet([replica], carrier).publish(weights(), 1))
+    carrier.close()
     assert len(replica.found) == 24
     assert most <= 2 * bucket + 1, "and the tensor that is next"
     assert not held

@@ -48,19 +48,24 @@ async def fetched(
     return seen
 
 
-@pytest.mark.parametrize("torch_handles", [False, True])
-def test_another_process_finds_every_tensor_and_two_buckets_are_held(torch_handles: bool) -> None:
-    carrier = ShmCarrier(BUCKET)
+def test_another_process_finds_every_tensor_and_two_buckets_are_held() -> None:
     with reader() as by:
-        for seed in range(3):
-            parcels = asyncio.run(fetched(carrier, weights(seed), by, torch_handles=torch_handles))
-            assert len(parcels) > 2
-            paths = {parcel.where["path"] for parcel in parcels}
-            assert len(paths) == 2 and all(Path(path).exists() for path in paths)
-        largest = max(BUCKET, max(tensor.nbytes for tensor in weights().values()))
-        assert carrier.held_bytes <= 2 * (largest + 64)
-        carrier.close()
-        assert not any(Path(path).exists() for path in paths)
+        for torch_handles in (False, True):
+            found_by(by, torch_handles=torch_handles)
+
+
+def found_by(by: Reader, *, torch_handles: bool) -> None:
+    """That it finds what is published three times, and what is left of it: nothing."""
+    carrier = ShmCarrier(BUCKET)
+    for seed in range(3):
+        parcels = asyncio.run(fetched(carrier, weights(seed), by, torch_handles=torch_handles))
+        assert len(parcels) > 2
+        paths = {parcel.where["path"] for parcel in parcels}
+        assert len(paths) == 2 and all(Path(path).exists() for path in paths)
+    largest = max(BUCKET, max(tensor.nbytes for tensor in weights().values()))
+    assert carrier.held_bytes <= 2 * (largest + 64)
+    carrier.close()
+    assert not any(Path(path).exists() for path in paths)
 
 
 def test_a_slot_casts_and_aligns() -> None:

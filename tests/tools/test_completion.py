@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,7 +60,13 @@ def shell(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def offered(cache: Path, *typed: str) -> list[str]:
     """The words that are offered in place of the last of these."""
-    return [offer.text for offer in offers.offers(parser(), typed, cache)]
+    return [offer.text for offer in offers.offers(commands(), typed, cache)]
+
+
+@functools.cache
+def commands() -> ArgumentParser:
+    """The command line, which takes longer to put together than to ask."""
+    return parser()
 
 
 def in_bash(line: str) -> list[str]:
