@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.metadata import files
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 CORPUS = (
@@ -144,3 +145,12 @@ def beginning(inner: Tokenizer) -> Tokenizer:
     begins = [("<s>", inner.token_to_id("<s>"))]
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=begins)
     return inner
+
+
+COMMON = ("qwen3", "qwen2_5", "llama3_1", "glm4moe", "gptoss", "deepseekv3", "gemma4_v5", "idefics3")
+"""Published templates that differ in what matters: those that the quick tests look at."""
+
+
+def common_first(names: Iterable[str]) -> list[Any]:
+    """The names of templates as parameters of a test, which is slow for all but the common ones."""
+    return [name if name in COMMON else pytest.param(name, marks=pytest.mark.slow) for name in names]

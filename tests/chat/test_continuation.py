@@ -17,7 +17,7 @@ from etude.chat.tokenizer import Ids
 from etude.errors import ChatError
 from etude.records import Message, ToolCall
 from tests.chat.conversations import WEATHER, Form
-from tests.chat.made import byte_level, ends_of, published, save, sentencepiece
+from tests.chat.made import byte_level, common_first, ends_of, published, save, sentencepiece
 
 NAMES = sorted(published())
 NO_TOOLS = ("cohere", "gemma_", "gemma3", "llava_next", "phi3", "idefics3", "smolvlm", "deepseek_r1_distill", "lfm2")
@@ -63,7 +63,7 @@ def serve(
     return prompt, [*messages, answer]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", common_first(NAMES))
 def test_served_ids_begin_the_next_prompt(name: str) -> None:
     """Four turns of tokens that no template would write, ended by each of the ends or by none."""
     chat, random = chat_of(name), np.random.default_rng(0)
@@ -84,7 +84,7 @@ def test_served_ids_begin_the_next_prompt(name: str) -> None:
             assert messages[-1].content in chat.tokenizer.decode(last[len(seen) :])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", common_first(NAMES))
 def test_canonical_tokens_go_on_as_the_template_has_it(name: str) -> None:
     """Where the template keeps what came before, and the model wrote what the template would, both say the same."""
     chat, compared = chat_of(name), 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,11 @@ from etude.models.layers import Fused, FusedLinear
 from etude.models.sizes import FAMILIES
 from tests.components import require
 from tests.models.packs import FOREST, pack_of
+from tests.sweeps import sweep
 
 PACK = pack_of(FOREST)
+FIRST = ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen3")]
+"""The families; the quick tests look at one."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +57,14 @@ def written(model: Model, directory: Path) -> Path:
     return export_adapter(dict(model.trained_weights()), adapter_config(model, Path("base")), directory)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FIRST)
 def test_an_adapter_begins_as_nothing_to_the_bit(family: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         plain = create(tiny(50, family=family), seed=1, dtype=dtype)
         assert torch.equal(run(adapted(family, dtype, moved=False)), run(plain))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FIRST)
 def test_only_adapters_get_a_gradient_and_all_of_them_do(family: str) -> None:
     model = adapted(family)
     run(model).square().sum().backward()
@@ -101,7 +105,7 @@ def test_an_adapter_counts_as_its_options_say(options: dict[str, Any], scale: fl
     torch.testing.assert_close(merged[f"{place}.weight"], names[f"{place}.weight"] + scale * product)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FIRST)
 def test_merged_weights_are_the_same_model_without_adapters(family: str, tmp_path: Path) -> None:
     model = adapted(family)
     save(model, tmp_path)
@@ -215,6 +219,13 @@ def test_what_half_precision_rounds_of_it_is_kept_for_its_learner(tmp_path: Path
     assert all(torch.equal(weight, wanted[name].bfloat16()) for name, weight in half.trained_weights())
 
 
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter in a directory."""
+    require("lora")
+    return written(adapted(), tmp_path_factory.mktemp("whole") / "adapter")
+
+
 def edited(**changes: Any) -> Callable[[Path], None]:
     def edit(directory: Path) -> None:
         file = directory / "adapter_config.json"
@@ -241,10 +252,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_an_adapter_that_cannot_be_run_as_it_is_meant_is_refused(name: str, tmp_path: Path) -> None:
-    spoil, told = BROKEN[name]
-    written(adapted(), tmp_path / "adapter")
-    spoil(tmp_path / "adapter")
+@sweep("name", BROKEN)
+def test_an_adapter_that_cannot_be_run_as_it_is_meant_is_refused(name: str, adapter: Path, tmp_path: Path) -> None:
+    (spoil, told), broken = BROKEN[name], tmp_path / name
+    shutil.copytree(adapter, broken)
+    spoil(broken)
     with pytest.raises(ConfigError, match=told):
-        adapt(create(tiny(50), seed=1, dtype=torch.float64), Lora(path=tmp_path / "adapter"), seed=0)
+        adapt(create(tiny(50), seed=1, dtype=torch.float64), Lora(path=broken), seed=0)

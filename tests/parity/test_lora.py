@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.models.packs import FOREST, apart, pack_of, paths
 
 COARSE = {"gemma2": 1e-4}
 """Families whose attention transformers can only run with a softmax in float32, and how far apart that may be."""
+FIRST = ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen3")]
+"""The families; the quick tests look at one."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +59,16 @@ def theirs(model: Model, directory: Path) -> nn.Module:
 @pytest.fixture
 def wide_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers takes its norms in float32; in float64 here, so that gradients can be told apart at 1e-9."""
-    for family in FAMILIES:
-        model = create(tiny(50, family=family, layers=1), seed=0)
-        for part in model.module.modules():
-            if type(part).__name__.endswith("RMSNorm"):
-                monkeypatch.setattr(type(part), "forward", _gemma_norm if "Gemma" in type(part).__name__ else _norm)
+    for kind in norms():
+        monkeypatch.setattr(kind, "forward", _gemma_norm if "Gemma" in kind.__name__ else _norm)
+
+
+@cache
+def norms() -> frozenset[type[nn.Module]]:
+    """The classes of norms that families have."""
+    models = (create(tiny(50, family=family, layers=1), seed=0) for family in FAMILIES)
+    kinds = {type(part) for model in models for part in model.module.modules()}
+    return frozenset(kind for kind in kinds if kind.__name__.endswith("RMSNorm"))
 
 
 def _norm(self: Any, x: Tensor) -> Tensor:
@@ -73,23 +81,29 @@ def _gemma_norm(self: Any, x: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj", "c_proj")], ids=["all", "some"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FIRST)
 def test_logits_and_gradients_are_those_of_peft(
-    family: str, targets: tuple[str, ...], checkpointed: bool, tmp_path: Path, wide_norms: None
+    family: str, targets: tuple[str, ...], tmp_path: Path, wide_norms: None
 ) -> None:
+    """With activations kept, and with all of them computed again."""
     chosen = tuple(name for name in targets if (name == "c_proj") == (family == "gpt2"))
     model, tree = adapted(family, torch.float64, targets=chosen), pack_of(FOREST)
-    model.activation_checkpointing = checkpointed
     reference, rows = theirs(model, tmp_path), paths(tree)
     weights = torch.randn(sum(map(len, rows)), 50, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    packed = model.logits(model.hidden(tree.ids, tree.positions, PackedAttention(tree)))[torch.cat(rows)]
     alone = torch.cat([reference(input_ids=tree.ids[row][None].long()).logits[0] for row in rows])
-    close = COARSE.get(family, 1e-9)
-    torch.testing.assert_close(packed, alone, rtol=close, atol=close)
-    (packed * weights).sum().backward()
     (alone * weights).sum().backward()
+    close = COARSE.get(family, 1e-9)
+    for checkpointed in (False, True):
+        model.activation_checkpointing = checkpointed
+        packed = model.logits(model.hidden(tree.ids, tree.positions, PackedAttention(tree)))[torch.cat(rows)]
+        torch.testing.assert_close(packed, alone, rtol=close, atol=close)
+        (packed * weights).sum().backward()
+        same_gradients(model, reference, close)
+
+
+def same_gradients(model: Model, reference: nn.Module, close: float) -> None:
+    """Compare what a model's adapters were given with what peft's were, and forget the former."""
     wanted = {
         name.removeprefix("base_model.model.").replace(".default.", "."): weight.grad
         for name, weight in reference.named_parameters()
@@ -99,6 +113,8 @@ def test_logits_and_gradients_are_those_of_peft(
     assert found.keys() == wanted.keys()
     for name, grad in found.items():
         torch.testing.assert_close(grad, wanted[name], rtol=close, atol=close * float(wanted[name].abs().max()))
+    for _, weight in model.named_weights():
+        weight.grad = None
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])

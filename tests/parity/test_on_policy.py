@@ -25,6 +25,7 @@ from etude.train.optim import PRECISIONS
 from tests.components import require
 
 VOCABULARY, GROUPS, SIZE = 61, 4, 3
+OTHERS = tuple(family for family in FAMILIES if family != "qwen3")
 TOLERANCE = {"fp32": 2e-5, "bf16": 0.02, "fp64": 1e-6}
 
 
@@ -59,8 +60,15 @@ def gap(batch: Batch) -> float:
     return float((batch.behavior_logp - batch.old_logp)[batch.action].abs().max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("temperature", "family"),
+    [
+        (1.0, "qwen3"),
+        (0.7, "qwen3"),
+        *(pytest.param(1.0, family, marks=pytest.mark.slow) for family in OTHERS),
+        *(pytest.param(0.7, family, marks=pytest.mark.integration) for family in OTHERS),
+    ],
+)
 def test_trainer_and_sampler_agree(family: str, temperature: float) -> None:
     model = create(tiny(VOCABULARY, family=family, layers=2, hidden=32, heads=4, kv_heads=2), seed=1)
     learner = Learner(model, Train(precision="fp32", micro_tokens=64), temperature=temperature)
@@ -70,7 +78,7 @@ def test_trainer_and_sampler_agree(family: str, temperature: float) -> None:
     assert all(c.raw_logp is not None and len(c.raw_logp) == len(c.ids) for c in completions)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("precision", ["bf16", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp32", "fp64"))])
 def test_they_agree_after_updates_and_without_moving_a_byte(precision: str) -> None:
     config = tiny(VOCABULARY, layers=2, hidden=32, heads=4, kv_heads=2)
     model = create(config, seed=1, dtype=PRECISIONS[precision])  # type: ignore[index]
@@ -94,9 +102,16 @@ def test_they_agree_after_updates_and_without_moving_a_byte(precision: str) -> N
         assert gap(learner.annotate(batch, frozenset({"old_logp"}))) < TOLERANCE[precision]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "merge", "family"),
+    [
+        *((precision, merge, "qwen3") for precision in ("fp32", "bf16") for merge in (False, True)),
+        *(pytest.param("fp32", False, family, marks=pytest.mark.slow) for family in OTHERS),
+        *(pytest.param("bf16", True, family, marks=pytest.mark.slow) for family in OTHERS),
+        *(pytest.param("fp32", True, family, marks=pytest.mark.integration) for family in OTHERS),
+        *(pytest.param("bf16", False, family, marks=pytest.mark.integration) for family in OTHERS),
+    ],
+)
 def test_they_agree_on_adapters_added_as_products_and_as_weights(family: str, merge: bool, precision: str) -> None:
     """An engine that merges rounds W + B A to the precision it computes in, where the trainer rounds W x and B A x."""
     require("lora")
