@@ -159,7 +159,7 @@ def test_a_build_that_was_killed_is_not_taken_for_whole(tmp_path: Path) -> None:
         with pytest.raises(EngineError, match=f"under construction for 0.3 s, by process {builder.pid} or a pip"):
             environment(pinned, tmp_path, console=silent(), patience=0.3)
         waiting = pool.submit(environment, pinned, tmp_path, console=silent())
-        time.sleep(1.0)
+        time.sleep(0.4)
         assert server.visits == 1 and not waiting.done()
 
         server.open.set()
@@ -174,7 +174,7 @@ def test_two_that_want_the_same_build_it_once_and_say_that_it_takes_long(tmp_pat
         pinned = Pinned("held", (server.pin,))
         wanted = [pool.submit(environment, pinned, tmp_path, console=console) for console in consoles]
         assert server.came.acquire(timeout=60)
-        time.sleep(2.0)
+        time.sleep(0.5)
         server.open.set()
         assert wanted[0].result(60) == wanted[1].result(60)
         assert server.visits == 1
@@ -186,7 +186,7 @@ def test_two_that_want_the_same_build_it_once_and_say_that_it_takes_long(tmp_pat
 def test_a_build_that_takes_too_long_is_ended_and_leaves_nothing(tmp_path: Path) -> None:
     with holding() as server, ThreadPoolExecutor() as pool:
         pinned = Pinned("held", (server.pin,))
-        ended = pool.submit(environment, pinned, tmp_path, console=silent(), patience=3.0)
+        ended = pool.submit(environment, pinned, tmp_path, console=silent(), patience=1.0)
         with pytest.raises(EngineError, match="took too long"):
             ended.result(60)
         assert not folders(tmp_path)
