@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.cli import main
 from etude.records import Message, Task
 from tests.house.documents import ROOT
 
@@ -122,7 +123,11 @@ def test_a_game_that_is_won_at_the_last_turn_is_not_cut_off() -> None:
     assert sorted(found) == [(0.0, False, True)] * 3 + [(1.0, True, False)]
 
 
-@pytest.mark.integration
-def test_the_loss_is_one_of_the_losses_of_the_tabular_world(tmp_path: Path) -> None:
-    words = ["demo", "algorithms", "loss=own_loss:Fading", "loss.width=0.5", "steps=40", "observe.console=plain"]
-    assert "own_loss:Fading" in said(["-m", "etude", *words], tmp_path)
+@pytest.mark.slow
+def test_the_loss_is_one_of_the_losses_of_the_tabular_world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    words = ["demo", "algorithms", "loss=own_loss:Fading", "loss.width=0.5", "steps=2", "observe.console=plain"]
+    assert main(words) == 0 and "own_loss:Fading" in capsys.readouterr().out
