@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
+
 Test = Callable[..., None]
 
 
@@ -46,6 +48,15 @@ def sweep(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test
         return swept
 
     return over
+
+
+def later(values: Iterable[Any], *, every: int = 4) -> list[Any]:
+    """As values for `pytest.mark.parametrize`: `make check` tries the first of so many, and `make test` all."""
+    found = []
+    for place, value in enumerate(values):
+        given = value if isinstance(value, tuple) else (value,)
+        found.append(value if place % every == 0 else pytest.param(*given, marks=pytest.mark.slow))
+    return found
 
 
 def inner(test: Test) -> Test:

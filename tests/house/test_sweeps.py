@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, is_hypothesis_test
 from hypothesis import strategies as st
 
-from tests.sweeps import SweepError, inner, sweep
+from tests.sweeps import SweepError, inner, later, sweep
 
 SEEN: list[object] = []
 
@@ -49,3 +49,13 @@ def test_sweeps_go_within_each_other_and_over_properties() -> None:
 
     test()
     assert len(seen) == 4 and is_hypothesis_test(inner(test)) and not is_hypothesis_test(test)
+
+
+def test_the_first_of_so_many_values_is_tried_while_one_works_and_all_before_a_commit() -> None:
+    one, two, *others = later([1, 2, (3, 4), 5, 6], every=4)
+    assert (one, others[2]) == (1, 6)
+    assert [(each.values, [mark.name for mark in each.marks]) for each in (two, *others[:2])] == [
+        ((2,), ["slow"]),
+        ((3, 4), ["slow"]),
+        ((5,), ["slow"]),
+    ]

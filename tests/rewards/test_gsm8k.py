@@ -12,6 +12,7 @@ from etude.errors import DataError
 from etude.rewards import Gsm8k
 from etude.rewards.gsm8k import final_number, number
 from tests.rewards.tasks import task
+from tests.sweeps import later
 
 # truth, answer, strict, flexible
 GOLD: list[tuple[Any, str, int, int]] = [
@@ -107,7 +108,7 @@ def test_a_truth_that_is_no_number_is_refused(truth: str) -> None:
         Gsm8k()(task(truth), "#### 4")
 
 
-@pytest.mark.parametrize("piece", ["9", "999,", "9 ", "9/", "9.", "-$", "#### ", "\\frac{9}{9}", "1 1/"])
+@pytest.mark.parametrize("piece", later(["9", "999,", "9 ", "9/", "9.", "-$", "#### ", "\\frac{9}{9}", "1 1/"]))
 def test_it_is_quick_whatever_it_reads(piece: str) -> None:
     began = time.thread_time()
     for method in ("strict", "flexible"):

@@ -19,6 +19,7 @@ from etude.rewards import program as programs
 from etude.rewards.probe import protections
 from etude.rewards.program import program_of
 from tests.rewards.tasks import task
+from tests.sweeps import later
 
 SUM = {"inputs": ["1 2\n", "3 4\n", "10 20\n"], "outputs": ["3\n", "7\n", "30\n"]}
 ADD = ["assert add(1, 2) == 3", "assert add(3, 4) == 7", "assert add('secret', 'ly') == 'secretly'"]
@@ -72,14 +73,17 @@ def test_long_answers_are_read_at_once(unit: str) -> None:
 
 @pytest.mark.parametrize(
     ("code", "share", "all_of_them"),
-    [
-        ("print(sum(map(int, input().split())))", 1, 1),
-        ("a, b = map(int, input().split())\nprint(3 if a == 1 else 0)", 1 / 3, 0),
-        ("print(3)", 1 / 3, 0),
-        ("print(", 0, 0),
-        ("raise SystemExit", 0, 0),
-        ("print(sum(map(int, input().split())))\nraise SystemExit(1)", 0, 0),
-    ],
+    later(
+        [
+            ("print(sum(map(int, input().split())))", 1, 1),
+            ("a, b = map(int, input().split())\nprint(3 if a == 1 else 0)", 1 / 3, 0),
+            ("print(3)", 1 / 3, 0),
+            ("print(", 0, 0),
+            ("raise SystemExit", 0, 0),
+            ("print(sum(map(int, input().split())))\nraise SystemExit(1)", 0, 0),
+        ],
+        every=2,
+    ),
 )
 def test_scripts_are_known_by_what_they_print(code: str, share: float, all_of_them: float) -> None:
     assert scored(code, SUM, score="share") == pytest.approx(share)
@@ -163,14 +167,7 @@ CHEATS = {
 }
 
 
-SUBTLE = ("ends in the function", "equals everything", "replaces builtins", "traces", "answers nonsense")
-"""What `make check` tries of these."""
-
-
-@pytest.mark.parametrize(
-    "code",
-    [pytest.param(code, id=name, marks=[] if name in SUBTLE else pytest.mark.slow) for name, code in CHEATS.items()],
-)
+@pytest.mark.parametrize("code", later(CHEATS.values()), ids=CHEATS)
 def test_a_program_does_not_pass_by(code: str) -> None:
     assert scored(code, ADD, score="share") == 0
 
@@ -289,16 +286,19 @@ def test_a_box_that_is_lost_is_a_failure_and_no_zero(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("tests", "told"),
-    [
-        ("class Node:\n    pass\nassert add(Node(), 1) is None", "a `Node` cannot be handed to the program"),
-        ("assert add((n for n in range(2)), 1) is None", "a `generator` cannot be handed to the program"),
-        ("try:\n    add(object(), 1)\nexcept BaseException:\n    pass\nassert True", "a `object` cannot be handed"),
-        ("assert np.allclose(add(1, 2), 3)", "they import what is not in the box (No module named 'numpy'"),
-        (
-            "import pytest\nassert add(1, 2) == 3",
-            "they import what is not in the box (No module named 'pytest'; see `reward.packages`)",
-        ),
-    ],
+    later(
+        [
+            ("class Node:\n    pass\nassert add(Node(), 1) is None", "a `Node` cannot be handed to the program"),
+            ("assert add((n for n in range(2)), 1) is None", "a `generator` cannot be handed to the program"),
+            ("try:\n    add(object(), 1)\nexcept BaseException:\n    pass\nassert True", "a `object` cannot be handed"),
+            ("assert np.allclose(add(1, 2), 3)", "they import what is not in the box (No module named 'numpy'"),
+            (
+                "import pytest\nassert add(1, 2) == 3",
+                "they import what is not in the box (No module named 'pytest'; see `reward.packages`)",
+            ),
+        ],
+        every=3,
+    ),
 )
 def test_tests_that_cannot_be_put_to_a_program_are_a_failure_and_no_zero(tests: str, told: str) -> None:
     verdict = judged(RIGHT, tests)
@@ -310,15 +310,21 @@ def test_tests_that_cannot_be_put_to_a_program_are_a_failure_and_no_zero(tests: 
 
 @pytest.mark.parametrize(
     ("code", "tests"),
-    [
-        ("def f(n): return (i for i in range(n))", "assert f(3)[:2] == [0, 1]"),
-        ("def f(n): return iter([])", "assert not f(1)[1:]"),
-        ("def f(n): return {1: 2}\ndef g(n): return 3", "assert g(f(1).keys()) == 3"),
-        ("def f(n): return {1: 2}\ndef g(n): return 3", "held = f(1)\nassert g(held.keys()) == 3"),
-        ("f = {1: 2}\ndef g(n): return 3", "assert g(f.keys()) == 3"),
-        ("def f(n): return {1: 2}\ndef g(n): return 3", "try:\n    assert g(f(1).keys())\nexcept BaseException: pass"),
-        ("def f(n): return n({1: 2})\ndef g(n): return 3", "assert f(lambda n: g(n.items())) == 3"),
-    ],
+    later(
+        [
+            ("def f(n): return (i for i in range(n))", "assert f(3)[:2] == [0, 1]"),
+            ("def f(n): return iter([])", "assert not f(1)[1:]"),
+            ("def f(n): return {1: 2}\ndef g(n): return 3", "assert g(f(1).keys()) == 3"),
+            ("def f(n): return {1: 2}\ndef g(n): return 3", "held = f(1)\nassert g(held.keys()) == 3"),
+            ("f = {1: 2}\ndef g(n): return 3", "assert g(f.keys()) == 3"),
+            (
+                "def f(n): return {1: 2}\ndef g(n): return 3",
+                "try:\n    assert g(f(1).keys())\nexcept BaseException: pass",
+            ),
+            ("def f(n): return n({1: 2})\ndef g(n): return 3", "assert f(lambda n: g(n.items())) == 3"),
+        ],
+        every=4,
+    ),
 )
 def test_no_answer_of_a_program_makes_its_tests_unfit(code: str, tests: str) -> None:
     """Python itself fails the first of these; the others hand over what they have of the program."""
@@ -333,7 +339,7 @@ SPOOFS = {
 }
 
 
-@pytest.mark.parametrize(("tests", "spoof"), SPOOFS.values(), ids=SPOOFS)
+@pytest.mark.parametrize(("tests", "spoof"), later(SPOOFS.values()), ids=SPOOFS)
 def test_a_module_that_tests_do_not_import_is_not_the_programs(tests: Any, spoof: str) -> None:
     assert scored(spoof + "def f(x): return 0", tests) == 0
     assert scored(spoof + "def f(x): return x * 7", tests) == scored("def f(x): return x * 7", tests) == 1

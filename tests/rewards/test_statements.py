@@ -12,6 +12,7 @@ from etude.records import Task
 from etude.rewards import Judge, Program
 from etude.rewards.statements import cut
 from tests.rewards.tasks import task
+from tests.sweeps import later
 
 RIGHT = "def add(a, b):\n    return a + b\n"
 WRONG = "def add(a, b):\n    return 3\n"
@@ -47,7 +48,7 @@ def scored(code: str, truth: Any, **fields: Any) -> float:
         return asyncio.run(judge.judge(task(truth, **fields), f"```python\n{code}\n```")).reward
 
 
-@pytest.mark.parametrize("truth", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("truth", later(FORMS.values(), every=3), ids=FORMS)
 def test_right_programs_pass_and_wrong_ones_do_not(truth: Any) -> None:
     assert scored(RIGHT, truth) == 1
     assert scored(WRONG, truth) == scored("x = 1", truth) == 0

@@ -25,6 +25,7 @@ from etude.store.bounds import NOTE_BYTES
 from etude.store.desk import Claim
 from etude.store.server import serve
 from tests.store.served import Served, served
+from tests.sweeps import later
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 TRACE, SPAN = "5b8efff798038103d269b633813fc60c", "eee19b7ec3c1b174"
@@ -155,7 +156,7 @@ HUGE = {
 }
 
 
-@pytest.mark.parametrize("name", HUGE)
+@pytest.mark.parametrize("name", later(HUGE))
 def test_an_export_of_hundreds_of_thousands_of_parts_is_refused_before_it_is_parsed(store: Served, name: str) -> None:
     answer = store.ask("/v1/traces", HUGE[name], store.ring.admin, content_type=PROTOBUF)
     assert answer.status_code == 413, answer.text

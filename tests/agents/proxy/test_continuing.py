@@ -19,7 +19,7 @@ from tests.agents.proxy.test_exact import CLAUDE, FLAT
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import anthropic, openai
 from tests.chat.conversations import WEATHER
-from tests.sweeps import sweep
+from tests.sweeps import later, sweep
 
 ASK: list[Any] = [{"role": "user", "content": "Weather?"}]
 SAID = "<think>\n I must\nlook. \n</think>\n\nIt is raining, 🌧 and the sky is grey.<|im_end|>"
@@ -75,7 +75,7 @@ def test_an_answer_goes_on_from_the_words_that_an_agent_gives(world: World, stre
     assert goes_on(turns) == [True] and branches(world) == before
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", later([False, True]))
 @sweep("most", [4, 10, 18, 32, 36, 37, 38, 50])
 def test_an_answer_that_was_cut_off_goes_on_with_its_very_ids(world: World, most: int, streamed: bool) -> None:
     """Wherever it was cut: within the thinking, the text, or a character."""

@@ -27,7 +27,9 @@ from tests.agents.proxy.listening import served
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import anthropic, openai
 from tests.chat.conversations import WEATHER
+from tests.sweeps import later
 
+CLIENT = httpx2.Client(timeout=30)
 ASK: list[Any] = [{"role": "user", "content": "What is it?"}]
 SECRET = "not-to-be-seen-by-anybody"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call><|im_end|>'
@@ -143,7 +145,7 @@ def test_no_call_without_an_attempt(world: World) -> None:
     body = {"model": "judge", "messages": ASK}
     for key, status in ((None, 401), ("sk-none", 401), (world.attempt().reward_key, 403)):
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        assert httpx2.post(f"{world.url}/chat/completions", json=body, headers=headers).status_code == status
+        assert CLIENT.post(f"{world.url}/chat/completions", json=body, headers=headers).status_code == status
 
 
 # -- a provider that does not answer ----------------------------------------------------------------------------------
@@ -197,7 +199,7 @@ def trouble() -> Iterator[World]:
     monkey.undo()
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", later([False, True]))
 @pytest.mark.parametrize(
     ("name", "status", "kind", "says"),
     [
@@ -220,7 +222,7 @@ def test_what_goes_wrong_there_is_told_here(
     body = {"model": name, "messages": ASK, "stream": streamed}
     headers = {"authorization": f"Bearer {claim.model_key}"}
     with caplog.at_level(logging.DEBUG):
-        response = httpx2.post(f"{trouble.url}/chat/completions", json=body, headers=headers, timeout=30)
+        response = CLIENT.post(f"{trouble.url}/chat/completions", json=body, headers=headers)
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == kind and says in error["message"]
@@ -249,7 +251,7 @@ def test_an_answer_without_an_end_is_cut_off(trouble: World, monkeypatch: pytest
     claim = trouble.attempt()
     body = {"model": "endless", "messages": ASK, "stream": streamed}
     headers = {"authorization": f"Bearer {claim.model_key}"}
-    response = httpx2.post(f"{trouble.url}/chat/completions", json=body, headers=headers, timeout=30)
+    response = CLIENT.post(f"{trouble.url}/chat/completions", json=body, headers=headers)
     assert "answered more than 1 MiB" in response.text and len(response.text) < 1000
     (told,) = written(trouble, claim, 1)
     assert told["outcome"] == "failed" and "more than 1 MiB" in told["error"]

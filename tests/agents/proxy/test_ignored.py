@@ -18,9 +18,10 @@ from etude.agents.proxy.fields import Rule
 from etude.agents.proxy.responses import RESPONSES
 from etude.records import SamplingParams
 from tests.agents.proxy.test_exact import CLAUDE
-from tests.agents.proxy.test_faults import CALLS, CHAT, posted, scripted, told
+from tests.agents.proxy.test_faults import CALLS, CHAT, CLIENT, posted, scripted, told
 from tests.agents.proxy.world import World, chat_of, serving
 from tests.chat.conversations import WEATHER
+from tests.sweeps import sweep
 
 TABLES = {
     "/v1/chat/completions": CHAT_COMPLETIONS,
@@ -148,7 +149,7 @@ def test_a_table_says_why() -> None:
         assert isinstance(rule, Rule) and (rule.why.endswith(".") or rule.treatment not in ("ignored", "refused")), name
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("method", "path", "status", "claude"),
     [
         ("GET", "/v1/chat/completions", 405, False),
@@ -165,7 +166,7 @@ def test_a_table_says_why() -> None:
 def test_a_route_that_there_is_not(
     worlds: Mapping[bool, World], method: str, path: str, status: int, claude: bool
 ) -> None:
-    response = httpx2.request(method, worlds[False].root + path)
+    response = CLIENT.request(method, worlds[False].root + path)
     assert response.status_code == status
     body = response.json()
     assert set(body["error"]) == ({"type", "message"} if claude else {"message", "type", "param", "code"})
