@@ -56,19 +56,22 @@ class Group:
     """How many tokens at the beginning of their contexts the pieces of a family share: a multiple of `KEYS`."""
 
 
-def pieces_of(row: Numbers, start: Numbers, stop: Numbers, slot: Numbers) -> Pieces:
+def pieces_of(row: Numbers, start: Numbers, stop: Numbers, slot: Numbers, piece: int = PIECE) -> Pieces:
     """The pieces of runs of tokens `start` to `stop` of contexts, the long ones cut."""
-    parts = -(-(stop - start) // PIECE)
+    parts = -(-(stop - start) // piece)
     which = np.repeat(np.arange(len(row)), parts)
-    ahead = (np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)) * PIECE
-    count = np.minimum(stop[which] - start[which] - ahead, PIECE)
+    ahead = (np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)) * piece
+    count = np.minimum(stop[which] - start[which] - ahead, piece)
     return Pieces(row[which] + ahead, count, start[which] + ahead + count, slot[which])
 
 
-def grouped(pieces: Pieces, table: Numbers, *, size: int, block_bytes: int, heads: int) -> Iterator[Group]:
-    """Every piece in one group. `table` has each slot's blocks of `size` tokens, of `block_bytes` in one layer."""
+def grouped(
+    pieces: Pieces, table: Numbers, *, size: int, block_bytes: int, heads: int, shares: bool = True
+) -> Iterator[Group]:
+    """Every piece in one group, in families only if it `shares`. `table` has each slot's blocks of `size` tokens, of
+    `block_bytes` in one layer."""
     alone = np.ones(len(pieces), dtype=bool)
-    for members, shared in _families(pieces, table, size):
+    for members, shared in _families(pieces, table, size) if shares else ():
         widest = max(len(family) for family in members)
         filled = np.array([family + family[-1:] * (widest - len(family)) for family in members])
         real = np.arange(widest) < np.array([len(family) for family in members])[:, None]

@@ -7,13 +7,14 @@ requests that are generating hold the same first blocks, those are fetched and a
 
 **A row is computed the same whatever is computed beside it.** Requests are grouped only as entries of a batched matrix
 product, each of which is reduced on its own, and padding to the longest of a group adds weights that are exactly zero
-behind the others. In float32 the kernels keep no such promise by themselves: a product of fewer than 4 rows takes
-another path, so does a linear layer of fewer than 16 rows where their number is not a multiple of 4, and a sum over
-more than 192 keys is cut into parts whose size depends on their number. So with `steady` there are never fewer rows
-(`ROWS`, `QUERIES`, `SHORTEST`), and values are summed over `KEYS` keys at a time. Then a token's numbers do not depend
-on whether it was computed alone, in a batch, as a piece of a prompt, or again after its request was preempted. In
-bfloat16 the kernels keep the promise at any size. All this holds for one or two threads: with more, torch may cut an
-elementwise kernel within a row, and rounds the few elements at a cut differently.
+behind the others. In float32 the kernels keep no such promise by themselves. On most processors a product of fewer
+than 4 rows takes another path, so does a linear layer of fewer than 16 rows where their number is not a multiple of 4,
+and a sum over more than 192 keys is cut into parts whose size depends on their number; on others more is so. A pass
+therefore computes in a `Form`, found by a trial, which says how many rows, queries and keys a product has (see
+`steady`). Then a token's numbers do not depend on whether it was computed alone, in a batch, as a piece of a prompt, or
+again after its request was preempted. In bfloat16 the kernels keep the promise at any size. All this holds for one or
+two threads: with more, torch may cut an elementwise kernel within a row, and rounds the few elements at a cut
+differently.
 """
 
 from __future__ import annotations
@@ -29,20 +30,14 @@ from torch import Tensor
 
 from etude.errors import ConfigError
 from etude.models import Model
-from etude.rollout.grouping import KEYS, Group, grouped, pieces_of
+from etude.rollout.grouping import Group, grouped, pieces_of
 from etude.rollout.schedule import Work
+from etude.rollout.steady import Form
 
 if TYPE_CHECKING:
     from etude.rollout.config import EngineConfig
 
-__all__ = ["QUERIES", "ROWS", "SHORTEST", "Cache", "Pass", "block_bytes", "blocks_of"]
-
-ROWS = 16
-"""Linear layers run on a multiple of so many rows."""
-QUERIES = 4
-"""Attention products have at least so many rows."""
-SHORTEST = 32
-"""Attention is over at least so many keys."""
+__all__ = ["Cache", "Pass", "block_bytes", "blocks_of"]
 
 
 def block_bytes(model: Model, size: int) -> int:
@@ -53,15 +48,12 @@ def block_bytes(model: Model, size: int) -> int:
 class Cache:
     """The memory of all blocks."""
 
-    def __init__(self, model: Model, *, blocks: int, size: int, steady: bool) -> None:
+    def __init__(self, model: Model, *, blocks: int, size: int) -> None:
         self.blocks, self.size = blocks, size
         self.heads, self.width = model.kv_heads, model.head_dim
         self.block_bytes = 2 * self.heads * size * self.width * model.dtype.itemsize  # of one layer
         self.group = model.query_heads // model.kv_heads
         self.dtype, self.device = model.dtype, model.device
-        self.steady = steady and self.dtype == torch.float32
-        self.rows = ROWS if self.steady else 1
-        self.queries = QUERIES if self.steady else 1
         shape = (model.layers, 2, self.heads * blocks * size, self.width)
         self.memory = torch.zeros(shape, dtype=self.dtype, device=self.device)
         """[layer, keys or values, head · block · place, D]"""
@@ -105,8 +97,8 @@ class _Batch:
 class Pass:
     """One forward pass over the works of a step: its flat tokens, and how they attend."""
 
-    def __init__(self, cache: Cache, works: Sequence[Work], table: NDArray[np.int64]) -> None:
-        self.cache = cache
+    def __init__(self, cache: Cache, works: Sequence[Work], table: NDArray[np.int64], form: Form) -> None:
+        self.cache, self.form = cache, form
         computed = [work for work in works if work.stop > work.start]
         start = np.array([work.start for work in computed])
         stop = np.array([work.stop for work in computed])
@@ -114,7 +106,7 @@ class Pass:
         first = np.cumsum(stop - start) - (stop - start)
         self.tokens = int((stop - start).sum())
         """How many rows are real; the others make up a number of rows that is safe."""
-        padding = np.zeros(-self.tokens % cache.rows, dtype=np.int64)
+        padding = np.zeros(-self.tokens % form.rows.multiple, dtype=np.int64)
         positions = np.arange(self.tokens) - np.repeat(first - start, stop - start)
         ids = np.concatenate([work.request.tokens[work.start : work.stop] for work in computed])
         self.ids = self._to(np.concatenate([ids, padding]))
@@ -123,11 +115,12 @@ class Pass:
         """Those whose next token is drawn, and in `last` the flat rows of the hidden states it is drawn from."""
         row_of = {id(work): row for work, row in zip(computed, first.tolist(), strict=True)}
         last = [row_of[id(w.twin or w)] + (w.twin or w).stop - (w.twin or w).start - 1 for w in self.drawing]
-        self.last = self._to(np.array(last + [0] * (-len(last) % cache.rows), dtype=np.int64))
+        self.last = self._to(np.array(last + [0] * (-len(last) % form.rows.multiple), dtype=np.int64))
         self._source: Tensor | None = None
         self._write = self._writes(np.repeat(slot, stop - start), positions, row_of, table)
-        pieces = pieces_of(first, start, stop, slot)
-        groups = grouped(pieces, table, size=cache.size, block_bytes=cache.block_bytes, heads=cache.heads * cache.group)
+        pieces = pieces_of(first, start, stop, slot, form.keys.piece(cache.group))
+        sizes = {"size": cache.size, "block_bytes": cache.block_bytes, "heads": cache.heads * cache.group}
+        groups = grouped(pieces, table, shares=form.keys.shares, **sizes)
         self._batches = [self._batch(group, table) for group in groups]
 
     def _writes(
@@ -154,8 +147,8 @@ class Pass:
     def _batch(self, group: Group, table: NDArray[np.int64]) -> _Batch:
         cache, pieces = self.cache, group.pieces
         families, size, shared = group.families, cache.size, group.shared
-        count = max(int(pieces.count.max()), -(-cache.queries // cache.group))
-        first, blocks = shared // size, max(-(-(int(pieces.end.max()) - shared) // size), -(-SHORTEST // size))
+        count = self.form.keys.tokens(int(pieces.count.max()), cache.group)
+        first, blocks = shared // size, self.form.keys.blocks(int(pieces.end.max()) - shared, size)
         counts = pieces.count[:, None]
         inside = np.minimum(np.arange(count), counts - 1)  # what pads a short piece is its last query once more
         rows = (pieces.row[:, None] + inside).reshape(-1)
@@ -205,10 +198,10 @@ class Pass:
         keys, values = fetched[common:].view(2, pieces * heads, own, cache.width)
         asked = q[batch.rows].view(pieces, count, heads, cache.group, cache.width).transpose(1, 2)
         asked = asked.reshape(pieces * heads, rows, cache.width)
-        scores = torch.bmm(asked, keys.transpose(1, 2))
+        scores = self.form.keys.scores(asked, keys)
         if shared:
             common_keys, common_values = fetched[:common].view(2, families * heads, shared, cache.width)
-            together = torch.bmm(_by_family(asked, families, heads), common_keys.transpose(1, 2))
+            together = self.form.keys.scores(_by_family(asked, families, heads), common_keys)
             scores = torch.cat([_by_piece(together, families, each), scores], -1)
         scores = scores.view(pieces, heads, count, cache.group, shared + own)
         if softcap is None:
@@ -218,20 +211,11 @@ class Pass:
         weights = torch.softmax(weights, -1).to(cache.dtype).view(pieces * heads, rows, shared + own)
         found = None
         if shared:
-            together = self._summed(_by_family(weights[:, :, :shared], families, heads), common_values, None)
+            together = self.form.keys.sums(_by_family(weights[:, :, :shared], families, heads), common_values)
             found = _by_piece(together, families, each)
-        found = self._summed(weights[:, :, shared:], values, found)
+        found = self.form.keys.sums(weights[:, :, shared:], values, found)
         found = found.view(pieces, heads, count, cache.group, cache.width).transpose(1, 2)
         return found.reshape(pieces * count, heads * cache.group, cache.width)
-
-    def _summed(self, weights: Tensor, values: Tensor, found: Tensor | None) -> Tensor:
-        """[N, M, L], [N, L, D] → [N, M, D], on top of what was found before."""
-        step = KEYS if self.cache.steady else max(weights.shape[2], 1)
-        for start in range(0, weights.shape[2], step):
-            part = weights[:, :, start : start + step], values[:, start : start + step]
-            found = torch.bmm(*part) if found is None else torch.baddbmm(found, *part)
-        assert found is not None, "nobody attends to nothing"
-        return found
 
     def _to(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self.cache.device)

@@ -89,9 +89,12 @@ class Scheduler:
         self.blocks.forget()
         self.version = version
 
-    def schedule(self) -> list[Work]:
-        """The work of the next step; empty only if nothing is under way."""
-        budget = self.prefill_tokens
+    def schedule(self, most: int | None = None) -> list[Work]:
+        """The work of the next step; empty only if nothing is under way. `most`: it has no more tokens than these."""
+        budget, places = self.prefill_tokens, self.max_running
+        if most is not None:
+            generating = sum(request.length - request.computed == 1 for request in self.running)
+            budget, places = min(budget, most - generating), min(places, most)
         works: list[Work] = []
         place = 0
         while place < len(self.running):
@@ -104,7 +107,7 @@ class Scheduler:
                 works.append(self._work(request, request.computed, request.computed + count))
             place += 1
         whole: dict[bytes, Work] = {}
-        while self.waiting and budget > 0 and len(self.running) < self.max_running:
+        while self.waiting and budget > 0 and len(self.running) < places:
             request = self.waiting[0]
             twin = whole.get(key := request.tokens[: request.length].tobytes())
             start = self._begin(request, twin)

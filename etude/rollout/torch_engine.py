@@ -10,7 +10,8 @@ two tokens and waits for a future. So no state is shared, and `pause`, `swap` an
     unblocked by   whatever is posted; `close` ends the loop after the step under way
 
 With `deterministic`, a request's tokens and log-probs do not depend on what shares its batch, when it came, or how
-often it was preempted: bit for bit with float32 weights on one or two threads (see `kv`).
+often it was preempted: bit for bit with float32 weights on one or two threads (see `kv`), where this processor has a
+form of the products that makes it so, which is tried before the first step (see `steady`).
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from etude.records import Completion, SamplingParams
 from etude.rollout.blocks import Blocks
 from etude.rollout.config import EngineConfig
 from etude.rollout.inbox import Inbox
-from etude.rollout.kv import SHORTEST, Cache, Pass, blocks_of
+from etude.rollout.kv import Cache, Pass, blocks_of
 from etude.rollout.request import Delta, Request, check
 from etude.rollout.sampling import draw
 from etude.rollout.schedule import Counts, Scheduler
+from etude.rollout.steady import LOOSE, Form, slack, steady_form
 from etude.rollout.team import dismiss_team
 
 if TYPE_CHECKING:
@@ -51,8 +53,6 @@ Ids = NDArray[np.int32]
 
 CLOSING = 60.0
 """Seconds that `close` waits for the step under way."""
-LOGITS = 2**23
-"""How many logits exist at a time: a large vocabulary is drawn from a few rows after the other."""
 
 
 class TorchEngine:
@@ -76,6 +76,7 @@ class TorchEngine:
         self._inbox = Inbox()
         self._paused = False
         self._broken: EngineError | None = None
+        self._form: Form | None = None
         self._busy = self._used = 0.0
         self._thread = threading.Thread(target=self._loop, name="etude-engine", daemon=True)
         self._thread.start()
@@ -86,6 +87,11 @@ class TorchEngine:
     def version(self) -> int:
         """The policy version of the weights it computes with."""
         return self._scheduler.version
+
+    @property
+    def exact(self) -> bool:
+        """Whether it claims the same bits for a request whatever shares its batch; known after its first step."""
+        return self._form is not None and self._form.exact
 
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
@@ -256,16 +262,22 @@ class TorchEngine:
         """One token for everybody who is at the end of their context; a piece of prompt for the others."""
         scheduler, cache = self._scheduler, self._cache
         assert cache is not None, "an engine that sleeps has nothing under way"
-        works = scheduler.schedule()
-        run = Pass(cache, works, scheduler.table)
+        form = self._form = self._form or self._formed()
+        works = scheduler.schedule(form.rows.most)
+        run = Pass(cache, works, scheduler.table, form)
         hidden = self._resident.model.hidden(run.ids, run.positions, run)
         scheduler.advance(works)
         requests = [work.request for work in run.drawing]
-        rows = max(1, LOGITS // (self.model.vocabulary * cache.rows)) * cache.rows
+        rows = form.rows.logits(self.model.vocabulary)
         for start in range(0, len(requests), rows):
             some = requests[start : start + rows]
             self._finish(some, self.model.logits(hidden[run.last[start : start + rows]])[: len(some)])
         self._used = max(self._used, scheduler.blocks.held / scheduler.blocks.count)
+
+    def _formed(self) -> Form:
+        """How to compute: with weights that are there, so before the first step, and not when they are made."""
+        steady = self.config.deterministic and self.model.dtype == torch.float32
+        return steady_form(self._resident.model) if steady else LOOSE
 
     def _finish(self, requests: list[Request], logits: Tensor) -> None:
         """Draw each request's next token, and hand over those that are through."""
@@ -379,6 +391,7 @@ class TorchEngine:
                 "engine/waiting": Last.of(len(scheduler.waiting)),
                 "engine/cache_used": Last.of(self._used),
                 "engine/busy_seconds": Sum.of(self._busy),
+                "engine/exact": Last.of(int(self.exact)),
             }
         )
         metrics.merge(self._resident.spent())
@@ -388,7 +401,7 @@ class TorchEngine:
 
     def _allocate(self) -> Cache:
         try:
-            return Cache(self.model, blocks=self._blocks, size=self.config.block_size, steady=self.config.deterministic)
+            return Cache(self.model, blocks=self._blocks, size=self.config.block_size)
         except RuntimeError as error:
             raise _told(error, self.config) from error
 
@@ -397,7 +410,7 @@ class TorchEngine:
             Blocks(self._blocks, self.config.block_size),
             max_running=self.config.max_running,
             prefill_tokens=self.config.prefill_tokens,
-            longest=min(self.model.context, self._blocks * self.config.block_size) + SHORTEST,
+            longest=min(self.model.context, self._blocks * self.config.block_size) + slack(self.config.block_size),
         )
         scheduler.version = version
         scheduler.counts = counts or scheduler.counts

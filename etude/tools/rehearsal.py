@@ -38,11 +38,11 @@ from etude.recipes.workers import Minimise, PolicyWorker
 from etude.records import Rollout, Sample
 from etude.rollout import EngineConfig
 from etude.rollout.blocks import Blocks
-from etude.rollout.kv import SHORTEST, Cache, Pass, blocks_of
+from etude.rollout.kv import Cache, Pass, blocks_of
 from etude.rollout.request import Request
 from etude.rollout.sampling import draw
 from etude.rollout.schedule import Scheduler, Work
-from etude.rollout.torch_engine import LOGITS
+from etude.rollout.steady import LOOSE, STEADY, Form, slack
 from etude.tools.ledger import Ledger
 from etude.tools.lesson import Lesson
 from etude.tools.outline import Pretend, as_one_of, without_memory
@@ -176,10 +176,11 @@ class _Stage:
                 laid = _laid_out(engine) if how.prepack and not self.real else []
         with self.on, torch.no_grad(), engine.used():
             with ledger.of("kv"):
-                cache = Cache(model, blocks=blocks, size=how.block_size, steady=how.deterministic)
+                cache = Cache(model, blocks=blocks, size=how.block_size)
+            form = STEADY if how.deterministic and model.dtype == torch.float32 else LOOSE
             with ledger.phase("sampling"), ledger.of("activations", wide(engine.model)):
                 for works, table in _steps(run, how, model, blocks, at_once, sum(self.row)):
-                    _step(engine.model, cache, works, table)
+                    _step(engine.model, cache, works, table, form)
                     cache.fetched = torch.empty(0, dtype=cache.dtype)
         if not self.offload:
             self.held = cache, engine, laid, self.sampled
@@ -292,7 +293,7 @@ def _steps(
             Blocks(blocks, engine.block_size),
             max_running=engine.max_running,
             prefill_tokens=prefill,
-            longest=longest + SHORTEST,
+            longest=longest + slack(engine.block_size),
         )
         chance = np.random.default_rng(0)
         for _ in range(at_once):
@@ -306,12 +307,12 @@ def _steps(
         yield works, scheduler.table
 
 
-def _step(model: Model, cache: Cache, works: list[Work], table: Any) -> None:
+def _step(model: Model, cache: Cache, works: list[Work], table: Any, form: Form) -> None:
     """As the engine does one."""
-    run = Pass(cache, works, table)
+    run = Pass(cache, works, table, form)
     hidden = model.hidden(run.ids, run.positions, run)
     requests = [work.request for work in run.drawing]
-    rows = max(1, LOGITS // (model.vocabulary * cache.rows)) * cache.rows
+    rows = form.rows.logits(model.vocabulary)
     for start in range(0, len(requests), rows):
         some = requests[start : start + rows]
         logits = model.logits(hidden[run.last[start : start + rows]])[: len(some)]

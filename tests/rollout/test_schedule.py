@@ -121,3 +121,22 @@ def test_everybody_finishes_with_their_tokens_and_no_block_is_lost(seed: int) ->
     assert not scheduler.running and not scheduler.waiting
     assert all(request.length == request.limit for request in everybody if id(request) not in left)
     assert scheduler.blocks.held == 0
+
+
+def test_a_step_has_no_more_tokens_than_a_pass_may_compute() -> None:
+    """And goes on: with everybody at a prompt, with everybody at an answer, and where memory runs out."""
+    scheduler, most = scheduler_of(blocks=24, max_running=30), 12
+    asked = [request_of(3 + 7 * (row % 5), max_tokens=25, seed=row // 2) for row in range(40)]
+    for request in asked:
+        scheduler.add(request)
+    sizes = []
+    while scheduler.running or scheduler.waiting:
+        works = scheduler.schedule(most)
+        sizes.append(sum(work.stop - work.start for work in works))
+        drawing = [work for work in works if work.draws]
+        scheduler.advance(works)
+        for work in drawing:
+            if work.request.gain(7, -1.0, -1.0, 0, None) is not None:
+                scheduler.finish(work.request)
+    assert min(sizes) > 0 and max(sizes) == most
+    assert scheduler.counts.finished == len(asked) and scheduler.counts.preemptions > 0

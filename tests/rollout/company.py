@@ -1,0 +1,71 @@
+"""Say whether the engine claims, and gives, the same bits to a request alone and in company, by several kernels.
+
+    python -m tests.rollout.company AVX2 COMPATIBLE
+
+A process of its own: MKL reads `MKL_CBWR` at its first product, so each value has a fork of a process that has made
+none. It prints a line of JSON for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+
+from etude.models import Lora, Model, adapt
+from etude.records import SamplingParams
+from etude.rollout.steady import STEADY, plain_forms
+from etude.rollout.torch_engine import TorchEngine
+from tests.rollout.engines import engine_of, model_of, prompt_of, same
+
+LENGTHS = (3, 17, 39, 150, 150, 9)
+
+
+def models() -> list[Model]:
+    """Ours, one that runs transformers' own code, and one with adapters of an odd rank."""
+    made = [model_of("qwen3"), model_of("gpt2")]
+    if find_spec("peft"):
+        made.append(adapt(model_of("qwen3"), Lora(rank=3), seed=0))
+        with torch.no_grad():
+            for _, weight in made[-1].trained_weights():
+                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.05)
+    return made
+
+
+def alike(engine: TorchEngine) -> bool:
+    """Whether each request is answered as it is alone; two share a long beginning."""
+    prompts = [prompt_of(length) if length == 150 else prompt_of(length, seed=length) for length in LENGTHS]
+    prompts[4] = np.concatenate([prompts[4], prompts[0]])
+    asked = [SamplingParams(max_tokens=6, seed=row) for row in range(len(prompts))]
+    together = engine.generate_all(prompts, asked)
+    for prompt, how, one in zip(prompts, asked, together, strict=True):
+        asyncio.run(engine.swap((), 0))  # nothing is known of its beginning
+        if not same(one, engine.generate_all([prompt], [how])[0]):
+            return False
+    return True
+
+
+def main(kernels: str) -> None:
+    told: list[dict[str, bool]] = []
+    for model in models():
+        with engine_of(model) as engine:
+            told.append({"same": alike(engine), "exact": engine.exact})
+    plain = plain_forms([(512, 256), (9, 64)], [16, 128])
+    found = {"kernels": kernels, "engines": told, "plain": plain.exact, "usual": plain == STEADY}
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for kernels in sys.argv[1:]:
+        if (child := os.fork()) == 0:
+            os.environ["MKL_CBWR"] = kernels
+            main(kernels)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            sys.exit(1)

@@ -1,0 +1,96 @@
+"""What the engine claims on this processor, and on those whose kernels MKL can be told to use, holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.models import Model
+from etude.observe import configure
+from etude.records import SamplingParams
+from etude.rollout import torch_engine
+from etude.rollout.steady import LOOSE, MEETINGS, ROWS, STEADY, Form, plain_forms, steady_form
+from tests.rollout.company import alike
+from tests.rollout.engines import assert_follows, engine_of, model_of, prompt_of
+
+OTHERS = [Form(ROWS[0], keys, exact=True) for keys in MEETINGS[1:]]
+OTHERS += [Form(rows, MEETINGS[-1], exact=True) for rows in ROWS[1:]]
+
+
+def mingling() -> Model:
+    """A model that lets tokens know a little of whatever is computed beside them."""
+    model = model_of("gpt2", vocabulary=301)  # a shape that no other test has
+
+    def mingle(_module: object, _given: object, output: Tensor) -> Tensor:
+        return output + output.mean(1, keepdim=True)
+
+    model.module.transformer.ln_f.register_forward_hook(mingle)
+    return model
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch multiplies without MKL")
+def test_it_holds_by_other_kernels() -> None:
+    """In an engine, with adapters and without; and a form is found, whatever processor these kernels run on."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rollout.company", "AVX2", "COMPATIBLE"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    told: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [each["kernels"] for each in told] == ["AVX2", "COMPATIBLE"]
+    for each in told:
+        assert each["plain"] is True
+        assert len(each["engines"]) >= 2 and all(one == {"same": True, "exact": True} for one in each["engines"])
+    assert not told[1]["usual"], "these kernels need another form, and were really used"
+
+
+def test_it_holds_by_those_of_this_processor() -> None:
+    with engine_of(model_of()) as engine:
+        assert not engine.exact, "nothing is claimed before it was tried"
+        assert alike(engine) or not engine.exact
+        assert engine.stats().reduce()["engine/exact"] == engine.exact
+
+
+@pytest.mark.parametrize(
+    "form", OTHERS, ids=lambda form: f"{form.rows.multiple}-{form.keys.multiple}-{form.keys.fixed}"
+)
+@pytest.mark.parametrize("block_size", [16, 24])
+def test_the_forms_of_other_processors_compute_the_same(
+    form: Form, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold here too, and are as near to the model; blocks need not divide their sizes."""
+    monkeypatch.setattr(torch_engine, "steady_form", lambda _: form)
+    model = model_of()
+    with engine_of(model, block_size=block_size, max_running=5) as engine:
+        assert alike(engine) or steady_form(model) != STEADY
+        prompt, sampling = prompt_of(150), SamplingParams(max_tokens=6, temperature=0)
+        assert_follows(model, prompt, engine.generate_all([prompt], [sampling])[0], sampling)
+
+
+def test_where_no_form_holds_nothing_is_claimed(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info")
+    with engine_of(mingling()) as engine:
+        assert not alike(engine) and not engine.exact
+        assert engine.stats().reduce()["engine/exact"] == 0
+    told = capsys.readouterr().err
+    assert told.count("the last bits of an answer depend on what shares its batch") == 1
+    assert "linear layers" in told and "not bit for bit" in told
+    assert steady_form(model_of("gpt2")).exact or not plain_forms([(64, 64)], [16]).exact
+
+
+def test_nothing_is_claimed_where_nothing_is_asked_for() -> None:
+    for model, asked in ((model_of(), False), (model_of().copy(dtype=torch.bfloat16), True)):
+        with engine_of(model, deterministic=asked) as engine:
+            alike(engine)
+            assert engine._form == LOOSE and not engine.exact
