@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from etude.recipes import device
 from etude.recipes.build import policy
 from etude.recipes.device import announce, device_of
 from etude.recipes.placement import ROLES, refuse
-from tests.recipes.runs import Captured, refused, refused_run, run_of, train
+from tests.recipes.runs import Captured, refused, refused_run, run_of
 from tests.worlds import make_tokenizer
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -67,8 +68,10 @@ def test_ranks_over_ray_have_gpus_that_their_controller_has_not(
 
 
 @NO_GPU
-def test_who_asks_a_model_that_such_ranks_trained_computes_here(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    run = train(world, tmp_path / "run", steps=1)
+def test_who_asks_a_model_that_such_ranks_trained_computes_here(
+    world: Path, whole: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
     options = run / "run.yaml"
     write_text(options, read_text(options).replace("cluster: local", "cluster: ray"))
     assert "cluster: ray" in options.read_text()

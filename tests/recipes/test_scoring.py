@@ -92,6 +92,7 @@ def test_messages_are_read_by_the_models_own_template(tmp_path: Path) -> None:
     assert np.array_equal(sequence(bare, "a", "b<|im_end|>"), sequence(bare, "a", "b")), "it ends once"
 
 
+@pytest.mark.integration
 def test_a_run_learns_what_the_model_likes(world: Path, judge: Path, tmp_path: Path) -> None:
     given = {"reward": "model", "reward.path": judge, "reward.precision": "fp32", "steps": 20, "collect.tasks": 12}
     given |= {"collect.group_size": 8, "train.learning_rate": 1e-2}

@@ -183,19 +183,19 @@ def test_an_update_without_action_tokens_changes_nothing(precision: str) -> None
 
 
 def test_updates_too_small_for_half_precision_are_kept() -> None:
-    """One step of 1e-5 moves almost no bf16 weight; a hundred of them do."""
+    """One step of 1e-5 moves almost no bf16 weight; thirty of them do."""
     batch, by = rollouts(), learner("bf16", learning_rate=1e-5)
     before = weights(by)
     name = max(before, key=lambda name: float(before[name].float().abs().mean()))
     by.update(batch, Imitate(SFT()))
     assert torch.equal(weights(by)[name], before[name])
-    for _ in range(99):
+    for _ in range(29):
         by.update(batch, Imitate(SFT()))
     moved = (by.state()["weights"][name] - before[name].float()).abs()
-    assert float(moved.max()) > 3e-4
+    assert float(moved.max()) > 1e-4
     lost = torch.optim.AdamW([torch.nn.Parameter(before[name].clone())], lr=1e-5, weight_decay=0.0)
     (pure,) = lost.param_groups[0]["params"]
-    for _ in range(100):
+    for _ in range(30):
         pure.grad = torch.ones_like(pure)
         lost.step()
     assert torch.equal(pure, before[name])
@@ -373,51 +373,33 @@ def test_running_out_of_memory_names_the_knobs() -> None:
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 PLAN = {"schedule": "cosine", "warmup": 2, "weight_decay": 0.1}
-RESUME = """
-import sys
-from pathlib import Path
-from etude.algorithms.losses.supervised import SFT
-from etude.checkpoint import Checkpoints
-from tests.train.tasks import Imitate, learner, rollouts
-from tests.train.test_fsdp import PLAN, PRECISIONS, resume
-
-for precision in PRECISIONS:
-    by = learner(precision, seed=7, **PLAN)
-    checkpoints = resume(by, Path(sys.argv[1]) / precision)
-    assert by.version == 3
-    for update in range(3, 6):
-        by.update(rollouts(update), Imitate(SFT()))
-    checkpoints.save(6, by.state(), {})
-"""
 
 
-def resume(by: Learner, directory: Path) -> Checkpoints:
+def resume(by: Learner, directory: Path) -> None:
     """Bring a learner to the newest checkpoint."""
     checkpoints = Checkpoints(directory)
     newest, state = checkpoints.newest(), by.state()
     assert newest is not None
     checkpoints.load(newest, state)
     by.restore(state)
-    return checkpoints
 
 
-def test_three_updates_saved_and_three_more_are_six(tmp_path: Path) -> None:
-    """Bit for bit, in a process of its own whose model began from other weights."""
-    whole = {precision: learner(precision, **PLAN) for precision in PRECISIONS}
-    for precision, by in whole.items():
-        for update in range(6):
-            if update == 3:
-                Checkpoints(tmp_path / precision).save(3, by.state(), {})
-            by.update(rollouts(update), Imitate(SFT()))
-    done = subprocess.run([sys.executable, "-c", RESUME, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for precision, by in whole.items():
-        resumed = learner(precision, seed=9, **PLAN)
-        resume(resumed, tmp_path / precision)
-        assert resumed.version == 6
-        assert close(weights(resumed), weights(by), 0)
-        for kind in ("weights", "exp_avg", "exp_avg_sq", "step", "scaling"):
-            assert close(resumed.state()[kind], by.state()[kind], 0), kind
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_three_updates_saved_and_one_more_are_four(precision: str, tmp_path: Path) -> None:
+    """Bit for bit, of a model that began from other weights."""
+    whole = learner(precision, **PLAN)
+    for update in range(4):
+        if update == 3:
+            Checkpoints(tmp_path).save(3, whole.state(), {})
+        whole.update(rollouts(update), Imitate(SFT()))
+    resumed = learner(precision, seed=7, **PLAN)
+    resume(resumed, tmp_path)
+    assert resumed.version == 3 and not close(weights(resumed), weights(whole), 0)
+    resumed.update(rollouts(3), Imitate(SFT()))
+    assert resumed.version == 4
+    assert close(weights(resumed), weights(whole), 0)
+    for kind in ("weights", "exp_avg", "exp_avg_sq", "step", "scaling"):
+        assert close(resumed.state()[kind], whole.state()[kind], 0), kind
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

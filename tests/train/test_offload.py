@@ -125,7 +125,7 @@ def test_an_engine_sleeps_while_its_trainer_works(tmp_path: Path) -> None:
     make_tasks(tmp_path / "tasks.jsonl", 20)
     found = []
     for rests in (False, True):
-        with build(run_of(tmp_path, directory=tmp_path / f"run-{rests}", steps=3)) as parts:
+        with build(run_of(tmp_path, directory=tmp_path / f"run-{rests}", steps=2)) as parts:
             worker, asleep = parts.learners.crew._worker, []  # type: ignore[attr-defined]
             assert isinstance(worker, PolicyWorker)
             if rests:
@@ -135,7 +135,7 @@ def test_an_engine_sleeps_while_its_trainer_works(tmp_path: Path) -> None:
                 lambda *_, engine=parts.engine, asleep=asleep: asleep.append(engine._cache is None)  # type: ignore[misc]
             )
             practise(parts)
-            assert asleep == [rests] * 3 and parts.engine._cache is not None
+            assert asleep == [rests] * 2 and parts.engine._cache is not None
             found.append(weights(worker._learner))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 

@@ -89,9 +89,9 @@ def test_a_reward_model_learns_which_of_two_was_preferred() -> None:
 def test_a_critic_learns_what_will_be_earned() -> None:
     """And the advantages that it makes shrink with its error."""
     batch, by = rollouts(), learner(learning_rate=1e-2)
-    algorithm, sizes = Algorithm(advantage=GAE()), []
+    algorithm, policy, sizes = Algorithm(advantage=GAE()), model_learner(), []
     for _ in range(30):
-        valued = ready(model_learner(), algorithm, by.annotate(batch, frozenset({"value"})))
+        valued = ready(policy, algorithm, by.annotate(batch, frozenset({"value"})))
         sizes.append(float(valued.need("advantage")[batch.action].abs().mean()))
         by.update(valued, Imitate(Value(clip=None)))
     assert sizes[-1] < 0.3 * sizes[0]
