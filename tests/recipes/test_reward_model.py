@@ -23,7 +23,7 @@ from tests.worlds import make_tokenizer
 def judge(school: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run, and the model that it wrote."""
     place = tmp_path_factory.mktemp("judge")
-    given = {"data.val": f"[{school / 'held_out_pairs.jsonl'}]", "steps": 6}
+    given = {"data.val": f"[{school / 'held_out_pairs.jsonl'}]", "steps": 3}
     run = learned("reward-model", school, place / "run", **given)
     assert main(["export", str(run), str(place / "model")]) == 0
     return run, place / "model"
@@ -72,7 +72,7 @@ def test_padding_that_also_ends_answers_is_not_named(school: Path, tmp_path: Pat
     told["pad_token"] = told["eos_token"]
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(told))
     save(create(tiny(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=0), tmp_path / "model")
-    run = learned("reward-model", school, tmp_path / "run", model__path=tmp_path / "model")
+    run = learned("reward-model", school, tmp_path / "run", steps=1, model__path=tmp_path / "model")
     assert main(["export", str(run), str(tmp_path / "judge")]) == 0
     assert json.loads((tmp_path / "judge" / "config.json").read_text()).get("pad_token_id") is None
 
@@ -84,14 +84,16 @@ def test_it_begins_undecided_unless_it_goes_on_from_another(
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6) and lines[0]["eval/margin"] == 0
     given = {"data.val": f"[{school / 'held_out_pairs.jsonl'}]", "model.path": directory}
-    more = learned("reward-model", school, tmp_path / "more", **given)
+    more = learned("reward-model", school, tmp_path / "more", steps=1, **given)
     first = json.loads((more / "metrics.jsonl").read_text().splitlines()[0])
     assert first["eval/loss"] == pytest.approx(lines[-1]["eval/loss"], rel=1e-4)
 
 
 def test_its_options_change_what_is_learned(school: Path, tmp_path: Path) -> None:
     flips: list[dict[str, Any]] = [{}, {"batch_size": 4}, {"data.sampler": "sequential"}]
-    found = [weights(learned("reward-model", school, tmp_path / str(n), **flip)) for n, flip in enumerate(flips)]
+    found = [
+        weights(learned("reward-model", school, tmp_path / str(n), steps=1, **flip)) for n, flip in enumerate(flips)
+    ]
     assert not any(same(found[a], found[b]) for a in range(len(found)) for b in range(a))
 
 

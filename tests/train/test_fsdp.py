@@ -125,31 +125,31 @@ def test_distillation_learns_from_the_teachers_likeliest_tokens() -> None:
     batch = batch.replace(
         teacher_topk_ids=top.indices, teacher_topk_logp=top.values, old_logp=torch.zeros(batch.tokens).double()
     )
-    by = learner(learning_rate=3e-3)
-    losses = [by.update(batch, Imitate(TopKDistillation())).reduce()["loss"] for _ in range(30)]
+    by = learner()
+    losses = [by.update(batch, Imitate(TopKDistillation())).reduce()["loss"] for _ in range(12)]
     assert losses[-1] < 0.7 * losses[0]
-    cut = learner(learning_rate=3e-3, micro_tokens=30)
+    cut = learner(micro_tokens=30)
     assert cut.update(batch, Imitate(TopKDistillation())).reduce()["loss"] == pytest.approx(losses[0], abs=1e-9)
 
 
 def test_it_learns_what_it_is_shown() -> None:
-    batch, by = rollouts(), learner("fp32", learning_rate=3e-3)
-    losses = [by.update(batch, Imitate(SFT())).reduce()["loss"] for _ in range(40)]
+    batch, by = rollouts(), learner("fp32")
+    losses = [by.update(batch, Imitate(SFT())).reduce()["loss"] for _ in range(20)]
     assert losses[-1] < 0.3 * losses[0]
-    assert by.version == 40
+    assert by.version == 20
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_precision_learns_alike(precision: str) -> None:
     batch = rollouts()
-    exact = [learner("fp64", learning_rate=3e-3).update(batch, Imitate(SFT())).reduce()["loss"]]
-    by = learner(precision, learning_rate=3e-3)
+    exact = [learner("fp64").update(batch, Imitate(SFT())).reduce()["loss"]]
+    by = learner(precision)
     told = by.update(batch, Imitate(SFT())).reduce()
     assert told["loss"] == pytest.approx(exact[0], rel=2e-2)
     assert ("loss_scale" in told) == (precision == "fp16")
-    for _ in range(40):
+    for _ in range(12):
         told = by.update(batch, Imitate(SFT())).reduce()
-    assert told["loss"] < 0.4 * exact[0]
+    assert told["loss"] < 0.5 * exact[0]
 
 
 def test_half_precision_weights_are_always_the_masters_rounded() -> None:
