@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from etude.algorithms import ADVANTAGES, LOSSES, Algorithm, Estimated, State
 from etude.batch import Batch
@@ -16,25 +17,28 @@ TOLERANCE = 1e-10
 FILLED = ("advantage", "returns", "weight", "keep", "chosen")
 
 
-def whole_columns(ready: Estimated) -> dict[tuple[int, int], tuple[float, ...]]:
-    """What estimation filled in, by rollout id and place in the rollout, so that order does not matter."""
-    batch = ready.batch
-    told: dict[tuple[int, int], tuple[float, ...]] = {}
-    for u, name in enumerate(batch.need("rollout_id").tolist()):
-        start, end = int(batch.unit_tokens[u]), int(batch.unit_tokens[u + 1])
-        places = batch.action[start:end].nonzero()[:, 0] + start
-        for n, token in enumerate(places.tolist()):
-            columns = [batch.__dict__[column] for column in FILLED]
-            told[name, n] = tuple(float(c[token]) for c in columns if c is not None)
-    return told
+Columns = tuple[Tensor, Tensor]
 
 
-def assert_same_columns(
-    a: dict[tuple[int, int], tuple[float, ...]], b: dict[tuple[int, int], tuple[float, ...]]
-) -> None:
-    assert a.keys() == b.keys()
-    for key in a:
-        assert a[key] == pytest.approx(b[key], rel=1e-9, abs=1e-9), key
+def whole_columns(*parts: Estimated) -> Columns:
+    """What estimation filled in, [A, C], and of which rollout and which of its actions, [A, 2]: sorted by these, so
+    that order does not matter."""
+    names, values = [], []
+    for batch in (ready.batch for ready in parts):
+        unit = torch.repeat_interleave(torch.arange(batch.rollouts), torch.diff(batch.unit_tokens))[batch.action]
+        counts = torch.bincount(unit, minlength=batch.rollouts)
+        place = torch.arange(len(unit)) - (counts.cumsum(0) - counts)[unit]
+        names.append(torch.stack([batch.need("rollout_id")[unit], place], 1))
+        columns = [batch.__dict__[name] for name in FILLED if batch.__dict__[name] is not None]
+        values.append(torch.stack([column[batch.action].double() for column in columns], 1))
+    name = torch.cat(names)
+    order = (name[:, 0] * 10_000 + name[:, 1]).argsort()
+    return name[order], torch.cat(values)[order]
+
+
+def assert_same_columns(a: Columns, b: Columns) -> None:
+    assert torch.equal(a[0], b[0])
+    torch.testing.assert_close(a[1], b[1], rtol=1e-9, atol=1e-9)
 
 
 @of_every_algorithm
@@ -79,12 +83,11 @@ def test_ranks_that_hold_some_groups_each_estimate_what_one_rank_would(name: str
     def work(rank: int, seat: object) -> Estimated:
         return algorithm.estimate(batch.select(shares[rank]), State(), seed=3, step=2, ranks=seat)  # type: ignore[arg-type]
 
-    together: dict[tuple[int, int], tuple[float, ...]] = {}
-    for ready in Table(ranks).run(work):
-        together |= whole_columns(ready)
+    together = Table(ranks).run(work)
+    for ready in together:
         assert ready.following.kl_value == pytest.approx(alone.following.kl_value)
         assert ready.following.role_means == pytest.approx(alone.following.role_means)
-    assert_same_columns(whole_columns(alone), together)
+    assert_same_columns(whole_columns(alone), whole_columns(*together))
 
 
 def test_random_picks_depend_on_seed_and_step() -> None:

@@ -51,7 +51,8 @@ def test_an_attempt_that_ends_is_forgotten_at_once_and_its_calls_with_it() -> No
         assert told["endpoint/running"] == told["endpoint/attempts"] == 0
 
 
-def test_where_nobody_tells_of_ends_they_are_soon_found_out() -> None:
+def test_where_nobody_tells_of_ends_they_are_soon_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.agents.proxy.endpoint.FAR_SWEEP", 0.3)
     with (
         serving(scripted("so " * 900, pause=30), chat_of(), told=False) as world,
         ThreadPoolExecutor(1) as pool,
