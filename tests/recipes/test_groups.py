@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import pytest
-
-from etude.config.compose import compose
+from etude.algorithms import ADVANTAGES, Advantage
+from etude.algorithms.advantages.best import PKPO
 from etude.recipes.groups import min_group
 from etude.recipes.run import Run
+from tests.recipes.runs import composed
+from tests.sweeps import sweep
+
+OPTIONS = ("model.path=model", "data.train=[tasks.jsonl]")
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("advantage", "wanted"),
     [
-        ("grpo", 2),
-        ("dr_grpo", 2),
-        ("rloo", 2),
-        ("pass_at_k", 2),
-        ("pkpo advantage.k=4", 4),
-        ("reinforce++", 1),
-        ("remax", 1),
-        ("gae", 1),
+        (ADVANTAGES["grpo"](), 2),
+        (ADVANTAGES["dr_grpo"](), 2),
+        (ADVANTAGES["rloo"](), 2),
+        (ADVANTAGES["pass_at_k"](), 2),
+        (PKPO(k=4), 4),
+        (ADVANTAGES["reinforce++"](), 1),
+        (ADVANTAGES["remax"](), 1),
+        (ADVANTAGES["gae"](), 1),
     ],
 )
-def test_a_group_needs_as_many_as_its_advantage_compares(advantage: str, wanted: int) -> None:
-    options = ["model.path=model", "data.train=[tasks.jsonl]", *f"advantage={advantage}".split()]
-    assert min_group(compose(Run, options)) == wanted
-    assert min_group(compose(Run, [*options, "collect.group_size=1"])) == 1, "what is asked for is not a failure"
+def test_a_group_needs_as_many_as_its_advantage_compares(advantage: Advantage, wanted: int) -> None:
+    for more, least in (((), wanted), (("collect.group_size=1",), 1)):  # what is asked for is not a failure
+        run = composed(Run, (*OPTIONS, *more)).model_copy(update={"advantage": advantage})
+        assert min_group(run) == least

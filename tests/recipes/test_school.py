@@ -23,7 +23,7 @@ from tests.recipes.runs import Captured, measured, refused
 def test_adapters_are_trained_in_place_of_the_weights(
     recipe: str, school: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    run = learned(recipe, school, tmp_path / "run", steps=1, **{"lora.rank": 2, "lora.alpha": 8})
+    run = learned(recipe, school, tmp_path / "run", **{"lora.rank": 2, "lora.alpha": 8})
     trained = {name for name, _ in loaded(run).trained_weights()}
     others = {name for name in trained if ".lora_" not in name}
     assert len(trained) > 20 and others == ({"score.weight"} if recipe == "reward-model" else set())
