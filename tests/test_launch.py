@@ -123,14 +123,14 @@ def launched(**given: Any) -> tuple[Run, dict[str, str]]:
     return _composed(dict.fromkeys(inspect.signature(etude.train).parameters) | given)
 
 
-@pytest.mark.parametrize("text", ODD)
-def test_a_value_reaches_the_run_as_it_is(text: str) -> None:
+def test_values_reach_the_run_as_they_are() -> None:
     """By every way from a program: `etude.train`, `etude.Trainer`, `RLConfig`."""
-    free = {"said": text, "thinks": False, "share": 0.5, "count": 2, "place": Path("/tmp/josé")}
-    options = {"sampling.stop": ["a", text], "chat.variables": free, "sampling.temperature": 0.25, "kl": None}
-    run, _ = launched(preset="grpo", options=options, directory=Path("/tmp") / text)
-    assert run.directory == Path("/tmp") / text
-    runs = [run, RLConfig(options={"sampling.stop": ("a", text), "sampling.temperature": 0.25}).run()]
+    said, place = {f"said{number}": text for number, text in enumerate(ODD)}, Path("/tmp").joinpath(*ODD)
+    free = {**said, "thinks": False, "share": 0.5, "count": 2, "place": Path("/tmp/josé")}
+    options = {"sampling.stop": ["a", *ODD], "chat.variables": free, "sampling.temperature": 0.25, "kl": None}
+    run, _ = launched(preset="grpo", options=options, directory=place)
+    assert run.directory == place
+    runs = [run, RLConfig(options={"sampling.stop": ("a", *ODD), "sampling.temperature": 0.25}).run()]
 
     class Looks(etude.Algorithm):
         def run(self, train: Any, val: Any) -> dict[str, float]:
@@ -140,7 +140,7 @@ def test_a_value_reaches_the_run_as_it_is(text: str) -> None:
 
     etude.Trainer(Looks()).fit(looker, [])
     for each in runs:
-        assert (each.sampling.stop, each.sampling.temperature) == (("a", text), 0.25)
+        assert (each.sampling.stop, each.sampling.temperature) == (("a", *ODD), 0.25)
     for each in (runs[0], runs[2]):
         assert each.kl is None and each.chat.variables == {**free, "place": "/tmp/josé"}
     assert runs[2].agent.path == "tests.learn.looking:looker"

@@ -202,13 +202,20 @@ def test_a_bar_of_which_no_end_is_known_says_nothing_of_what_is_left() -> None:
     assert "starting vllm ━" in shown and "left" not in shown and "%" not in shown
 
 
+def wait_until_drawn(out: io.StringIO, pattern: str) -> None:
+    """Wait for what is drawn anew four times a second, a few seconds at most."""
+    until = time.monotonic() + 5
+    while not re.search(pattern, without_escapes(out.getvalue())) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def test_what_is_shown_on_one_terminal_is_one_display() -> None:
     """A second one would draw over the first, from wherever the cursor is."""
     out = io.StringIO()
     first, second = (Console(file=out, force_terminal=True, force_interactive=True, width=100) for _ in range(2))
     with progress("outer", 4, first), progress("inner", 2, second) as inner:
         inner.advance(2)
-        time.sleep(0.6)  # it is drawn anew four times a second
+        wait_until_drawn(out, r"inner ━+ +100%")
     shown = out.getvalue()
     assert re.search(r"outer ━+ +0% .*\n.*inner ━+ +100%", without_escapes(shown))
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
@@ -293,7 +300,7 @@ def test_a_terminal_shows_what_a_step_is_at_and_how_far_it_has_come() -> None:
     sink.phase(3, "collect")
     with sink.progress("step 3: answers", 8) as bar:
         bar.advance(6)
-        time.sleep(0.6)  # it is drawn anew four times a second
+        wait_until_drawn(out, r"step 3: answers ━.* 75%")
     sink.phase(3, "update")
     sink.close()
     shown = without_escapes(out.getvalue())
