@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import etude
+from etude.lazy import loading
 from tests.house import table
 from tests.house.rules import RULES, Modules
 from tests.house.source import read_package
@@ -16,7 +17,8 @@ PACKAGE = Path(etude.__file__).parent
 
 @pytest.fixture(scope="module")
 def modules() -> Modules:
-    return read_package(PACKAGE)
+    with loading():  # half a million nodes stay, and the collector of garbage would walk them again and again
+        return read_package(PACKAGE)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
