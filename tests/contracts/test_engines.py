@@ -258,7 +258,7 @@ def test_what_is_paused_stays_and_goes_on(asked: Asked) -> None:
             await asked.engine.pause()
             await asyncio.sleep(0.3)  # what was on its way comes
             held = [task for task in tasks if not task.done()]
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.2)
             assert not any(task.done() for task in held)
             await asked.engine.resume()
             for task in tasks:
