@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import openai
 import pytest
 
 from etude.chat import Chat, Tokenizer
 from etude.records import SamplingParams
 from etude.rollout import Served
 from tests.agents.proxy.world import serving
+from tests.agents.sdks import openai
 from tests.served import CONTEXT, on
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}="
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_certificate() -> None:
+    """All of them: where a server's environment is not there yet, it is made, from what is fetched over TLS."""
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=on(kind)) for kind in ("vllm", "sglang")])
