@@ -18,6 +18,7 @@ from etude.algorithms.view import Outputs, View
 from etude.batch import Batch
 from etude.errors import BatchError, ConfigError, MissingColumnError
 from tests.algorithms.losses import found, found_in_parts, off_policy, said, slope
+from tests.sweeps import sweep
 
 KNOBS: dict[str, list[dict[str, Any]]] = {
     "ppo": [{"clip_low": 0.05}, {"clip_high": 0.05}, {"dual_clip": 1.21}],
@@ -65,9 +66,7 @@ def test_every_knob_has_a_trial() -> None:
         assert all(field.description for field in kind.model_fields.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [(n, o) for n in LOSSES for o in KNOBS[n] + (SHARED if n != "gmpo" else [])], ids=str
-)
+@sweep(("name", "options"), [(n, o) for n in LOSSES for o in KNOBS[n] + (SHARED if n != "gmpo" else [])])
 def test_every_knob_changes_the_gradient(name: str, options: dict[str, Any]) -> None:
     batch = off_policy(3, (4, 4, 5), drift=0.5)
     spoken = said(batch, drift=0.5)
@@ -77,8 +76,8 @@ def test_every_knob_changes_the_gradient(name: str, options: dict[str, Any]) -> 
     assert float((first - second).abs().max()) > 1e-6
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("unit", ["rollout", "turn"])
+@sweep("name", LOSSES)
+@sweep("unit", ["rollout", "turn"])
 def test_a_split_into_micro_batches_changes_nothing(name: str, unit: str) -> None:
     batch = off_policy(5, (3, 2, 4, 1))
     spoken = said(batch)
@@ -90,9 +89,9 @@ def test_a_split_into_micro_batches_changes_nothing(name: str, unit: str) -> Non
         torch.testing.assert_close(own, gradient, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("sign", [-1.0, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@sweep("name", LOSSES)
+@sweep("sign", [-1.0, 1.0])
+@sweep("dtype", [torch.float32, torch.float64])
 def test_log_ratios_of_a_thousand_stay_finite(name: str, sign: float, dtype: torch.dtype) -> None:
     batch = off_policy(1)
     narrow = {n: batch.need(n).to(dtype) for n in ("old_logp", "behavior_logp", "advantage")}
@@ -104,7 +103,7 @@ def test_log_ratios_of_a_thousand_stay_finite(name: str, sign: float, dtype: tor
     assert bool((gradient[~batch.action] == 0).all())
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@sweep("name", LOSSES)
 def test_half_precision_is_widened(name: str) -> None:
     batch = off_policy(1)
     spoken = said(batch)
@@ -115,7 +114,7 @@ def test_half_precision_is_widened(name: str) -> None:
     assert value == wanted
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@sweep("name", LOSSES)
 def test_rollouts_that_chose_nothing(name: str) -> None:
     """One among others contributes 0 and counts; a batch of nothing else has a loss of 0."""
     batch = off_policy(2, (2, 2))
@@ -131,7 +130,7 @@ def test_rollouts_that_chose_nothing(name: str) -> None:
     assert bool((gradient == 0).all())
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@sweep("name", LOSSES)
 def test_rejected_tokens_have_no_gradient(name: str) -> None:
     batch = off_policy(4)
     keep = torch.from_numpy(np.random.default_rng(0).random(batch.tokens) < 0.6)
@@ -140,7 +139,7 @@ def test_rejected_tokens_have_no_gradient(name: str) -> None:
     assert bool((gradient[keep & batch.action] != 0).any())
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@sweep("name", LOSSES)
 def test_a_loss_reads_what_it_declares_and_no_more(name: str) -> None:
     loss = LOSSES[name]()
     batch = off_policy(0)

@@ -39,7 +39,9 @@ def tokenizer(tmp_path: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "gpt2"))]
+)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shard", [10**9, 20_000])
 def test_transformers_loads_it_and_says_the_same(tmp_path: Path, family: str, tied: bool, shard: int) -> None:

@@ -51,6 +51,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+FIRST = [name if name in ("qwen3", "gpt2") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+"""The cases; the quick tests look at two."""
+
+
 def made(name: str, dtype: torch.dtype) -> Model:
     """A model whose weights are large enough that everything in it matters."""
     family, more = CASES[name]
@@ -75,7 +79,7 @@ def theirs(model: Model, directory: Path) -> PreTrainedModel:
     return module
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FIRST)
 def test_a_tree_and_separate_rows_are_what_transformers_computes_one_by_one(name: str, tmp_path: Path) -> None:
     model, tree = made(name, torch.float32), pack_of(FOREST)
     reference = theirs(model, tmp_path)
@@ -88,7 +92,7 @@ def test_a_tree_and_separate_rows_are_what_transformers_computes_one_by_one(name
     torch.testing.assert_close(separate, torch.cat(wanted), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FIRST)
 def test_every_gradient_is_the_same_however_rows_are_packed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tree = made(name, torch.float64), pack_of(FOREST)
     keep_norms_wide(model, monkeypatch)

@@ -18,7 +18,11 @@ from tests.train.tasks import Imitate, gradient, model, rollouts
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "gemma2", "gpt2")
 
 
-@pytest.fixture(params=FAMILIES)
+FIRST = ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen3")]
+"""The families; the quick tests look at one."""
+
+
+@pytest.fixture(scope="module", params=FIRST)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Learner, PreTrainedModel]:
     """A learner, and the same model as transformers itself loads and runs it: eager attention, a row at a time."""
     directory = tmp_path_factory.mktemp("model")

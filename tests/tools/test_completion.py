@@ -104,24 +104,26 @@ def pressed(command: Sequence[str], setup: Sequence[str], keys: str, wanted: str
 # -- in a shell -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "wanted"),
-    [
-        ("etude tr", ["train "]),
-        ("etude config ", ["show "]),
-        ("etude train dap", ["dapo "]),
-        ("etude train grpo loss=gs", ["gspo "]),
-        ("etude train loss=gspo loss.clip_h", ["loss.clip_high="]),
-        ("etude train --res", ["--resume "]),
-        ("etude train --resume mod", ["model/"]),
-        ("etude train reward=function reward.path=my\\ da", ["my\\ data/"]),
-        ("etude train data.train=[my\\ data/tr", ["[my\\ data/train.parquet"]),
-        ("etude completion z", ["zsh "]),
-        ("FOO=1 etude data prepare countd", ["countdown "]),
-        ("etude train 'lo", []),
-        ("etude nonsense ", []),
-    ],
-)
+LINES: list[tuple[str, list[str]]] = [
+    ("etude train loss=gspo loss.clip_h", ["loss.clip_high="]),
+    ("etude train data.train=[my\\ data/tr", ["[my\\ data/train.parquet"]),
+    ("etude tr", ["train "]),
+    ("etude config ", ["show "]),
+    ("etude train dap", ["dapo "]),
+    ("etude train grpo loss=gs", ["gspo "]),
+    ("etude train --res", ["--resume "]),
+    ("etude train --resume mod", ["model/"]),
+    ("etude train reward=function reward.path=my\\ da", ["my\\ data/"]),
+    ("etude completion z", ["zsh "]),
+    ("FOO=1 etude data prepare countd", ["countdown "]),
+    ("etude train 'lo", []),
+    ("etude nonsense ", []),
+]
+FIRST = [*LINES[:3], *(pytest.param(*line, marks=pytest.mark.slow) for line in LINES[3:])]
+"""The lines; each is a shell and a process, and the quick tests try three."""
+
+
+@pytest.mark.parametrize(("line", "wanted"), FIRST)
 def test_bash_is_offered(line: str, wanted: list[str], shell: Path) -> None:
     if shutil.which("bash") is None:
         pytest.skip("bash is not installed")
