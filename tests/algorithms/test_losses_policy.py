@@ -66,6 +66,7 @@ def test_every_knob_has_a_trial() -> None:
         assert all(field.description for field in kind.model_fields.values())
 
 
+@pytest.mark.kept
 @sweep(("name", "options"), [(n, o) for n in LOSSES for o in KNOBS[n] + (SHARED if n != "gmpo" else [])])
 def test_every_knob_changes_the_gradient(name: str, options: dict[str, Any]) -> None:
     batch = off_policy(3, (4, 4, 5), drift=0.5)

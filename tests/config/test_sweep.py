@@ -187,7 +187,7 @@ def test_one_name_with_two_meanings_is_not_swept_over_at_once(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["loss=gspo", "seed=3"],
+        pytest.param(["loss=gspo", "seed=3"], marks=pytest.mark.kept),
         ["loss.name=gspo", "seed=${oc.env:HOME_OF_NOBODY,4}"],
         pytest.param([f"loss={PLUG_IN}", "loss.name=gspo"], marks=pytest.mark.integration),
         pytest.param([], marks=pytest.mark.integration),

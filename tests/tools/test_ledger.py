@@ -13,6 +13,7 @@ from etude.tools.planned import GIB
 CPU = torch.device("cpu")
 
 
+@pytest.mark.kept
 def test_a_ledger_knows_what_is_held_and_for_how_long() -> None:
     ledger = Ledger()
     with Written(ledger):
