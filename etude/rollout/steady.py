@@ -153,8 +153,9 @@ def steady_form(model: Model) -> Form:
     if rows is None or keys is None:
         what = " and ".join(name for name, form in (("linear layers", rows), ("attention", keys)) if form is None)
         get_log("rollout").warning(
-            "On this processor the last bits of an answer depend on what shares its batch: no form of the products of "
-            "%s was found in which they do not. A run goes on exactly after a kill, and not bit for bit.",
+            "With this model on this processor the last bits of an answer depend on what shares its batch: no form of "
+            "the products of %s was found in which they do not. A run goes on exactly after a kill, and not bit for "
+            "bit. `etude doctor` says whether that is the processor's, and what may help.",
             what,
         )
     return Form(rows or ROWS[0], keys or MEETINGS[0], exact=rows is not None and keys is not None)

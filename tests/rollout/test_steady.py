@@ -84,7 +84,7 @@ def test_where_no_form_holds_nothing_is_claimed(capsys: pytest.CaptureFixture[st
         assert not alike(engine) and not engine.exact
         assert engine.stats().reduce()["engine/exact"] == 0
     told = capsys.readouterr().err
-    assert told.count("the last bits of an answer depend on what shares its batch") == 1
+    assert told.count("the last bits of an answer depend on what shares its batch") == 1, "one line"
     assert "linear layers" in told and "not bit for bit" in told
     assert steady_form(model_of("gpt2")).exact or not plain_forms([(64, 64)], [16]).exact
 

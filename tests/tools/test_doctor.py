@@ -30,6 +30,7 @@ PROBED: dict[str, Any] = {
     "mps": False,
     "threads": 4,
     "multiplies_bf16": True,
+    "company": "usual form",
     "rates": {"float32": 1e11, "bfloat16": 4e11},
 }
 
@@ -54,7 +55,18 @@ def test_a_machine_is_looked_at(tmp_path: Path, capsys: Captured) -> None:
     lines = [line for line in told.splitlines() if line.startswith(("ok ", "warn", "fail"))]
     names = {line[6:].partition("  ")[0] for line in lines}
     assert names >= {
-        *("python", "command", "packages", "trackers", "environments", "torch", "device", "threads", "place"),
+        *(
+            "python",
+            "command",
+            "packages",
+            "trackers",
+            "environments",
+            "torch",
+            "device",
+            "exactness",
+            "threads",
+            "place",
+        ),
         *("disk", "disk speed", "memory", "cache", "limits", "clock", "loopback", "compiler"),
     }
     assert code == (1 if any(line.startswith("fail") for line in lines) else 0)
@@ -138,6 +150,7 @@ def test_a_device_is_judged(change: dict[str, Any], driver: bool, grade: str, sa
     [
         ({"threads": 5}, "threads", "warn", "`threads=4`, or set OMP_NUM_THREADS=4"),
         ({"threads": 1}, "threads", "ok", ""),
+        ({"company": "matters"}, "exactness", "warn", "set MKL_CBWR=AVX2"),
         (
             {"gpus": [], "multiplies_bf16": False, "rates": {"float32": 2.0, "bfloat16": 1.0}},
             *("bf16", "warn", "`train.precision=fp32`"),
@@ -148,6 +161,13 @@ def test_a_device_is_judged(change: dict[str, Any], driver: bool, grade: str, sa
 def test_what_computes_is_judged(change: dict[str, Any], name: str, grade: str, remedy: str) -> None:
     finding = named(list(findings(PROBED | change, True, usable=4)), name)
     assert finding.grade == grade and remedy in finding.remedy
+
+
+@pytest.mark.parametrize(("company", "slower"), [("usual form", False), ("other form", True)])
+def test_that_an_answer_does_not_depend_on_its_batch_is_told_with_its_price(company: str, slower: bool) -> None:
+    finding = named(list(findings(PROBED | {"company": company}, True, usable=4)), "exactness")
+    assert finding.grade == "ok" and "does not depend on what shares its batch" in finding.what
+    assert ("slower" in finding.what) == slower
 
 
 @pytest.mark.parametrize("change", [{}, {"gpus": []}, {"gpus": [], "multiplies_bf16": False}])

@@ -71,6 +71,7 @@ def findings(found: Mapping[str, Any], driver: bool, usable: int) -> Iterator[Fi
     yield ok("torch", f"{found['torch']}, built for {built}")
     yield from _devices(found, driver)
     yield from _precision(found)
+    yield _company(found["company"])
     yield _threads(found["threads"], usable)
 
 
@@ -123,6 +124,16 @@ def _precision(found: Mapping[str, Any]) -> Iterator[Finding]:
     if times < 1 and not found["gpus"] and not found["multiplies_bf16"]:
         what = f"The processor does not multiply bf16 itself, and is {1 / times:.1f} times slower in it than in fp32."
         yield warn("bf16", what, "Train with `train.precision=fp32`.")
+
+
+def _company(found: str) -> Finding:
+    """Whether float32 products were found whose rows do not depend on what is computed beside them; see `steady`."""
+    if found == "matters":
+        what = "In fp32 the last bits of an answer depend on what shares its batch, so that no run goes on bit for bit."
+        remedy = "Where that matters, set MKL_CBWR=AVX2, or COMPATIBLE, which is slower, and ask `etude doctor` again."
+        return warn("exactness", what, remedy)
+    slower = "; products take a slower form for it" if found == "other form" else ""
+    return ok("exactness", f"in fp32 an answer does not depend on what shares its batch{slower}")
 
 
 def _threads(threads: int, usable: int) -> Finding:

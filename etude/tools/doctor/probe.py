@@ -16,10 +16,14 @@ from typing import Any
 import torch
 
 from etude.models.layout import multiplies_bf16
+from etude.rollout.steady import STEADY, plain_forms
 
 __all__ = ["found"]
 
 SIZE, SECONDS = 512, 0.04
+LAYERS, WIDTHS = ((512, 512), (300, 192), (9, 64), (64, 3)), (64, 128)
+"""Linear layers, those of adapters among them, and heads, with which it is tried whether an answer depends on what
+shares its batch."""
 
 
 def found() -> dict[str, Any]:
@@ -27,6 +31,7 @@ def found() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         reaches = torch.cuda.is_available()
+    form = plain_forms(LAYERS, WIDTHS)
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -37,6 +42,7 @@ def found() -> dict[str, Any]:
         "mps": torch.backends.mps.is_available(),
         "threads": torch.get_num_threads(),
         "multiplies_bf16": multiplies_bf16(),
+        "company": "matters" if not form.exact else "usual form" if form == STEADY else "other form",
         "rates": {str(dtype).removeprefix("torch."): _rate(dtype) for dtype in (torch.float32, torch.bfloat16)},
     }
 
