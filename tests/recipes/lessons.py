@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from etude.checkpoint import Checkpoints
 from etude.cli import main
 from etude.models import Model
@@ -19,6 +21,18 @@ from etude.train import load_weights
 from tests.recipes.runs import Captured, composed, refused
 
 RECIPES = tuple(SUPERVISED)
+
+
+class Killed(BaseException):
+    """What ends a run where nothing is caught."""
+
+
+def in_test(*names: str) -> pytest.MarkDecorator:
+    """The recipes, of which `make test` has these and `make integration` the others."""
+    others = pytest.mark.integration
+    return pytest.mark.parametrize(
+        "recipe", [pytest.param(name, marks=() if name in names else others) for name in RECIPES]
+    )
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> Path:
@@ -116,3 +130,15 @@ def stopping(verb: Callable[..., Any], error: BaseException, after: int) -> Call
         return verb(*arguments)
 
     return act
+
+
+def dying(pupil: Any, after: int) -> Any:
+    """A pupil that ends the run at an update, behind so many of them."""
+
+    class Dying:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(pupil, name)
+
+    mortal = Dying()
+    mortal.update = stopping(pupil.update, Killed(), after)  # type: ignore[attr-defined]
+    return mortal

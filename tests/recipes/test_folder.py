@@ -14,6 +14,8 @@ from etude.config.compose import compose
 from etude.config.tree import to_tree
 from etude.errors import ConfigError, CrewError, DamagedFileError, DataError, RunError
 from etude.observe import last_step
+from etude.recipes import supervised
+from etude.recipes.commands import SUPERVISED
 from etude.recipes.folder import (
     JOINED,
     JOURNAL,
@@ -36,6 +38,7 @@ from etude.records import Task
 from etude.rewards import RewardFunction
 from etude.rollout import EngineConfig, VllmConfig
 from etude.store import open_store
+from tests.recipes import lessons
 from tests.recipes.runs import at, options, run_of, train
 from tests.worlds import make_model
 
@@ -168,6 +171,29 @@ def test_what_may_change_is_an_option_and_makes_no_other_run(world: Path) -> Non
         assert not differences(run, other), values
         one, another = to_tree(run), to_tree(other)
         assert not [name for name in values if at(one, name) == at(another, name)]
+
+
+def test_what_may_change_in_a_run_that_learns_from_examples_makes_no_other_run(school: Path) -> None:
+    """All of them at once, but for those that do not go with others."""
+    values = dict.fromkeys(supervised.FREE, "3")
+    values |= {"device": "cpu", "directory": "elsewhere", "data.val": "[others.jsonl]", "cluster": "ray"}
+    values |= {"mesh": "{tensor: 3}", "train.weights": "divided"}
+    values |= {f"train.{switch}": "true" for switch in ("activation_checkpointing", "compile", "offload")}
+    sections = {"observe": ("level", "error"), "evaluate": ("every", "3"), "checkpoint": ("every", "3")}
+    for section, (name, value) in sections.items():
+        del values[section]
+        values[f"{section}.{name}"] = value
+    assert len(values) == len(supervised.FREE)
+    for names in (values.keys() - {"mesh", "epochs"}, {"mesh"}, {"epochs"}):
+        beside: dict[str, Any] = {"steps": None} | ({"ranks": 3} if "mesh" in names else {})
+        mine, other = (
+            lessons.run_of("sft", school, **beside),
+            lessons.run_of("sft", school, **beside | {n: values[n] for n in names}),
+        )
+        assert not differences(mine, other)
+        one, another = to_tree(mine), to_tree(other)
+        assert not [name for name in names if at(one, name) == at(another, name)]
+    assert all(kind.free == supervised.FREE for kind in SUPERVISED.values())
 
 
 def test_what_a_step_measured_last_counts(tmp_path: Path) -> None:

@@ -21,32 +21,32 @@ import torch
 from etude.checkpoint import Checkpoints
 from etude.cli import main
 from etude.config.show import free_form, leaves, undocumented
-from etude.config.tree import to_tree
 from etude.integrity import read_text, write_text
 from etude.recipes.commands import RECIPES as ALL
 from etude.recipes.commands import SUPERVISED
-from etude.recipes.folder import differences, read_kind, rooted
+from etude.recipes.folder import read_kind, rooted
 from etude.recipes.names import KNOWN_AS_EXAMPLES
 from etude.recipes.school import build
 from etude.recipes.study import Study, learn
-from etude.recipes.supervised import FREE
-from tests.recipes.lessons import RECIPES, began, learned, options, refusal, run_of, stopping, sums, weights, write
-from tests.recipes.runs import Captured, at, measured, refused, same
+from tests.recipes.lessons import (
+    RECIPES,
+    Killed,
+    began,
+    dying,
+    in_test,
+    learned,
+    options,
+    refusal,
+    run_of,
+    stopping,
+    sums,
+    weights,
+    write,
+)
+from tests.recipes.runs import Captured, measured, refused, same
 
 Finished = Callable[[str], Path]
 EVERY = pytest.mark.parametrize("recipe", RECIPES)
-
-
-def in_test(*names: str) -> pytest.MarkDecorator:
-    """The recipes, of which `make test` has these and `make integration` the others."""
-    others = pytest.mark.integration
-    return pytest.mark.parametrize(
-        "recipe", [pytest.param(name, marks=() if name in names else others) for name in RECIPES]
-    )
-
-
-class Killed(BaseException):
-    """What ends a run where nothing is caught."""
 
 
 # -- the options ------------------------------------------------------------------------------------------------------
@@ -68,26 +68,6 @@ def test_names_from_elsewhere_are_answered_with_options_that_are_there(recipe: s
             inner = getattr(inner, part)
     assert not kind.known_as.keys() & kind.model_fields.keys() and KNOWN_AS_EXAMPLES.keys() <= kind.known_as.keys()
     assert "here it is epochs" in refused(capsys, recipe, "num_train_epochs=3")
-
-
-def test_what_may_change_is_an_option_and_makes_no_other_run(school: Path) -> None:
-    """All of them at once, but for those that do not go with others."""
-    values = dict.fromkeys(FREE, "3")
-    values |= {"device": "cpu", "directory": "elsewhere", "data.val": "[others.jsonl]", "cluster": "ray"}
-    values |= {"mesh": "{tensor: 3}", "train.weights": "divided"}
-    values |= {f"train.{switch}": "true" for switch in ("activation_checkpointing", "compile", "offload")}
-    sections = {"observe": ("level", "error"), "evaluate": ("every", "3"), "checkpoint": ("every", "3")}
-    for section, (name, value) in sections.items():
-        del values[section]
-        values[f"{section}.{name}"] = value
-    assert len(values) == len(FREE)
-    for names in (values.keys() - {"mesh", "epochs"}, {"mesh"}, {"epochs"}):
-        beside: dict[str, Any] = {"steps": None} | ({"ranks": 3} if "mesh" in names else {})
-        mine, other = run_of("sft", school, **beside), run_of("sft", school, **beside | {n: values[n] for n in names})
-        assert not differences(mine, other)
-        one, another = to_tree(mine), to_tree(other)
-        assert not [name for name in names if at(one, name) == at(another, name)]
-    assert all(kind.free == FREE for kind in SUPERVISED.values())
 
 
 @EVERY
@@ -188,7 +168,7 @@ def test_a_schedule_goes_on_where_it_was(school: Path, tmp_path: Path, capsys: C
     whole = learned("sft", school, tmp_path / "whole", **given)
     run = tmp_path / "run"
     with suppress(Killed), build(run_of("sft", school, directory=run, **given)) as parts:
-        parts.pupil = _dying(parts.pupil, after=2)
+        parts.pupil = dying(parts.pupil, after=2)
         learn(parts)
     assert [step["step"] for step in measured(run)] == [1, 2]
     assert main(["sft", "--resume", str(run)]) == 0
@@ -196,16 +176,6 @@ def test_a_schedule_goes_on_where_it_was(school: Path, tmp_path: Path, capsys: C
     assert main(["sft", "--resume", str(run)]) == 0
     assert "So is the schedule of its learning rate: to go on, begin a new run" in capsys.readouterr().err
     assert "epochs was None, is 2" in refused(capsys, "sft", "--resume", str(run), "epochs=2")
-
-
-def _dying(pupil: Any, after: int) -> Any:
-    class Dying:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(pupil, name)
-
-    dying = Dying()
-    dying.update = stopping(pupil.update, Killed(), after)  # type: ignore[attr-defined]
-    return dying
 
 
 def test_more_epochs_go_on_for_longer(school: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -302,7 +272,7 @@ def _mortal(parts: Study, point: str) -> Study:
     saver = parts.checkpoint
     saver.checkpoints = Checkpoints(saver.checkpoints.directory, saver.checkpoints.keep, at=reached)
     if point == "updated":
-        parts.pupil = _dying(parts.pupil, after=2)
+        parts.pupil = dying(parts.pupil, after=2)
     elif point == "saved":
         saver.maybe_save = stopping(saver.maybe_save, Killed(), after=2)  # type: ignore[method-assign]
     return parts
