@@ -53,7 +53,10 @@ for epoch in range(EPOCHS):
 FORKED = """
 import os, sys
 from pathlib import Path
-import torch, transformers
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from etude.easy import PPOTrainer
+from etude.envs import LanguageModelEnv
 
 codes, folder = [], Path(sys.argv[1])
 for number, program in enumerate(sys.argv[2:]):
