@@ -139,7 +139,7 @@ def test_distill_topk_reductions() -> None:
 
 
 def of_topk(direction: str, how: Reduction, unit: Unit) -> None:
-    batch = awkward(3)
+    batch = awkward(3, (2, 2), longest=6)  # four numbers a token are moved one by one
     index = View(batch).index
     teacher = torch.from_numpy(np.random.default_rng(1).normal(size=(batch.tokens, 5))).log_softmax(-1)[:, :3]
     student = torch.from_numpy(np.random.default_rng(2).normal(size=(batch.tokens, 4))).log_softmax(-1)
