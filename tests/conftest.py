@@ -120,9 +120,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 @pytest.fixture(scope="module", autouse=True)
 def memory_is_given_back() -> Iterator[None]:
     """After each file of tests: a process of Etude's keeps what it frees for its next step, and this one, which does
-    everything once, would grow by gigabytes."""
+    everything once, would grow by gigabytes. What is left lives as long as the process, and is not looked at again."""
     yield
     gc.collect()
+    gc.freeze()
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
