@@ -20,6 +20,9 @@ from tests.recipes.test_workers import batch_of
 from tests.worlds import make_tokenizer
 
 HELD = {"kl": "reverse", "kl.coefficient": 0.5}
+IN_TEST = ("reverse", "in_reward", "full")
+"""The terms of `make test`: one of each way in which a term comes into a run, by the loss, by the reward, and by whole
+distributions. What each of the others adds to the loss is in `algorithms/test_kl.py`."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,10 @@ def test_at_first_the_policy_is_its_reference_and_then_no_more(world: Path, tmp_
     assert first["kl"] == pytest.approx(0, abs=1e-6) and abs(second["kl"]) > 1e-5
 
 
-@pytest.mark.parametrize("name", sorted(KLS))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in IN_TEST else pytest.mark.integration) for name in sorted(KLS)],
+)
 def test_every_term_changes_what_is_learned(
     name: str, world: Path, other: Path, free: Callable[[str | None], Path], tmp_path: Path
 ) -> None:
