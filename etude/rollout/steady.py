@@ -37,7 +37,7 @@ SEEN = (SHORTEST, 100, KEYS + 1, 300)
 """Of how many keys a trial asks."""
 LONGER = 700
 """How many keys more are beside them at most."""
-BESIDE = ((2, 1, 0), (1, 1, LONGER), (6, 3, 40), (2, 7, 16), (1, PIECE, 7))
+BESIDE = ((2, 1, 0), (1, 1, LONGER), (24, 4, 40), (2, 7, 16), (3, PIECE // 2, 340), (1, PIECE, 7))
 """Companies of a query: how many products are computed at once, of how many tokens, with how many keys more."""
 
 
@@ -245,25 +245,26 @@ def _keys(width: int, group: int, place: torch.device, threads: int) -> KeyForm 
     del threads  # what it was tried with
     with torch.inference_mode():
         entries, longest = max(entries for entries, _, _ in BESIDE), max(SEEN) + LONGER + KEYS
-        keys, values = (_random(entries, longest, width, seed=seed).to(place) for seed in (1, 2))
-        queries = _random(entries, KeyForm(16, 16).tokens(PIECE, group) * group, width, seed=3).to(place)
+        keys, values = (_random(1, longest, width, seed=seed).to(place).repeat(entries, 1, 1) for seed in (1, 2))
+        queries = _random(1, KeyForm(16, 16).tokens(PIECE, group) * group, width, seed=3).to(place)
+        queries = queries.repeat(entries, 1, 1)
         return next((form for form in MEETINGS if _attends_alike(form, group, queries, keys, values)), None)
 
 
 def _attends_alike(form: KeyForm, group: int, queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether a query's scores and what it finds are the same bits among few and many others, at whatever place, and
     with the keys of longer contexts beside its own, whose weights are zero."""
-    weights = queries.new_zeros(*queries.shape[:2], keys.shape[1])
-    chance = _random(*queries.shape[:2], max(SEEN), seed=4).to(queries.device)
+    chance = _random(1, queries.shape[1], max(SEEN), seed=4).to(queries.device)
     for seen in SEEN:
-        weights[:, :, :seen] = chance[:, :, :seen]
         first: list[Tensor] = []
         for entries, tokens, longer in BESIDE:
             rows = form.tokens(min(tokens, form.piece(group)), group) * group
             length = form.blocks(seen + longer, 1)
+            weights = queries.new_zeros(entries, rows, length)
+            weights[:, :, :seen] = chance[:, :rows, :seen]
             for order in (torch.arange(rows), torch.arange(rows).flip(0)):
                 scores = form.scores(queries[:entries, order], keys[:entries, :length])
-                sums = form.sums(weights[:entries, order, :length], values[:entries, :length])
+                sums = form.sums(weights[:, order], values[:entries, :length])
                 mine = [each[0, order == 0] for each in (scores[:, :, :seen], sums)]
                 first = first or mine
                 if not all(map(torch.equal, first, mine)):
