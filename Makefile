@@ -16,8 +16,8 @@ WITH   := $(CURDIR) $(PYTHON)
 STALE  := $(shell [ "$$(cat $(MADE) 2>/dev/null)" = "$(WITH)" ] || echo stale)
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# How many processes share the tests.
-WORKERS ?= auto
+# How many processes share the tests: one more than there are processors, as tests also wait.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Bytecode is written also where the environment says not to: every process that a test starts would compile it anew.
 PYTEST  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadgroup
 # The tiers, by the markers of pyproject.toml: `test` holds what `check` does, `soak` holds all.

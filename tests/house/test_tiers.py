@@ -11,6 +11,7 @@ from tests.durations import MARKERS, SLOW_FIXTURE_S, SLOW_S, Record, Watch, allo
 from tests.tiers import SMOKE_PATHS, TEST_PATHS, fixtures_of, is_left_out, names_of
 
 TESTS = Path(__file__).parents[1]
+MOST_S = 900
 MARKED = re.compile(r"pytest\.mark\.smoke\b")
 
 
@@ -23,6 +24,16 @@ def test_every_test_that_is_recorded_over_half_a_second_is_marked(request: pytes
         if record.is_slow(key_of(item.nodeid), fixtures_of(item), allowed(item)) and MARKERS.isdisjoint(names_of(item))
     ]
     assert not unmarked
+
+
+def test_what_make_test_runs_was_recorded_with_few_seconds(request: pytest.FixtureRequest) -> None:
+    """All of it takes two cores nine minutes, and its short tests and the start half of that."""
+    record = Record.read()
+    left_out = {"integration", "soak", "gpu"}
+    items = [item for item in request.session.items if left_out.isdisjoint(names_of(item))]
+    tests = sum(record.tests.get(key_of(item.nodeid), 0.0) for item in items)
+    fixtures = {name for item in items for name in fixtures_of(item)}
+    assert tests + sum(record.fixtures.get(name, 0.0) for name in fixtures) < MOST_S
 
 
 @pytest.mark.parametrize(

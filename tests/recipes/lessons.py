@@ -27,12 +27,10 @@ class Killed(BaseException):
     """What ends a run where nothing is caught."""
 
 
-def in_test(*names: str) -> pytest.MarkDecorator:
-    """The recipes, of which `make test` has these and `make integration` the others."""
-    others = pytest.mark.integration
-    return pytest.mark.parametrize(
-        "recipe", [pytest.param(name, marks=() if name in names else others) for name in RECIPES]
-    )
+def in_test(*names: str, kept: str = "") -> pytest.MarkDecorator:
+    """The recipes, of which `make test` has these and `make integration` the others; `make check` keeps one."""
+    marks = {name: pytest.mark.integration for name in RECIPES if name not in names} | {kept: pytest.mark.kept}
+    return pytest.mark.parametrize("recipe", [pytest.param(name, marks=marks.get(name, ())) for name in RECIPES])
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> Path:

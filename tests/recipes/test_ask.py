@@ -102,6 +102,7 @@ def test_what_cannot_be_scored_is_told(world: Path, whole: Path, tmp_path: Path,
     assert "no run was named" in refused(capsys, "eval", held_out, f"model.path={world / 'model'}", "--best")
 
 
+@pytest.mark.kept
 def test_a_run_is_asked_as_a_model_is(trained: Path, world: Path, capsys: Captured) -> None:
     asked = ["1+1=", "sampling.max_tokens=12", "seed=5"]
     one, same = answers(capsys, str(trained), *asked), answers(capsys, str(trained), *asked)

@@ -80,7 +80,7 @@ def test_what_the_journal_has_beyond_a_checkpoint_is_not_played_again(
         {"env.options.turns": 3},
         {"env.max_turns": 1},
         {"env.max_tokens": 10},
-        {"advantage": "turn_baseline"},
+        pytest.param({"advantage": "turn_baseline"}, marks=pytest.mark.kept),
         *(pytest.param({"advantage": name}, marks=pytest.mark.integration) for name in CREDIT),
         {"echo": 0.5},
         {"reward": "function", "reward.path": "tests.recipes.rewards:digits"},

@@ -77,6 +77,7 @@ def test_what_a_critic_says_changes_what_is_learned(
     assert not alike
 
 
+@pytest.mark.kept
 def test_while_a_critic_warms_up_the_policy_rests(world: Path, tmp_path: Path) -> None:
     run = train(
         world, tmp_path / "run", steps=3, **PPO | {"critic.warmup": 2, "checkpoint.every": 1, "checkpoint.keep": 3}

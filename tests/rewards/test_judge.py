@@ -204,6 +204,7 @@ def test_a_coroutine_that_takes_too_long_is_an_outcome() -> None:
     assert fine.reward == 1.0
 
 
+@pytest.mark.kept
 def test_a_process_that_dies_between_calls_costs_nothing() -> None:
     with Judge(Function(path="tests.rewards.functions:process"), Judging(workers=1)) as judge:
         first = int(judged(judge, "a")[0].reward)

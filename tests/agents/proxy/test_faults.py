@@ -181,6 +181,7 @@ def test_what_cannot_be_had_is_refused(world: World, path: str) -> None:
             assert len(world.turns(claim.key)) == before, change
 
 
+@pytest.mark.kept
 def test_a_refused_call_is_counted_and_noted_on_its_attempt(world: World) -> None:
     claim, before = world.attempt(), world.endpoint.metrics().get("endpoint/refused", 0)
     for _ in range(3):
