@@ -120,7 +120,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 @pytest.fixture(scope="module", autouse=True)
 def memory_is_given_back() -> Iterator[None]:
     """After each file of tests: a process of Etude's keeps what it frees for its next step, and this one, which does
-    everything once, would grow by gigabytes. What is left lives as long as the process, and is not looked at again."""
+    everything once, would grow by gigabytes. What is left is not looked at again: most of it lives as long as the
+    process."""
     yield
     gc.collect()
     gc.freeze()

@@ -1,8 +1,8 @@
 """How long tests take: recorded, checked in, and compared with at the end of every run.
 
-The record (`tests/durations.json`, made by `make durations`) holds each test and each shared fixture of half a second
-or more. A test over half a second, or one that needs a fixture over two seconds, is `slow`: `tests/tiers.py` marks it.
-A test that takes twice that and has no marker is printed, and so is one that takes twice what was recorded.
+The record (`tests/durations.json`, made by `make durations`) holds each test and each shared fixture of 0.2 seconds or
+more. A test over a quarter of a second, or one that needs a fixture over two, is `slow`: `tests/tiers.py` marks it.
+A test that takes four times that and has no marker is printed, and so is one that takes twice what was recorded.
 Neither fails the run, because a busy machine proves nothing.
 
 Seconds are those of the clock, without the time that the process waited for a core. A test's seconds are its own: the
@@ -24,9 +24,9 @@ from hypothesis import is_hypothesis_test
 from tests.sweeps import inner
 
 RECORD = Path(__file__).with_name("durations.json")
-LEAST_S = 0.5
+LEAST_S = 0.2
 """Seconds below which a test is not recorded."""
-SLOW_S = 0.5
+SLOW_S = 0.25
 """Seconds beyond which a test is not for `make check`."""
 SLOW_FIXTURE_S = 2.0
 """Seconds of a shared fixture beyond which the tests that need it are not."""
@@ -139,7 +139,7 @@ class Watch:
         if call.when == "call":
             marked = any(item.get_closest_marker(name) for name in MARKERS)
             own = max(0.0, self._own - self._shared)
-            report.user_properties.append(("seconds", [own, self._made, marked or own <= 2 * allowed(item)]))
+            report.user_properties.append(("seconds", [own, self._made, marked or own <= 4 * allowed(item)]))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -191,7 +191,7 @@ def _longest(tests: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def _merged(before: Mapping[str, float], found: Mapping[str, float], root: Path) -> dict[str, float]:
     kept = {name: took for name, took in before.items() if name not in found and _is_there(name, root)}
-    return kept | {name: round(took, 1) for name, took in found.items() if took >= LEAST_S}
+    return kept | {name: round(took, 2) for name, took in found.items() if took >= LEAST_S}
 
 
 def _is_there(name: str, root: Path) -> bool:

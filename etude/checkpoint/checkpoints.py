@@ -129,7 +129,7 @@ class Checkpoints:
         made = {"name": of_step[-1].path.name, "step": step, "score": score, "measured": measured}
         best = self._best()
         if best is not None and best["measured"] == measured:
-            saved_again = (best["step"], best["score"]) == (step, score) and best["name"] != made["name"]
+            saved_again = best["step"] == step and best["name"] != made["name"]
             if score <= best["score"] and not saved_again:
                 return False
         self._first(lambda: write_json(self.directory / _BEST, made))

@@ -189,23 +189,25 @@ class Collector(ABC):
         """Stand where the checkpoint of this step, state and mark stood (0 and None: at the beginning), and take up
         what the journal has beyond the step: admitted steps will be replayed, scored rollouts used, unfinished ones
         issued again. A checkpoint that was saved during a replay has later steps before its mark."""
-        since = 0
-        for at, event in self._store.read(kinds=(events.Admitted,)):
-            assert isinstance(event, events.Admitted)
-            if event.step > step:
-                self._replay[event.step] = event.rollouts
-            elif event.step == step:
-                since = at
+        since, dropped = 0, []
+        for at, event in self._store.read(kinds=(events.Admitted, events.TaskDropped)):
+            match event:
+                case events.Admitted(step=trained, rollouts=rollouts) if trained > step:
+                    self._replay[trained] = rollouts
+                case events.Admitted(step=trained) if trained == step:
+                    since = at
+                case events.TaskDropped(task=task, step=left_by) if left_by > step and task < SCORED:
+                    dropped.append((left_by, task))
         self._store.check(mark, since)
+        for left_by, task in dropped:
+            self._dropped.setdefault(left_by, []).append(self._store.task(task))
         if state is not None:
             self._order.restore(state)
         first = self._order.position
-        for task in self._store.listed(TaskState, first - 1):
-            if task.id >= SCORED:
+        for issued in self._store.listed(TaskState, first - 1):
+            if issued.id >= SCORED:
                 break
-            first = task.id + 1
-            if task.phase is Phase.DROPPED and task.step is not None:
-                self._dropped.setdefault(task.step, []).append(task)
+            first = issued.id + 1
         self._left = [task for task in self._store.tasks(Phase.OPEN) if task.id < SCORED]
         self._scheduler = self._fresh_scheduler(first)
         scored, again = self._open_work()
@@ -367,8 +369,8 @@ class Collector(ABC):
             self._baselines.pop(task, None)
 
     def _ask_again(self, dropped: Sequence[TaskState], others: Sequence[TaskState]) -> None:
-        """Have the order go on behind tasks that it gave out in an earlier life of the run, and hear what those of them
-        earned that were dropped."""
+        """Move the order of tasks past those that were issued before the restart, and tell it what the dropped ones of
+        them earned."""
         for task in sorted((*dropped, *others), key=lambda task: task.id):
             if task.id >= self._order.position:
                 self._order.again(task.id, task.row)

@@ -40,7 +40,7 @@ class Read(Protocol):
         ...
 
     def take_up(self, step: int, state: Mapping[str, Any] | None, mark: Mark) -> None:
-        """Go on from there behind this step (0 and None are the beginning), with what the journal has of later ones."""
+        """Stand where this step was saved (0 and None: the beginning), and take up the later steps of the journal."""
         ...
 
 

@@ -118,7 +118,7 @@ def test_steps_beyond_the_checkpoint_are_replayed(world: Path, whole: Path, tmp_
     assert same(weights(run), weights(whole))
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_run_goes_on_from_what_it_saved_during_a_replay(world: Path, whole: Path, tmp_path: Path) -> None:
     """Three steps are admitted and none is saved; then the first is replayed and saved."""
     run = tmp_path / "run"

@@ -152,7 +152,7 @@ def test_examples_of_several_sources_come_in_their_shares(school: Path, tmp_path
 # -- going on ---------------------------------------------------------------------------------------------------------
 
 
-@in_test("sft", "reward-model", kept="sft")  # `test_two_ranks_learn_what_one_does` goes on with a run of dpo
+@in_test("sft", "reward-model", "distill", kept="sft")  # `test_two_ranks_learn_what_one_does` goes on with a run of dpo
 def test_a_run_that_goes_on_is_the_run_that_nobody_stopped(
     recipe: str, school: Path, finished: Finished, tmp_path: Path
 ) -> None:

@@ -78,8 +78,6 @@ def test_keys(world: World, path: str) -> None:
     stranger = Keyring(b"another secret of tests")
     wrong = [None, "sk-none", ring.model_key(claim.key, -10), stranger.model_key(claim.key, 60), claim.model_key[:-1]]
     others = [claim.reward_key, ring.admin, ring.runner, ring.model_key(Key(10**6, 0), 60)]
-    if path not in DIALECTS:  # keys are read by one function for all
-        wrong, others = wrong[:2], others[:1]
     for key in wrong:
         response = posted(world, path, CALLS[path], key)
         assert response.status_code == 401 and told(path, response)[1] == "authentication_error"
