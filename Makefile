@@ -16,10 +16,13 @@ WITH   := $(CURDIR) $(PYTHON)
 STALE  := $(shell [ "$$(cat $(MADE) 2>/dev/null)" = "$(WITH)" ] || echo stale)
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# How many processes share the tests: one more than there are processors, as tests also wait.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# How many processes share the tests; where nothing is said, one for each processor, and one more where tests only compute
+# and wait a little.
+WORKERS ?=
+EACH    := $(or $(WORKERS),auto)
+MORE    := $(or $(WORKERS),$(shell expr $$(getconf _NPROCESSORS_ONLN) + 1))
 # Bytecode is written also where the environment says not to: every process that a test starts would compile it anew.
-PYTEST  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadgroup
+PYTEST  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --maxprocesses 4 --dist loadgroup --numprocesses
 # The tiers, by the markers of pyproject.toml: `test` holds what `check` does, `soak` holds all.
 CHECK   := not slow and not integration and not soak and not gpu
 TEST    := not integration and not soak and not gpu
@@ -43,26 +46,26 @@ demo: $(CORE) ## watch a language model learn, from nothing, in about two minute
 	$(BIN)/python -m etude demo
 
 check: $(DEV) ## run the tests that are quick, with a few random examples: while you work
-	$(PYTEST) -m "$(CHECK)" --hypothesis-profile check
+	$(PYTEST) $(MORE) -m "$(CHECK)" --hypothesis-profile check
 
 test: $(DEV) ## run all that a user would notice: before a commit
-	$(PYTEST) -m "$(TEST)"
+	$(PYTEST) $(MORE) -m "$(TEST)"
 
 coverage: $(DEV) ## hold the line coverage of the packages that must be exact, by their own tests
-	$(PYTEST) -m "$(TEST)" --cov --cov-report=json:coverage.json $(EXACT)
+	$(PYTEST) $(MORE) -m "$(TEST)" --cov --cov-report=json:coverage.json $(EXACT)
 	$(BIN)/python -m tests.coverage_floor coverage.json
 
 smoke: $(DEV) ## make one short real run with each server, cluster and client, and after a kill: continuous integration does
-	$(PYTEST) -m "$(SMOKE)" --timeout 600
+	$(PYTEST) $(EACH) -m "$(SMOKE)" --timeout 600
 
 integration: $(DEV) ## run the tests with PostgreSQL, Ray, vLLM, SGLang, clients, kills and learning: before a release
-	$(PYTEST) -m "$(SERVERS)" --timeout 900
+	$(PYTEST) $(EACH) -m "$(SERVERS)" --timeout 900
 
 soak: $(DEV) ## run all of these with ten times the random examples, and the long tests too: before a release
-	$(PYTEST) -m "not gpu" --hypothesis-profile soak --timeout 1800
+	$(PYTEST) $(EACH) -m "not gpu" --hypothesis-profile soak --timeout 1800
 
 durations: $(DEV) ## record how long the tests take, on a machine that does nothing else (tests/durations.json)
-	$(PYTEST) -m "not soak and not gpu" --timeout 900 --record-durations
+	$(PYTEST) $(EACH) -m "not soak and not gpu" --timeout 900 --record-durations
 
 venv: $(DEV) ## make the environment that all these commands run in
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.durations import MARKERS, SLOW_FIXTURE_S, SLOW_S, Record, Watch, allowed, fixture_key, key_of
-from tests.tiers import SMOKE_PATHS, TEST_PATHS, fixtures_of, is_left_out, names_of
+from tests.tiers import INTEGRATION_PATHS, SMOKE_PATHS, TEST_PATHS, fixtures_of, is_left_out, names_of
 
 TESTS = Path(__file__).parents[1]
+BY_HAND = re.compile(r"pytest\.mark\.integration\b|in_test\(|\bon\(|\b(?:a_ray|vllm_server|sglang_server)\b")
 MOST_S = 900
 MARKED = re.compile(r"pytest\.mark\.smoke\b")
 
@@ -120,6 +121,14 @@ def test_smoke_imports_the_files_that_have_tests_of_it_and_no_others() -> None:
     chosen = "smoke and not soak and not gpu"
     assert is_left_out(TESTS / "store" / "test_sql.py", chosen) and not is_left_out(TESTS / "store", chosen)
     assert not any(is_left_out(TESTS / name, chosen) for name in SMOKE_PATHS)
+
+
+def test_the_page_for_contributors_says_when_each_integration_test_is_run() -> None:
+    named = re.findall(r"`tests/([\w./]+)`", (TESTS.parent / "CONTRIBUTING.md").read_text())
+    files = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
+    listed = {file for file in files if file.startswith(INTEGRATION_PATHS)}
+    marked = {file for file in files if BY_HAND.search((TESTS / file).read_text())}
+    assert not [file for file in listed | marked if not file.startswith(tuple(named))]
 
 
 def test_every_test_of_smoke_is_integration(request: pytest.FixtureRequest) -> None:
