@@ -128,6 +128,11 @@ class Model:
         """Have the trainer's small steps compiled. Whoever shares the model in inference runs those written by hand."""
         self._body.compile()
 
+    @property
+    def body(self) -> type[Body]:
+        """By what its layers are computed: by those written here, or by its own."""
+        return type(self._body)
+
     def parted(self, tensor: Side) -> Body:
         """What lies between ids and hidden states, as far as it is this rank's; see `Divided`."""
         return self._body if tensor.count == 1 else self._body.parted(tensor)

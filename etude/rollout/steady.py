@@ -1,23 +1,26 @@
 """Products whose rows have the same bits whatever is computed beside them, and the trial that finds their form here.
 
 A kernel may add up a row's products in another order when the number of rows is another, and which numbers it treats
-alike is a matter of the processor and of the library that multiplies. A *form* says how many rows, queries and keys are
-multiplied at once. The forms below are tried in order, from the fastest to those in which every product has one shape;
-the first in which no row's bits depend on its company is the one to compute with. It is found once in a process for
-each shape and number of threads. Where there is none, the first is used, and nothing is claimed.
+alike is a matter of the processor, of the library that multiplies, and of the number of threads. A *form* says how many
+rows, queries and keys are multiplied at once. The forms below are tried in order, from the fastest to those in which
+every product has one shape; the first in which no row's bits depend on its batch is the one to compute with. It is
+found once in a process for each model's shape and number of threads. Where there is none, the first is used, and
+nothing is claimed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 
 from etude.observe import get_log
 from etude.rollout.grouping import KEYS, PIECE
@@ -32,13 +35,18 @@ LOGITS = 2**23
 SHORTEST = 32
 """Attention is over at least so many keys."""
 BUDGET = 2**30
-"""Multiplications that one company of a trial may take, unless it is among the smallest."""
-SEEN = (SHORTEST, 100, KEYS + 1, 300)
-"""Of how many keys a trial asks."""
+"""Multiplications that one batch of a trial may take, unless it is among the smallest."""
+TRIAL_KEYS = (SHORTEST, 100, KEYS + 1, 300)
+"""How many keys the queries of a trial see."""
 LONGER = 700
 """How many keys more are beside them at most."""
-BESIDE = ((2, 1, 0), (1, 1, LONGER), (24, 4, 40), (2, 7, 16), (3, PIECE // 2, 340), (1, PIECE, 7))
-"""Companies of a query: how many products are computed at once, of how many tokens, with how many keys more."""
+TRIAL_BATCHES = (
+    (1, PIECE, 7),
+    *((1, tokens, 16 * (tokens % 3)) for tokens in range(1, 18)),
+    *((1, 1, LONGER), (1, PIECE - 1, 340), (2, 1, 0), (2, 7, 16), (3, PIECE // 2, 340), (24, 4, 40)),
+)
+"""The batches of a trial of attention: how many products are computed at once, or as many as the least that an engine
+computes where those are more; of how many tokens; with how many keys more. The first has all queries."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +54,9 @@ class RowForm:
     """How many rows linear layers have at once."""
 
     multiple: int = 1
-    """A multiple of so many,"""
+    """The number of rows is a multiple of this one."""
     fixed: bool = False
-    """or just so many."""
+    """Whether the number of rows is `multiple` itself, always."""
 
     @property
     def most(self) -> int | None:
@@ -65,13 +73,13 @@ class KeyForm:
     """How many queries and keys an attention product has. A query of each head of a group counts as one."""
 
     least: int = 1
-    """At least so many queries,"""
+    """A product has at least so many queries."""
     multiple: int = 1
-    """and a multiple of so many,"""
+    """The number of queries is a multiple of this one."""
     keys: int = 1
-    """with a multiple of so many keys;"""
+    """The number of keys is a multiple of this one."""
     fixed: bool = False
-    """or the smallest such number of queries, with `KEYS` keys at a time."""
+    """Whether every product has the smallest number of queries that `multiple` allows, and `KEYS` keys."""
     summed: int | None = KEYS
     """Values are summed over so many keys at a time; None for all."""
 
@@ -118,15 +126,17 @@ class Form:
     rows: RowForm
     keys: KeyForm
     exact: bool
-    """Whether a row's bits do not depend on its company."""
+    """Whether a row's bits do not depend on its batch."""
+    tried: bool = True
+    """Whether a trial said so. Weights that are not finite, or of which nothing can be told apart, allow none."""
 
 
-ROWS = (RowForm(16), RowForm(48, fixed=True), RowForm(16, fixed=True))
-MEETINGS = (KeyForm(4), KeyForm(8, 8, 16), KeyForm(16, 16, 32), KeyForm(16, 16, KEYS, fixed=True))
-"""What is tried, in order."""
+ROW_FORMS = (RowForm(16), RowForm(48, fixed=True), RowForm(16, fixed=True))
+KEY_FORMS = (KeyForm(4), KeyForm(8, 8, 16), KeyForm(16, 16, 32), KeyForm(16, 16, KEYS, fixed=True))
+"""The forms that are tried, in order."""
 LOOSE = Form(RowForm(), KeyForm(summed=None), exact=False)
 """Where nothing is asked for."""
-STEADY = Form(ROWS[0], MEETINGS[0], exact=True)
+STEADY = Form(ROW_FORMS[0], KEY_FORMS[0], exact=True)
 """The form that holds on most processors."""
 
 _found: dict[object, RowForm | None] = {}
@@ -140,14 +150,14 @@ def slack(size: int) -> int:
 def steady_form(model: Model) -> Form:
     """The form for this model on this processor. A trial costs about what a short prompt does."""
     place, threads = model.device, torch.get_num_threads()
-    keys = _keys(model.head_dim, model.query_heads // model.kv_heads, place, threads)
-    shapes = frozenset((name, weight.shape) for name, weight in model.named_weights())
-    known = (type(model.module), shapes, place, threads)
+    keys = _keys(model.head_dim, model.query_heads // model.kv_heads, min(model.kv_heads, threads), place, threads)
+    known = _shape_of(model), place, threads
     if known not in _found:
         trial = _Trial(model)
-        rows = next((form for form in ROWS if trial.holds(form)), None)
-        if not trial.finite:  # weights that have diverged prove nothing
-            return Form(rows or ROWS[0], keys or MEETINGS[0], exact=rows is not None and keys is not None)
+        with torch.inference_mode():
+            rows = next((form for form in ROW_FORMS if trial.holds(form)), None)
+        if not trial.tells:
+            return Form(ROW_FORMS[0], keys or KEY_FORMS[0], exact=False, tried=False)
         _found[known] = rows
     rows = _found[known]
     if rows is None or keys is None:
@@ -155,52 +165,91 @@ def steady_form(model: Model) -> Form:
         get_log("rollout").warning(
             "With this model on this processor the last bits of an answer depend on what shares its batch: no form of "
             "the products of %s was found in which they do not. A run goes on exactly after a kill, and not bit for "
-            "bit. `etude doctor` says whether that is the processor's, and what may help.",
+            "bit. `threads=1` may help; `etude doctor` says whether that is the processor's, and what else may.",
             what,
         )
-    return Form(rows or ROWS[0], keys or MEETINGS[0], exact=rows is not None and keys is not None)
+    return Form(rows or ROW_FORMS[0], keys or KEY_FORMS[0], exact=rows is not None and keys is not None)
+
+
+def _shape_of(model: Model) -> object:
+    """All that decides which products a model computes, but for the weights' values."""
+    shapes = frozenset((name, weight.shape) for name, weight in model.named_weights())
+    return type(model.module), model.body, model.module.config.to_json_string(), shapes
 
 
 def plain_forms(shapes: Iterable[tuple[int, int]], widths: Iterable[int]) -> Form:
     """The slowest form that linear layers [O, I] and heads of these widths need on this processor: what can be said of
     it without a model."""
     layers = [_random(outputs, inputs, seed=outputs) for outputs, inputs in shapes]
-    inputs = [_random(_rows_of(ROWS), layer.shape[1], seed=1) for layer in layers]
+    inputs = [_random(_rows_of(ROW_FORMS), layer.shape[1], seed=1) for layer in layers]
 
-    def compute(company: Tensor) -> Tensor:
-        return torch.cat([linear(x[company], layer) for x, layer in zip(inputs, layers, strict=True)], 1)
+    def compute(batch: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        for number, (x, layer) in enumerate(zip(inputs, layers, strict=True)):
+            yield number, batch, linear(x[batch], layer)
 
-    rows = next((form for form in ROWS if _alike(compute, _companies(form, 0))), None)
-    found = [_keys(width, 2, torch.device("cpu"), torch.get_num_threads()) for width in widths]
-    keys = None if None in found else max((form for form in found if form is not None), key=MEETINGS.index)
-    return Form(rows or ROWS[0], keys or MEETINGS[0], exact=rows is not None and keys is not None)
+    rows = next((form for form in ROW_FORMS if _alike(compute, _row_batches(form, 0))), None)
+    threads = torch.get_num_threads()
+    found = [_keys(width, 2, min(2, threads), torch.device("cpu"), threads) for width in widths]
+    keys = None if None in found else max((form for form in found if form is not None), key=KEY_FORMS.index)
+    return Form(rows or ROW_FORMS[0], keys or KEY_FORMS[0], exact=rows is not None and keys is not None)
 
 
 # -- trials -----------------------------------------------------------------------------------------------------------
 
 
 class _Trial:
-    """A model that computes made-up tokens, each of which sees itself alone, in companies of several sizes."""
+    """A model that computes made-up tokens, each of which sees itself alone, in batches of several sizes."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.finite = model, True
+        self.model = model
+        self.tells = True
+        """Whether all that was computed is finite, and differs from row to row."""
         chance = torch.Generator().manual_seed(0)
-        count = _rows_of(ROWS)
+        count = _rows_of(ROW_FORMS)
         self.ids = torch.randint(model.vocabulary, (count,), generator=chance).to(model.device)
         self.positions = torch.randint(model.context, (count,), generator=chance).to(model.device)
         self.weights = sum(weight.numel() for _, weight in model.named_weights())
+        idle = [weight for weight in model.adapter_weights().values() if not weight.any()]
+        self.adapters: AbstractContextManager[object] = _Filled(idle) if idle else nullcontext()
 
     def holds(self, form: RowForm) -> bool:
-        """Whether a token's hidden state and logits are the same bits in all companies that a form allows."""
+        """Whether a token's hidden state and logits are the same bits in all batches that a form allows."""
         rows = form.logits(self.model.vocabulary)
-        return _alike(lambda company: self._compute(company, rows), _companies(form, self.weights))
+        with self.adapters:
+            return self.tells and _alike(lambda batch: self._compute(batch, rows), _row_batches(form, self.weights))
 
-    def _compute(self, company: Tensor, rows: int) -> Tensor:
-        hidden = self.model.hidden(self.ids[company], self.positions[company], _alone)
-        logits = [self.model.logits(some) for some in torch.split(hidden, rows)]
-        out = torch.cat([hidden, torch.cat(logits)], 1)
-        self.finite = self.finite and bool(out.isfinite().all())
-        return out
+    def _compute(self, batch: Tensor, rows: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        hidden = self.model.hidden(self.ids[batch], self.positions[batch], _alone)
+        yield 0, batch, self._telling(hidden)
+        for some, of_some in zip(torch.split(batch, rows), torch.split(hidden, rows), strict=True):
+            yield 1, some, self._telling(self.model.logits(of_some))
+
+    def _telling(self, found: Tensor) -> Tensor:
+        self.tells = self.tells and bool(found.isfinite().all()) and bool((found != found[0]).any() or len(found) == 1)
+        return found
+
+
+class _Filled(TorchFunctionMode):
+    """Within, adapters that are all zero, as they are at the start of a run, compute with random numbers: what is
+    multiplied by zero has the same bits however it was added up. The weights themselves are not touched."""
+
+    def __init__(self, idle: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._random = {
+            weight.data_ptr(): _random(*weight.shape, seed=seed).div_(weight.shape[-1] ** 0.5).to(weight)
+            for seed, weight in enumerate(idle)
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*map(self._filled, args), **{name: self._filled(each) for name, each in (kwargs or {}).items()})
+
+    def _filled(self, given: Any) -> Any:
+        if not isinstance(given, Tensor) or given.dim() != 2:
+            return given
+        random = self._random.get(given.data_ptr())
+        return random if random is not None and random.shape == given.shape else given
 
 
 def _alone(
@@ -216,60 +265,71 @@ def _rows_of(forms: Sequence[RowForm]) -> int:
     return max(25 * form.multiple for form in forms if not form.fixed)
 
 
-def _companies(form: RowForm, weights: int) -> list[Tensor]:
+def _row_batches(form: RowForm, weights: int) -> list[Tensor]:
     """Which rows are computed together, in which order: all that there are, and some, in many places."""
     chance = torch.Generator().manual_seed(0)
     counts = (1,) * 6 if form.fixed else (25, 5, 3, 2, 1, 1)
-    sizes = [each * form.multiple for each in counts if each <= 3 or each * form.multiple * weights <= BUDGET]
+    sizes = [count * form.multiple for count in counts if count <= 3 or count * form.multiple * weights <= BUDGET]
     known = 2 * form.multiple if form.fixed else max(sizes)
     return [torch.randperm(known, generator=chance)[:size] for size in sizes]
 
 
-def _alike(compute: Callable[[Tensor], Tensor], companies: Iterable[Tensor]) -> bool:
-    """Whether each row has the same bits in all of its companies."""
-    first, known = torch.empty(0), torch.zeros(_rows_of(ROWS), dtype=torch.bool)
-    for company in companies:
-        found = compute(company).nan_to_num().cpu()
-        if not len(first):
-            first = found.new_zeros(len(known), found.shape[1])
-        again = known[company]
-        if not torch.equal(found[again], first[company[again]]):
-            return False
-        first[company], known[company] = found, True
+def _alike(compute: Callable[[Tensor], Iterator[tuple[int, Tensor, Tensor]]], batches: Sequence[Tensor]) -> bool:
+    """Whether each row has the same bits in all of its batches. Of a batch several products are computed, and of each
+    product some rows after the others: `compute` gives the number of the product, the rows, and what they are."""
+    count = 1 + max(int(batch.max()) for batch in batches)
+    first: dict[int, Tensor] = {}
+    known: dict[int, Tensor] = {}
+    for batch in batches:
+        for product, rows, found in compute(batch):
+            if product not in first:
+                first[product] = found.new_empty(count, found.shape[1])
+                known[product] = torch.zeros(count, dtype=torch.bool)
+            again = known[product][rows]
+            if not torch.equal(found[again], first[product][rows[again]]):
+                return False
+            first[product][rows], known[product][rows] = found, True
     return True
 
 
 @cache
-def _keys(width: int, group: int, place: torch.device, threads: int) -> KeyForm | None:
-    """The form for heads of this width, of which a group has the same keys."""
+def _keys(width: int, group: int, least: int, place: torch.device, threads: int) -> KeyForm | None:
+    """The form for heads of this width, of which a group has the same keys, in products of no fewer entries than
+    `least`."""
     del threads  # what it was tried with
     with torch.inference_mode():
-        entries, longest = max(entries for entries, _, _ in BESIDE), max(SEEN) + LONGER + KEYS
+        entries, longest = max(least, *(each[0] for each in TRIAL_BATCHES)), max(TRIAL_KEYS) + LONGER + KEYS
         keys, values = (_random(1, longest, width, seed=seed).to(place).repeat(entries, 1, 1) for seed in (1, 2))
         queries = _random(1, KeyForm(16, 16).tokens(PIECE, group) * group, width, seed=3).to(place)
         queries = queries.repeat(entries, 1, 1)
-        return next((form for form in MEETINGS if _attends_alike(form, group, queries, keys, values)), None)
+        return next((form for form in KEY_FORMS if _attends_alike(form, group, least, queries, keys, values)), None)
 
 
-def _attends_alike(form: KeyForm, group: int, queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether a query's scores and what it finds are the same bits among few and many others, at whatever place, and
+def _attends_alike(form: KeyForm, group: int, least: int, queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether each query's scores and what it finds are the same bits among few and many others, at whatever place, and
     with the keys of longer contexts beside its own, whose weights are zero."""
-    chance = _random(1, queries.shape[1], max(SEEN), seed=4).to(queries.device)
-    for seen in SEEN:
+    chance = _random(1, queries.shape[1], max(TRIAL_KEYS), seed=4).to(queries.device)
+    for seen in TRIAL_KEYS:
         first: list[Tensor] = []
-        for entries, tokens, longer in BESIDE:
-            rows = form.tokens(min(tokens, form.piece(group)), group) * group
-            length = form.blocks(seen + longer, 1)
+        for entries, rows, length in _key_batches(form, group, least, seen):
             weights = queries.new_zeros(entries, rows, length)
             weights[:, :, :seen] = chance[:, :rows, :seen]
             for order in (torch.arange(rows), torch.arange(rows).flip(0)):
                 scores = form.scores(queries[:entries, order], keys[:entries, :length])
                 sums = form.sums(weights[:, order], values[:entries, :length])
-                mine = [each[0, order == 0] for each in (scores[:, :, :seen], sums)]
-                first = first or mine
-                if not all(map(torch.equal, first, mine)):
+                found = [scores[:, :, :seen], sums]
+                first = first or [each[0].clone() for each in found]
+                if not all(bool((one[order] == each).all()) for one, each in zip(first, found, strict=True)):
                     return False
     return True
+
+
+def _key_batches(form: KeyForm, group: int, least: int, seen: int) -> Iterable[tuple[int, int, int]]:
+    """How many products are computed at once, of how many rows and keys; the first has all rows."""
+    return dict.fromkeys(
+        (max(least, entries), form.tokens(min(tokens, form.piece(group)), group) * group, form.blocks(seen + longer, 1))
+        for entries, tokens, longer in TRIAL_BATCHES
+    )
 
 
 def _random(*shape: int, seed: int) -> Tensor:

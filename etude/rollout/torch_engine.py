@@ -32,7 +32,7 @@ from torch import Tensor
 
 from etude.errors import ConfigError, DataError, EngineError
 from etude.models import Model, Resident
-from etude.observe import Last, Mean, Metrics, Sum, get_log
+from etude.observe import Last, Mean, Metrics, Min, Sum, get_log
 from etude.records import Completion, SamplingParams
 from etude.rollout.blocks import Blocks
 from etude.rollout.config import EngineConfig
@@ -372,6 +372,8 @@ class TorchEngine:
             raise
         if not missing:
             self._broken = None
+        if self._form is not None and not self._form.tried:
+            self._form = None
         self._scheduler.reweigh(version)
         if self._cache is not None:
             self._resident.refresh(frozen=not missing)
@@ -391,9 +393,10 @@ class TorchEngine:
                 "engine/waiting": Last.of(len(scheduler.waiting)),
                 "engine/cache_used": Last.of(self._used),
                 "engine/busy_seconds": Sum.of(self._busy),
-                "engine/exact": Last.of(int(self.exact)),
             }
         )
+        if self._form is not None:
+            metrics.add("engine/exact", Min.of(int(self.exact)))
         metrics.merge(self._resident.spent())
         scheduler.counts = Counts()
         self._busy = self._used = 0.0

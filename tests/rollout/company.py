@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import numpy as np
@@ -27,19 +28,16 @@ LENGTHS = (3, 17, 39, 150, 150, 9)
 
 
 def models() -> list[Model]:
-    """Ours, one that runs transformers' own code, and one with adapters of an odd rank."""
+    """Ours, one that runs transformers' own code, and one with adapters of an odd rank, as a run starts with them."""
     made = [model_of("qwen3"), model_of("gpt2")]
     if find_spec("peft"):
         made.append(adapt(model_of("qwen3"), Lora(rank=3), seed=0))
-        with torch.no_grad():
-            for _, weight in made[-1].trained_weights():
-                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.05)
     return made
 
 
-def alike(engine: TorchEngine) -> bool:
-    """Whether each request is answered as it is alone; two share a long beginning."""
-    prompts = [prompt_of(length) if length == 150 else prompt_of(length, seed=length) for length in LENGTHS]
+def alike(engine: TorchEngine, lengths: Sequence[int] = LENGTHS) -> bool:
+    """Whether each request is answered as it is alone; of the usual ones two share a long beginning."""
+    prompts = [prompt_of(length) if length == 150 else prompt_of(length, seed=length) for length in lengths]
     prompts[4] = np.concatenate([prompts[4], prompts[0]])
     asked = [SamplingParams(max_tokens=6, seed=row) for row in range(len(prompts))]
     together = engine.generate_all(prompts, asked)
@@ -55,6 +53,12 @@ def main(kernels: str) -> None:
     for model in models():
         with engine_of(model) as engine:
             told.append({"same": alike(engine), "exact": engine.exact})
+            if model.adapted:
+                with torch.no_grad():
+                    for _, weight in model.trained_weights():
+                        weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.05)
+                asyncio.run(engine.swap((), 1))
+                told.append({"same": alike(engine), "exact": engine.exact})
     plain = plain_forms([(512, 256), (9, 64)], [16, 128])
     found = {"kernels": kernels, "engines": told, "plain": plain.exact, "usual": plain == STEADY}
     print(json.dumps(found), flush=True)

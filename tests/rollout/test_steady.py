@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +17,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.models import Model
+from etude.errors import EngineError
+from etude.models import Lora, Model, adapt
 from etude.observe import configure
 from etude.records import SamplingParams
 from etude.rollout import torch_engine
-from etude.rollout.steady import LOOSE, MEETINGS, ROWS, STEADY, Form, plain_forms, steady_form
+from etude.rollout.steady import KEY_FORMS, LOOSE, ROW_FORMS, STEADY, Form, plain_forms, steady_form
 from tests.rollout.company import alike
 from tests.rollout.engines import assert_follows, engine_of, model_of, prompt_of
 
-OTHERS = [Form(ROWS[0], keys, exact=True) for keys in MEETINGS[1:]]
-OTHERS += [Form(rows, MEETINGS[-1], exact=True) for rows in ROWS[1:]]
+OTHERS = [Form(ROW_FORMS[0], keys, exact=True) for keys in KEY_FORMS[1:]]
+OTHERS += [Form(rows, KEY_FORMS[-1], exact=True) for rows in ROW_FORMS[1:]]
+
+
+def mingle(_module: object, _given: object, output: Tensor) -> Tensor:
+    return output + output.mean(-2, keepdim=True)
 
 
 def mingling() -> Model:
     """A model that lets tokens know a little of whatever is computed beside them."""
     model = model_of("gpt2", vocabulary=301)  # a shape that no other test has
-
-    def mingle(_module: object, _given: object, output: Tensor) -> Tensor:
-        return output + output.mean(1, keepdim=True)
-
     model.module.transformer.ln_f.register_forward_hook(mingle)
     return model
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch multiplies without MKL")
@@ -58,8 +71,19 @@ def test_it_holds_by_other_kernels() -> None:
 def test_it_holds_by_those_of_this_processor() -> None:
     with engine_of(model_of()) as engine:
         assert not engine.exact, "nothing is claimed before it was tried"
+        assert "engine/exact" not in engine.stats()
         assert alike(engine) or not engine.exact
+        assert engine.exact or not plain_forms([(64, 64)], [16]).exact, "as exact as its products"
         assert engine.stats().reduce()["engine/exact"] == engine.exact
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [1, 2])
+def test_it_holds_on_two_threads_where_attention_is_one_product(two_threads: None, heads: int) -> None:
+    """A single product is divided among threads by its rows, and several are not."""
+    with engine_of(model_of(heads=heads, kv_heads=1, head_dim=16)) as engine:
+        assert alike(engine, (3, 5, 6, 9, 11, 133)) or not engine.exact
+        assert engine.exact or not plain_forms([(64, 64)], [16]).exact
 
 
 @pytest.mark.parametrize(
@@ -87,6 +111,39 @@ def test_where_no_form_holds_nothing_is_claimed(capsys: pytest.CaptureFixture[st
     assert told.count("the last bits of an answer depend on what shares its batch") == 1, "one line"
     assert "linear layers" in told and "not bit for bit" in told
     assert steady_form(model_of("gpt2")).exact or not plain_forms([(64, 64)], [16]).exact
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+def test_weights_that_tell_nothing_are_tried_again_once_they_are_others(value: float) -> None:
+    model = model_of(vocabulary=304 if value else 302)  # shapes that no other test has
+    weights = [weight.detach().clone() for weight in model.parameters()]
+    with engine_of(model) as engine, torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(value)
+        form = steady_form(model)
+        assert not form.exact and not form.tried
+        with pytest.raises(EngineError, match="not numbers") if value else nullcontext():
+            alike(engine)
+        assert not engine.exact and engine.stats().reduce()["engine/exact"] == 0
+        for weight, kept in zip(model.parameters(), weights, strict=True):
+            weight.copy_(kept)
+        asyncio.run(engine.swap((), 1))
+        assert alike(engine) or not engine.exact
+        assert engine.exact or not plain_forms([(64, 64)], [16]).exact
+
+
+@pytest.mark.skipif(not find_spec("peft"), reason="adapters are peft's")
+def test_adapters_are_tried_though_they_change_nothing_yet() -> None:
+    """Their second factors are zero at the start of a run, and hide whatever the first ones compute."""
+    model = adapt(model_of("gpt2", vocabulary=303), Lora(rank=3), seed=0)
+    before = [weight.clone() for weight in model.parameters()]
+    for name, part in model.module.named_modules():
+        if name.endswith("lora_A.default"):
+            part.register_forward_hook(mingle)
+    assert not steady_form(model).exact
+    assert all(map(torch.equal, before, model.parameters())), "no weight is touched"
+    plain = adapt(model_of("qwen3", vocabulary=303), Lora(rank=3), seed=0)
+    assert steady_form(plain).exact or not plain_forms([(64, 64), (9, 64), (64, 3)], [16]).exact
 
 
 def test_nothing_is_claimed_where_nothing_is_asked_for() -> None:
