@@ -12,9 +12,7 @@ than 4 rows takes another path, so does a linear layer of fewer than 16 rows whe
 and a sum over more than 192 keys is cut into parts whose size depends on their number; on others more is so. A pass
 therefore computes in a `Form`, found by a trial, which says how many rows, queries and keys a product has (see
 `steady`). Then a token's numbers do not depend on whether it was computed alone, in a batch, as a piece of a prompt, or
-again after its request was preempted. In bfloat16 the kernels keep the promise at any size. All this holds for one or
-two threads: with more, torch may cut an elementwise kernel within a row, and rounds the few elements at a cut
-differently.
+again after its request was preempted. In bfloat16 the kernels keep the promise at any size.
 """
 
 from __future__ import annotations

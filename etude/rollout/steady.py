@@ -6,6 +6,12 @@ rows, queries and keys are multiplied at once. The forms below are tried in orde
 every product has one shape; the first in which no row's bits depend on its batch is the one to compute with. It is
 found once in a process for each model's shape and number of threads. Where there is none, the first is used, and
 nothing is claimed.
+
+Tried are the model's layers at up to 400 rows. Where that would take long, the whole model is tried at up to 48 rows,
+and at 400 one matrix of each shape alone, if its family is one of those in `etude.models.layers`. Attention is tried
+over up to a thousand keys. Threads are part of the trial: on one or two of them the tests hold what is claimed; with
+more, torch may cut an elementwise kernel within a row, which the trial sees in the layers, and not between attention's
+products.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from etude.models.layout import product
 from etude.observe import get_log
 from etude.rollout.grouping import KEYS, PIECE
 
@@ -214,15 +221,24 @@ class _Trial:
 
     def holds(self, form: RowForm) -> bool:
         """Whether a token's hidden state and logits are the same bits in all batches that a form allows."""
-        rows = form.logits(self.model.vocabulary)
+        rows, batches = form.logits(self.model.vocabulary), _row_batches(form, self.weights)
         with self.adapters:
-            return self.tells and _alike(lambda batch: self._compute(batch, rows), _row_batches(form, self.weights))
+            alike = self.tells and _alike(lambda batch: self._compute(batch, rows), batches)
+        most, *_, least = _row_batches(form, 0)
+        return alike and (len(most) == len(batches[0]) or _alike(self._multiply, (most, least)))
 
     def _compute(self, batch: Tensor, rows: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         hidden = self.model.hidden(self.ids[batch], self.positions[batch], _alone)
         yield 0, batch, self._telling(hidden)
         for some, of_some in zip(torch.split(batch, rows), torch.split(hidden, rows), strict=True):
             yield 1, some, self._telling(self.model.logits(of_some))
+
+    def _multiply(self, batch: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """By one matrix of each shape; the head has few rows at a time, and was tried with those."""
+        shapes = {multiplied.weight.shape: multiplied.weight for multiplied in self.model.products()[:-1]}
+        for number, (shape, weight) in enumerate(shapes.items()):
+            x = _random(_rows_of(ROW_FORMS), shape[1], seed=number).to(weight)
+            yield number, batch, product(x[batch], weight)
 
     def _telling(self, found: Tensor) -> Tensor:
         self.tells = self.tells and bool(found.isfinite().all()) and bool((found != found[0]).any() or len(found) == 1)
@@ -276,19 +292,19 @@ def _row_batches(form: RowForm, weights: int) -> list[Tensor]:
 
 def _alike(compute: Callable[[Tensor], Iterator[tuple[int, Tensor, Tensor]]], batches: Sequence[Tensor]) -> bool:
     """Whether each row has the same bits in all of its batches. Of a batch several products are computed, and of each
-    product some rows after the others: `compute` gives the number of the product, the rows, and what they are."""
+    product some rows after the others: `compute` gives the number of a product, the rows, and what they are."""
     count = 1 + max(int(batch.max()) for batch in batches)
     first: dict[int, Tensor] = {}
     known: dict[int, Tensor] = {}
     for batch in batches:
-        for product, rows, found in compute(batch):
-            if product not in first:
-                first[product] = found.new_empty(count, found.shape[1])
-                known[product] = torch.zeros(count, dtype=torch.bool)
-            again = known[product][rows]
-            if not torch.equal(found[again], first[product][rows[again]]):
+        for number, rows, found in compute(batch):
+            if number not in first:
+                first[number] = found.new_empty(count, found.shape[1])
+                known[number] = torch.zeros(count, dtype=torch.bool)
+            again = known[number][rows]
+            if not torch.equal(found[again], first[number][rows[again]]):
                 return False
-            first[product][rows], known[product][rows] = found, True
+            first[number][rows], known[number][rows] = found, True
     return True
 
 

@@ -10,8 +10,8 @@ two tokens and waits for a future. So no state is shared, and `pause`, `swap` an
     unblocked by   whatever is posted; `close` ends the loop after the step under way
 
 With `deterministic`, a request's tokens and log-probs do not depend on what shares its batch, when it came, or how
-often it was preempted: bit for bit with float32 weights on one or two threads (see `kv`), where this processor has a
-form of the products that makes it so, which is tried before the first step (see `steady`).
+often it was preempted: bit for bit with float32 weights (see `kv`), where this processor has a form of the products
+that makes it so, which is tried before the first step (see `steady`, for the number of threads too).
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ once, at its worst: prompts and answers as long as they may be, micro-batches fu
     asking       what the models are asked of a batch before anything is learned from it
     updating     two full micro-batches, and the optimizer's step
 
-Otherwise loading is not played: it takes less than updating does.
+Otherwise loading is not played: it takes less than updating does. Steps of the engine are played in the form of
+products that holds on most processors, whose passes have any number of rows (`most` is None); what other processors
+need is not played.
 """
 
 from __future__ import annotations

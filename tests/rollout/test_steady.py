@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from etude.errors import EngineError
 from etude.models import Lora, Model, adapt
 from etude.observe import configure
 from etude.records import SamplingParams
-from etude.rollout import torch_engine
+from etude.rollout import steady, torch_engine
 from etude.rollout.steady import KEY_FORMS, LOOSE, ROW_FORMS, STEADY, Form, plain_forms, steady_form
 from tests.rollout.company import alike
 from tests.rollout.engines import assert_follows, engine_of, model_of, prompt_of
@@ -144,6 +145,22 @@ def test_adapters_are_tried_though_they_change_nothing_yet() -> None:
     assert all(map(torch.equal, before, model.parameters())), "no weight is touched"
     plain = adapt(model_of("qwen3", vocabulary=303), Lora(rank=3), seed=0)
     assert steady_form(plain).exact or not plain_forms([(64, 64), (9, 64), (64, 3)], [16]).exact
+
+
+def test_of_a_large_model_a_matrix_of_each_shape_has_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole model has few, and would not show what a kernel does only with many."""
+
+    def of_many(x: Tensor, weight: Tensor) -> Tensor:
+        tried.append(len(x))
+        return linear(x, weight) + (len(x) if len(x) > 300 and len(weight) == differs else 0)
+
+    monkeypatch.setattr(steady, "BUDGET", 1)  # any model is large
+    monkeypatch.setattr(steady, "product", of_many)
+    for vocabulary, differs in ((305, None), (306, 64)):  # shapes that no other test has
+        tried: list[int] = []
+        rows = steady_form(model_of(vocabulary=vocabulary)).rows
+        assert rows.fixed == (differs is not None) or plain_forms([(64, 64)], [16]).rows != ROW_FORMS[0]
+        assert max(tried, default=400) == 400
 
 
 def test_nothing_is_claimed_where_nothing_is_asked_for() -> None:

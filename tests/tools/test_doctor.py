@@ -150,7 +150,7 @@ def test_a_device_is_judged(change: dict[str, Any], driver: bool, grade: str, sa
     [
         ({"threads": 5}, "threads", "warn", "`threads=4`, or set OMP_NUM_THREADS=4"),
         ({"threads": 1}, "threads", "ok", ""),
-        ({"company": "matters"}, "exactness", "warn", "set MKL_CBWR=AVX2"),
+        ({"company": "matters"}, "exactness", "warn", "give `threads=1`, or set MKL_CBWR=AVX2"),
         (
             {"gpus": [], "multiplies_bf16": False, "rates": {"float32": 2.0, "bfloat16": 1.0}},
             *("bf16", "warn", "`train.precision=fp32`"),

@@ -130,7 +130,10 @@ def _company(found: str) -> Finding:
     """Whether float32 products were found whose rows do not depend on what is computed beside them; see `steady`."""
     if found == "matters":
         what = "In fp32 the last bits of an answer depend on what shares its batch, so that no run goes on bit for bit."
-        remedy = "Where that matters, set MKL_CBWR=AVX2, or COMPATIBLE, which is slower, and ask `etude doctor` again."
+        remedy = (
+            "Where that matters, give `threads=1`, or set MKL_CBWR=AVX2, or COMPATIBLE, which is slower, and ask "
+            "`etude doctor` again (OMP_NUM_THREADS=1 has it compute with one thread)."
+        )
         return warn("exactness", what, remedy)
     slower = "; products take a slower form for it" if found == "other form" else ""
     return ok("exactness", f"in fp32 an answer does not depend on what shares its batch{slower}")
