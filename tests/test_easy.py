@@ -68,7 +68,7 @@ for number, program in enumerate(sys.argv[2:]):
     codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 (folder / "codes").write_text(" ".join(map(str, codes)))
 """
-"""Programs, each in a process of its own; what it prints is in files."""
+"""Programs, each in its own process; their output is in files."""
 
 
 @pytest.fixture(scope="module")

@@ -130,7 +130,7 @@ class Model:
 
     @property
     def body(self) -> type[Body]:
-        """By what its layers are computed: by those written here, or by its own."""
+        """The class that computes its layers: ours for this family, or the generic one."""
         return type(self._body)
 
     def parted(self, tensor: Side) -> Body:

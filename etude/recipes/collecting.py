@@ -182,13 +182,15 @@ class Collector(ABC):
         return max(self._replay, default=0)
 
     def mark(self) -> tuple[dict[str, Any], Mark]:
-        """What a checkpoint keeps, at one moment: how far the order of tasks has come, and the journal."""
+        """Return the position of the order of tasks and of the journal, at one moment, for a checkpoint."""
         return self._order.state(), self._store.flush()
 
     def take_up(self, step: int, state: Mapping[str, Any] | None, mark: Mark) -> None:
-        """Stand where the checkpoint of this step, state and mark stood (0 and None: at the beginning), and take up
-        what the journal has beyond the step: admitted steps will be replayed, scored rollouts used, unfinished ones
-        issued again. A checkpoint that was saved during a replay has later steps before its mark."""
+        """Resume at the checkpoint of this step, state and mark (0 and None: at the beginning).
+
+        Later steps of the journal are replayed, scored rollouts are used, unfinished ones are issued again. A
+        checkpoint that was saved during a replay has later steps before its mark.
+        """
         since, dropped = 0, []
         for at, event in self._store.read(kinds=(events.Admitted, events.TaskDropped)):
             match event:

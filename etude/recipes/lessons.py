@@ -63,7 +63,7 @@ class Lessons:
         return batch_of([self._examples[self._order.row(ordinal)] for ordinal in range(first, end)])
 
     def mark(self) -> tuple[Mapping[str, Any], Mark]:
-        """Where it stands, as a JSON tree; there is no journal."""
+        """Return the position in the examples, as a JSON tree; there is no journal."""
         return self._order.state(), Mark(0, 0)
 
     def take_up(self, step: int, state: Mapping[str, Any] | None, mark: Mark) -> None:  # noqa: ARG002

@@ -36,11 +36,11 @@ class Read(Protocol):
     """How far the data was read."""
 
     def mark(self) -> tuple[Mapping[str, Any], Mark]:
-        """Where it stands, as a JSON tree, and how far the journal has come at that moment, all of it on the disk."""
+        """Return the position in the data, as a JSON tree, and that of the flushed journal at the same moment."""
         ...
 
     def take_up(self, step: int, state: Mapping[str, Any] | None, mark: Mark) -> None:
-        """Stand where this step was saved (0 and None: the beginning), and take up the later steps of the journal."""
+        """Resume where this step was saved (0 and None: the beginning), and replay the later steps of the journal."""
         ...
 
 

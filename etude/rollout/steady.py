@@ -1,17 +1,15 @@
-"""Products whose rows have the same bits whatever is computed beside them, and the trial that finds their form here.
+"""Matrix products whose rows have the same bits in every batch, and the trial that finds how to compute them.
 
-A kernel may add up a row's products in another order when the number of rows is another, and which numbers it treats
-alike is a matter of the processor, of the library that multiplies, and of the number of threads. A *form* says how many
-rows, queries and keys are multiplied at once. The forms below are tried in order, from the fastest to those in which
-every product has one shape; the first in which no row's bits depend on its batch is the one to compute with. It is
-found once in a process for each model's shape and number of threads. Where there is none, the first is used, and
-nothing is claimed.
+A kernel may sum a row's products in another order when the number of rows changes. Which row counts give the same order
+depends on the processor, the math library and the number of threads. A *form* fixes how many rows, queries and keys are
+multiplied at once. The forms below are tried in order. The first ones are the fastest; in the last ones every product
+has one shape. The engine uses the first form in which no row's bits depend on its batch. The result is kept in the
+process, per model shape and number of threads. If no form holds, the first is used and exactness is not claimed.
 
-Tried are the model's layers at up to 400 rows. Where that would take long, the whole model is tried at up to 48 rows,
-and at 400 one matrix of each shape alone, if its family is one of those in `etude.models.layers`. Attention is tried
-over up to a thousand keys. Threads are part of the trial: on one or two of them the tests hold what is claimed; with
-more, torch may cut an elementwise kernel within a row, which the trial sees in the layers, and not between attention's
-products.
+The trial runs the model's layers at up to 400 rows. For a large model it runs the whole model at up to 48 rows, and one
+matrix of each shape at 400. That last part covers the families in `etude.models.layers` only. Attention is tried over
+up to a thousand keys. The tests hold the claim for one and two threads. With more threads torch may split an
+elementwise kernel within a row. The trial sees such a split in the layers, but not between attention's products.
 """
 
 from __future__ import annotations
@@ -38,46 +36,46 @@ if TYPE_CHECKING:
 __all__ = ["LOGITS", "LOOSE", "STEADY", "Form", "KeyForm", "RowForm", "plain_forms", "slack", "steady_form"]
 
 LOGITS = 2**23
-"""How many logits exist at a time."""
+"""The most logits that exist at a time."""
 SHORTEST = 32
 """Attention is over at least so many keys."""
 BUDGET = 2**30
 """Multiplications that one batch of a trial may take, unless it is among the smallest."""
 TRIAL_KEYS = (SHORTEST, 100, KEYS + 1, 300)
-"""How many keys the queries of a trial see."""
+"""The numbers of keys that the queries of a trial see."""
 LONGER = 700
-"""How many keys more are beside them at most."""
+"""The most keys that a batch has beyond these."""
 TRIAL_BATCHES = (
     (1, PIECE, 7),
     *((1, tokens, 16 * (tokens % 3)) for tokens in range(1, 18)),
     *((1, 1, LONGER), (1, PIECE - 1, 340), (2, 1, 0), (2, 7, 16), (3, PIECE // 2, 340), (24, 4, 40)),
 )
-"""The batches of a trial of attention: how many products are computed at once, or as many as the least that an engine
-computes where those are more; of how many tokens; with how many keys more. The first has all queries."""
+"""The batches of a trial of attention: entries (at least as many as the engine computes), tokens, and further keys.
+The first batch has all queries."""
 
 
 @dataclass(frozen=True)
 class RowForm:
-    """How many rows linear layers have at once."""
+    """The number of rows that linear layers compute at once."""
 
     multiple: int = 1
     """The number of rows is a multiple of this one."""
     fixed: bool = False
-    """Whether the number of rows is `multiple` itself, always."""
+    """True if the number of rows is always `multiple` itself."""
 
     @property
     def most(self) -> int | None:
-        """How many tokens one pass may compute; None for any number."""
+        """The most tokens that one pass may compute; None for no limit."""
         return self.multiple if self.fixed else None
 
     def logits(self, vocabulary: int) -> int:
-        """How many rows of logits exist at a time: of a large vocabulary a few after the other."""
+        """Return how many rows of logits are computed at a time; fewer for a large vocabulary."""
         return self.multiple if self.fixed else max(1, LOGITS // (vocabulary * self.multiple)) * self.multiple
 
 
 @dataclass(frozen=True)
 class KeyForm:
-    """How many queries and keys an attention product has. A query of each head of a group counts as one."""
+    """The number of queries and keys of an attention product. Each head of a group adds its own queries."""
 
     least: int = 1
     """A product has at least so many queries."""
@@ -86,26 +84,26 @@ class KeyForm:
     keys: int = 1
     """The number of keys is a multiple of this one."""
     fixed: bool = False
-    """Whether every product has the smallest number of queries that `multiple` allows, and `KEYS` keys."""
+    """True if every product has the fewest queries that `multiple` allows, and `KEYS` keys."""
     summed: int | None = KEYS
     """Values are summed over so many keys at a time; None for all."""
 
     @property
     def shares(self) -> bool:
-        """Whether the queries of several requests may be those of one product."""
+        """True if one product may hold the queries of several requests."""
         return not self.fixed
 
     def piece(self, group: int) -> int:
-        """How many tokens of a prompt attend at once, where a group of so many heads has the same keys."""
+        """Return how many tokens of a prompt attend at once, if `group` heads share their keys."""
         return self.tokens(1, group) if self.fixed else PIECE
 
     def tokens(self, count: int, group: int) -> int:
-        """How many tokens are computed in place of so many, the others being padding."""
+        """Return `count`, rounded up to the number of tokens that is computed; the rest is padding."""
         step = self.multiple // math.gcd(self.multiple, group)
         return -(-max(count, -(-self.least // group)) // step) * step
 
     def blocks(self, keys: int, size: int) -> int:
-        """How many blocks hold so many keys, and those that pad them."""
+        """Return how many blocks hold `keys` keys and their padding."""
         step = self.keys // math.gcd(self.keys, size)
         return -(-max(keys, SHORTEST) // (size * step)) * step
 
@@ -122,20 +120,20 @@ class KeyForm:
         for start in range(0, weights.shape[2], step):
             part = weights[:, :, start : start + step], values[:, start : start + step]
             found = torch.bmm(*part) if found is None else torch.baddbmm(found, *part)
-        assert found is not None, "nobody attends to nothing"
+        assert found is not None, "attention needs at least one key"
         return found
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a pass computes."""
+    """The shapes in which a pass computes its products."""
 
     rows: RowForm
     keys: KeyForm
     exact: bool
-    """Whether a row's bits do not depend on its batch."""
+    """True if a row's bits do not depend on its batch."""
     tried: bool = True
-    """Whether a trial said so. Weights that are not finite, or of which nothing can be told apart, allow none."""
+    """False if no trial was possible: weights were not finite, or all rows were equal."""
 
 
 ROW_FORMS = (RowForm(16), RowForm(48, fixed=True), RowForm(16, fixed=True))
@@ -150,12 +148,12 @@ _found: dict[object, RowForm | None] = {}
 
 
 def slack(size: int) -> int:
-    """How many tokens padding may add to the longest context, in blocks of so many."""
+    """Return how many tokens padding may add to the longest context, for blocks of `size` tokens."""
     return SHORTEST + math.lcm(KEYS, size)
 
 
 def steady_form(model: Model) -> Form:
-    """The form for this model on this processor. A trial costs about what a short prompt does."""
+    """Return the form for this model on this processor. A trial costs about as much as a short prompt."""
     place, threads = model.device, torch.get_num_threads()
     keys = _keys(model.head_dim, model.query_heads // model.kv_heads, min(model.kv_heads, threads), place, threads)
     known = _shape_of(model), place, threads
@@ -179,14 +177,13 @@ def steady_form(model: Model) -> Form:
 
 
 def _shape_of(model: Model) -> object:
-    """All that decides which products a model computes, but for the weights' values."""
+    """Return what decides which products a model computes, without the values of its weights."""
     shapes = frozenset((name, weight.shape) for name, weight in model.named_weights())
     return type(model.module), model.body, model.module.config.to_json_string(), shapes
 
 
 def plain_forms(shapes: Iterable[tuple[int, int]], widths: Iterable[int]) -> Form:
-    """The slowest form that linear layers [O, I] and heads of these widths need on this processor: what can be said of
-    it without a model."""
+    """Return the slowest form that linear layers [O, I] and heads of these widths need on this processor."""
     layers = [_random(outputs, inputs, seed=outputs) for outputs, inputs in shapes]
     inputs = [_random(_rows_of(ROW_FORMS), layer.shape[1], seed=1) for layer in layers]
 
@@ -210,7 +207,7 @@ class _Trial:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.tells = True
-        """Whether all that was computed is finite, and differs from row to row."""
+        """True while all results are finite and differ between rows."""
         chance = torch.Generator().manual_seed(0)
         count = _rows_of(ROW_FORMS)
         self.ids = torch.randint(model.vocabulary, (count,), generator=chance).to(model.device)
@@ -220,7 +217,7 @@ class _Trial:
         self.adapters: AbstractContextManager[object] = _Filled(idle) if idle else nullcontext()
 
     def holds(self, form: RowForm) -> bool:
-        """Whether a token's hidden state and logits are the same bits in all batches that a form allows."""
+        """Return True if a token's hidden state and logits have the same bits in every batch of this form."""
         rows, batches = form.logits(self.model.vocabulary), _row_batches(form, self.weights)
         with self.adapters:
             alike = self.tells and _alike(lambda batch: self._compute(batch, rows), batches)
@@ -234,7 +231,7 @@ class _Trial:
             yield 1, some, self._telling(self.model.logits(of_some))
 
     def _multiply(self, batch: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """By one matrix of each shape; the head has few rows at a time, and was tried with those."""
+        """Multiply by one matrix of each shape. The head is left out: it has few rows at a time."""
         shapes = {multiplied.weight.shape: multiplied.weight for multiplied in self.model.products()[:-1]}
         for number, (shape, weight) in enumerate(shapes.items()):
             x = _random(_rows_of(ROW_FORMS), shape[1], seed=number).to(weight)
@@ -246,8 +243,10 @@ class _Trial:
 
 
 class _Filled(TorchFunctionMode):
-    """Within, adapters that are all zero, as they are at the start of a run, compute with random numbers: what is
-    multiplied by zero has the same bits however it was added up. The weights themselves are not touched."""
+    """A context in which adapters that are all zero compute with random numbers instead.
+
+    Adapters are zero at the start of a run, and zero hides every difference. The weights are not changed.
+    """
 
     def __init__(self, idle: Sequence[Tensor]) -> None:
         super().__init__()
@@ -271,18 +270,18 @@ class _Filled(TorchFunctionMode):
 def _alone(
     layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """An `Attend`: a token that sees itself alone finds its own value."""
+    """An `Attend` in which each token sees only itself, so that it returns its own value."""
     del layer, k, scale, window, softcap
     return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
 def _rows_of(forms: Sequence[RowForm]) -> int:
-    """How many rows a trial knows."""
+    """Return the number of rows that a trial draws."""
     return max(25 * form.multiple for form in forms if not form.fixed)
 
 
 def _row_batches(form: RowForm, weights: int) -> list[Tensor]:
-    """Which rows are computed together, in which order: all that there are, and some, in many places."""
+    """Return the rows of each batch, in a random order: first all rows, then fewer."""
     chance = torch.Generator().manual_seed(0)
     counts = (1,) * 6 if form.fixed else (25, 5, 3, 2, 1, 1)
     sizes = [count * form.multiple for count in counts if count <= 3 or count * form.multiple * weights <= BUDGET]
@@ -291,8 +290,10 @@ def _row_batches(form: RowForm, weights: int) -> list[Tensor]:
 
 
 def _alike(compute: Callable[[Tensor], Iterator[tuple[int, Tensor, Tensor]]], batches: Sequence[Tensor]) -> bool:
-    """Whether each row has the same bits in all of its batches. Of a batch several products are computed, and of each
-    product some rows after the others: `compute` gives the number of a product, the rows, and what they are."""
+    """Return True if each row has the same bits in all of its batches.
+
+    `compute` yields the products of a batch in parts: the number of the product, the rows, and their values.
+    """
     count = 1 + max(int(batch.max()) for batch in batches)
     first: dict[int, Tensor] = {}
     known: dict[int, Tensor] = {}
@@ -310,8 +311,8 @@ def _alike(compute: Callable[[Tensor], Iterator[tuple[int, Tensor, Tensor]]], ba
 
 @cache
 def _keys(width: int, group: int, least: int, place: torch.device, threads: int) -> KeyForm | None:
-    """The form for heads of this width, of which a group has the same keys, in products of no fewer entries than
-    `least`."""
+    """Return the form for heads of this width, of which `group` share their keys. Products have at least `least`
+    entries."""
     del threads  # what it was tried with
     with torch.inference_mode():
         entries, longest = max(least, *(each[0] for each in TRIAL_BATCHES)), max(TRIAL_KEYS) + LONGER + KEYS
@@ -322,8 +323,10 @@ def _keys(width: int, group: int, least: int, place: torch.device, threads: int)
 
 
 def _attends_alike(form: KeyForm, group: int, least: int, queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether each query's scores and what it finds are the same bits among few and many others, at whatever place, and
-    with the keys of longer contexts beside its own, whose weights are zero."""
+    """Return True if each query's scores and sums have the same bits in every batch, at every place.
+
+    Batches also hold the keys of longer contexts, with weights of zero.
+    """
     chance = _random(1, queries.shape[1], max(TRIAL_KEYS), seed=4).to(queries.device)
     for seen in TRIAL_KEYS:
         first: list[Tensor] = []
@@ -341,7 +344,7 @@ def _attends_alike(form: KeyForm, group: int, least: int, queries: Tensor, keys:
 
 
 def _key_batches(form: KeyForm, group: int, least: int, seen: int) -> Iterable[tuple[int, int, int]]:
-    """How many products are computed at once, of how many rows and keys; the first has all rows."""
+    """Return the entries, rows and keys of each batch; the first has all rows."""
     return dict.fromkeys(
         (max(least, entries), form.tokens(min(tokens, form.piece(group)), group) * group, form.blocks(seen + longer, 1))
         for entries, tokens, longer in TRIAL_BATCHES

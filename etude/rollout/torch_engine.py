@@ -90,7 +90,7 @@ class TorchEngine:
 
     @property
     def exact(self) -> bool:
-        """Whether it claims the same bits for a request whatever shares its batch; known after its first step."""
+        """True if a request gets the same bits in every batch; known after the first step."""
         return self._form is not None and self._form.exact
 
     async def generate(
@@ -275,7 +275,7 @@ class TorchEngine:
         self._used = max(self._used, scheduler.blocks.held / scheduler.blocks.count)
 
     def _formed(self) -> Form:
-        """How to compute: with weights that are there, so before the first step, and not when they are made."""
+        """Return the form of this engine. Called before the first step, as divided weights may be absent earlier."""
         steady = self.config.deterministic and self.model.dtype == torch.float32
         return steady_form(self._resident.model) if steady else LOOSE
 

@@ -36,7 +36,7 @@ from tests.config.sample_run import (
 
 
 class Small(Config):
-    """What most sweeps here are over: Hydra loads every group of a root again for each job."""
+    """A small root for most sweeps here: Hydra loads every group of a root again for each job."""
 
     seed: int = Field(1, ge=0, description="What every random number derives from.")
     api_key: str | None = Field(None, description="What the endpoint asks for.")

@@ -19,7 +19,7 @@ def awkward(seed: int, groups: Sequence[int] = (3, 1, 4), *, longest: int = 9, d
     return _awkward(seed, tuple(groups), longest, drift)
 
 
-@cache  # most formulas are compared on the same batch, and nobody writes into it
+@cache  # most formulas are compared on the same batch, which no test changes
 def _awkward(seed: int, groups: tuple[int, ...], longest: int, drift: float) -> Batch:
     batch = random_batch(seed, groups, longest=longest, drift=drift)
     silent = torch.zeros(batch.tokens, dtype=torch.bool)

@@ -42,7 +42,7 @@ def fixture(seed: int = 0, sizes: Sequence[int] = LENGTHS, **options: object) ->
     return _fixture(seed, tuple(sizes), **options)
 
 
-@cache  # every algorithm is tried on the same few batches, and nobody writes into one
+@cache  # every algorithm is tried on the same few batches, which no test changes
 def _fixture(seed: int, sizes: tuple[int, ...], **options: object) -> Batch:
     batch = random_batch(seed, sizes, **options)  # type: ignore[arg-type]
     if options.get("idle", True):

@@ -47,7 +47,7 @@ class Mutation:
 
     @property
     def check_key(self) -> object:
-        """What the check is known by: its function, and the arguments it is run with."""
+        """The identity of the check: its function and its arguments."""
         if isinstance(self.check, partial):
             return self.check.func, self.check.args, tuple(sorted(self.check.keywords.items()))
         return self.check

@@ -1,4 +1,4 @@
-"""What a newcomer does first: `make demo`, and then the commands that the README shows for the run it leaves."""
+"""The first steps of a newcomer: `etude demo`, and the commands that the README shows for its run directory."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def exists(told: tuple[str, ...]) -> None:
 
 
 def are_options(*names: str, beside: tuple[str, ...] = ()) -> bool:
-    """Whether these are known beside others: they are given what no option takes, and all that is wrong is told."""
+    """Return True if all these options exist: each gets a value that no option takes, and the error lists every one."""
     with pytest.raises(ConfigError) as caught:
         compose(Run, [*beside, *(f"{name}=[[]]" for name in names)])
     return "is not an option" not in str(caught.value)
@@ -71,7 +71,7 @@ def test_what_is_named_exists(page: str, theirs: str, codes: list[str]) -> None:
 
 
 def test_what_is_named_without_a_value_exists() -> None:
-    """Tried together, but for choices: beside a wrong one nothing else is told."""
+    """All options are tried together, except choices: a wrong choice hides every other error."""
     beside: dict[tuple[str, ...], set[str]] = {}
     for words in (options(code) for _, _, codes in ROWS for code in codes):
         told = tuple(word for word in words if "=" in word)

@@ -49,7 +49,7 @@ for words in json.loads(sys.argv[1]):
 
 
 def refused_in_turn(folder: Path, names: list[str]) -> dict[str, set[str]]:
-    """What is loaded after each of these commands, in one interpreter, and that each of them is refused."""
+    """Return the modules loaded after each command, in one interpreter; each command must be refused."""
     program = [sys.executable, "-c", IN_TURN, json.dumps([COMMANDS[name] for name in names])]
     done = subprocess.run(program, capture_output=True, text=True, cwd=folder, timeout=120)
     outcomes = dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))

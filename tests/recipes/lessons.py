@@ -24,7 +24,7 @@ RECIPES = tuple(SUPERVISED)
 
 
 class Killed(BaseException):
-    """What ends a run where nothing is caught."""
+    """The exception that ends a run, because nothing catches it."""
 
 
 def in_test(*names: str, kept: str = "") -> pytest.MarkDecorator:

@@ -113,7 +113,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def at(tree: Any, path: str) -> object:
-    """What stands in a tree at a dotted path."""
+    """Return the value at a dotted path of a tree."""
     for part in path.split("."):
         tree = tree[part]
     return tree

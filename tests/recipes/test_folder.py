@@ -125,7 +125,7 @@ def test_another_run_is_told_by_what_differs(world: Path, tmp_path: Path) -> Non
 
 
 def changed(path: str) -> tuple[dict[str, Any], str, str]:
-    """What a run has beside, so that an option means something; the option's name, and another value of it."""
+    """The other options that give an option its meaning; the option's name; another value of it."""
     sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
     values = {"directory": "elsewhere", "device": "cpu", "data.val": "[others.jsonl]", "rollout.prepack": "false"}
     switches = ("activation_checkpointing", "compile", "offload")

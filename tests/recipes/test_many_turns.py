@@ -32,7 +32,7 @@ CREDIT = ("gigpo", "step_rewards", "mt_grpo")
 
 @pytest.fixture(scope="module")
 def echoed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps with an environment, which nobody disturbed. Look at it; do not go on with it."""
+    """A run of two steps with an environment, without an interruption. Read it only; copy it to go on."""
     given = {"data.val": world / "held_out.jsonl", "evaluate.samples": 2, "checkpoint.every": 1}
     return train(world, tmp_path_factory.mktemp("echoed") / "run", steps=2, **ECHO, **given)
 

@@ -1,4 +1,4 @@
-"""A run that saves while it replays can be resumed: what was admitted is found by its step, wherever it is written."""
+"""A run that saves while it replays can be resumed: admissions are found by their step, not by their position."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ADMITTED, STEPS = 3, 4
 
 
 class Saved(NamedTuple):
-    """What a checkpoint keeps of a source."""
+    """The state of a source in a checkpoint."""
 
     step: int = 0
     state: Any = None
@@ -58,7 +58,7 @@ GIVEN: dict[str, Any] = {"sampler": "curriculum", "refill": 1, "retries": 0, "gr
 
 
 class Whole(NamedTuple):
-    """A run that nobody disturbed."""
+    """A run without an interruption."""
 
     batches: list[list[Event]]
     """What was written, write by write."""
@@ -91,7 +91,7 @@ def killed(batches: Sequence[Sequence[Event]]) -> Journal:
 
 
 def admitted(batches: Sequence[Sequence[Event]], step: int) -> int:
-    """How many writes there were when a step was admitted."""
+    """Return the number of writes at the admission of a step."""
     return 1 + next(at for at, batch in enumerate(batches) if any(_admits(event, step) for event in batch))
 
 
@@ -172,7 +172,7 @@ def test_an_admission_before_the_mark_that_is_damaged_is_refused(tmp_path: Path)
 
 
 async def played(desk: LocalDesk) -> None:
-    """Play whatever is queued, each rollout the same whenever it is played."""
+    """Play every queued rollout. A rollout has the same answer each time."""
     while True:
         for claim in await desk.claim("runner", 16, 10.0):
             await desk.turn(claim.key, turn(seed=claim.key.rollout))

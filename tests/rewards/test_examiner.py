@@ -210,7 +210,7 @@ def put(statements: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
 
 
 def examined(code: str, statements: Sequence[str], names: list[str]) -> Found:
-    """What is found of a program by these statements about its names."""
+    """Return the verdict on a program that these statements about its names give."""
 
     async def tried() -> Found:
         async with Box(code, Limits()) as box:
@@ -220,7 +220,7 @@ def examined(code: str, statements: Sequence[str], names: list[str]) -> Found:
 
 
 def passed(code: str, statement: str, names: list[str]) -> bool:
-    """Whether a statement about a program's names passes."""
+    """Return True if a statement about a program's names passes."""
     return examined(code, [statement], names) == Found((True,), "")
 
 

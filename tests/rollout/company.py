@@ -36,7 +36,7 @@ def models() -> list[Model]:
 
 
 def alike(engine: TorchEngine, lengths: Sequence[int] = LENGTHS) -> bool:
-    """Whether each request is answered as it is alone; of the usual ones two share a long beginning."""
+    """Return True if each request gets the answer that it gets alone. Two of them share a long prefix."""
     prompts = [prompt_of(length) if length == 150 else prompt_of(length, seed=length) for length in lengths]
     prompts[4] = np.concatenate([prompts[4], prompts[0]])
     asked = [SamplingParams(max_tokens=6, seed=row) for row in range(len(prompts))]

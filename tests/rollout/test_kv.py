@@ -1,4 +1,4 @@
-"""What the cache relies on: kernels that compute a row the same whatever stands beside it, in a form for it."""
+"""The kernels on which the cache relies: in the right form they compute a row alike in every batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def form_of(dtype: torch.dtype, shape: tuple[int, int], width: int) -> Form:
-    """What an engine computes in: in bfloat16 every size will do, and these are some."""
+    """The form of an engine. In bfloat16 every size is right, and these are some."""
     return plain_forms([shape], [width]) if dtype == torch.float32 else STEADY
 
 

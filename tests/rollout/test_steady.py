@@ -1,4 +1,4 @@
-"""What the engine claims on this processor, and on those whose kernels MKL can be told to use, holds."""
+"""The engine's claim of exactness holds with this processor's kernels, and with others that MKL offers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mingle(_module: object, _given: object, output: Tensor) -> Tensor:
 
 
 def mingling() -> Model:
-    """A model that lets tokens know a little of whatever is computed beside them."""
+    """A model whose tokens depend a little on the rest of their batch."""
     model = model_of("gpt2", vocabulary=301)  # a shape that no other test has
     model.module.transformer.ln_f.register_forward_hook(mingle)
     return model
@@ -52,7 +52,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch multiplies without MKL")
 def test_it_holds_by_other_kernels() -> None:
-    """In an engine, with adapters and without; and a form is found, whatever processor these kernels run on."""
+    """In an engine, with adapters and without. A form is found for each kind of kernel."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.rollout.company", "AVX2", "COMPATIBLE"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -135,7 +135,7 @@ def test_weights_that_tell_nothing_are_tried_again_once_they_are_others(value: f
 
 @pytest.mark.skipif(not find_spec("peft"), reason="adapters are peft's")
 def test_adapters_are_tried_though_they_change_nothing_yet() -> None:
-    """Their second factors are zero at the start of a run, and hide whatever the first ones compute."""
+    """Their second factors are zero at the start of a run, and hide the result of the first ones."""
     model = adapt(model_of("gpt2", vocabulary=303), Lora(rank=3), seed=0)
     before = [weight.clone() for weight in model.parameters()]
     for name, part in model.module.named_modules():

@@ -186,7 +186,7 @@ def connections(serving: Serving) -> set[Connection]:
 
 
 def answering(serving: Serving) -> int:
-    """How many connections have asked something that is not answered yet."""
+    """Return the number of connections whose request is not answered yet."""
     cycles = [each.cycle for each in list(connections(serving)) if each.asked and each.cycle is not None]
     return sum(not cycle.response_complete for cycle in cycles)
 
